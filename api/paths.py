@@ -12,22 +12,88 @@ from aiohttp import web
 from api import openapi
 from api.anthropic.messages import CountTokens, MessagesEndpoint
 from api.dialect import problems
-from api.dialect.events import ApiDialect
-from api.dialect.generation_endpoint import Begin, GenerationEndpoint, PromptEndpoint
+from api.dialect.bodies import BodyReader
+from api.dialect.generation_endpoint import ApiDialect, Begin, GenerationEndpoint, PromptEndpoint
+from api.dialect.ignored_fields import IgnoredFields, only
 from api.dialect.models import AllModelNames, EndpointByModel, ListedModel, ModelNames
 from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
-from api.http.messages import Handler, HttpRequest, whole
-from api.http.shared import ErrorBody
+from api.http.messages import Handler, HttpRequest, HttpRoutes, whole
 from api.native.generate import NativeEndpoint, TokenizeEndpoint
 from api.openai.chat import ChatEndpoint
 from api.openai.completions import CompletionsEndpoint
 from api.openai.responses import ResponsesEndpoint
-from api.pooling.assembly import pooling_routes
+from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
+from api.pooling.scores import RerankFields, ScoreFields, rerank, score
 from api.pooling.vectors import PoolingService
 from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from common import VERSION
 from router.metrics import RouterMetrics
+
+_NEVER = only()
+# Known fields that are unsupported, with the values that change nothing.
+_ALL: Mapping[str, IgnoredFields] = {
+    "lora_path": _NEVER,
+    "max_tokens_per_doc": _NEVER,
+    "mm_processor_kwargs": only({}),
+    "priority": only(0),
+    "truncate_prompt_tokens": _NEVER,
+}
+
+OF_EMBEDDINGS: Mapping[str, IgnoredFields] = {
+    **_ALL,
+    "chat_template": _NEVER,
+    "embed_dtype": only("float32"),
+    "endianness": only("native", "little"),
+    "messages": _NEVER,
+    "normalize": only(True),
+    "use_activation": only(True),
+}
+OF_SCORE: Mapping[str, IgnoredFields] = {
+    **_ALL,
+    "activation": only(True),
+    "use_activation": only(True),
+}
+OF_RERANK: Mapping[str, IgnoredFields] = {
+    **_ALL,
+    "activation": only(True),
+    "rank_fields": _NEVER,
+    "use_activation": only(True),
+}
+
+
+def pooling_routes(
+    vectors: PoolingService,
+    metrics: RouterMetrics,
+    begin: Begin,
+    *,
+    names: ModelNames,
+    ignore_unknown: bool,
+) -> Mapping[str, Mapping[str, Handler]]:
+    """Return handlers by path and method. For arguments see PoolingEndpoint and BodyReader."""
+
+    def endpoint(
+        fields: type[F],
+        unsupported: Mapping[str, IgnoredFields],
+        answer: PoolingAnswer[F],
+        id_prefix: str,
+    ) -> Handler:
+        reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
+        return PoolingEndpoint(
+            reader, answer, vectors, metrics, begin, id_prefix=id_prefix, names=names
+        )
+
+    embeds = endpoint(EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-")
+    scores = endpoint(ScoreFields, OF_SCORE, score, "score-")
+    reranks = endpoint(RerankFields, OF_RERANK, rerank, "rerank-")
+    return {
+        "/v1/embeddings": {"POST": embeds},
+        "/v1/score": {"POST": scores},
+        "/score": {"POST": scores},
+        "/v1/rerank": {"POST": reranks},
+        "/rerank": {"POST": reranks},
+    }
+
 
 MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
 
@@ -152,53 +218,6 @@ class EndpointParts:
     ignore_unknown: bool
     answers: IdempotencyCache
     vectors: PoolingService
-
-
-class HttpRoutes:
-    """The handler of each request. Without one, a handler that returns 404 or 405."""
-
-    def __init__(
-        self,
-        exact: Mapping[str, Mapping[str, Handler]],
-        below: Mapping[str, Mapping[str, Handler]],
-        error_body: ErrorBody,
-    ) -> None:
-        """
-        Args:
-            exact: handlers by path and method. GET handlers also serve HEAD.
-            below: the same for every path that begins with this one, which ends with "/".
-        """
-        self._exact = exact
-        self._below = below
-        self._error_body = error_body
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """Return every path or path prefix that is served."""
-        return [*self._exact, *self._below]
-
-    def __call__(self, request: HttpRequest) -> Handler:
-        path = request.route
-        methods = self._exact.get(path) or self._methods_below(path)
-        if methods is None:
-            return self._refusing(404, f"no such path: {path}")
-        handler = methods.get("GET" if request.method == "HEAD" else request.method)
-        if handler is None:
-            allowed = ", ".join(methods)
-            sentence = f"{path} takes {allowed}, not {request.method}"
-            return self._refusing(405, sentence, (("allow", allowed),))
-        return handler
-
-    def _methods_below(self, path: str) -> Mapping[str, Handler] | None:
-        return next((m for start, m in self._below.items() if path.startswith(start)), None)
-
-    def _refusing(
-        self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
-    ) -> Handler:
-        async def refuse(_: HttpRequest) -> web.Response:
-            return whole(status, self._error_body(status, sentence), headers=headers)
-
-        return refuse
 
 
 def routes(

@@ -15,7 +15,7 @@ from cli import client
 from cli.operating.command import size, table
 from common.process.standard_output import say
 from common.settings import ConfigArgumentParser, add_options, wrong
-from simulation.cost.gpus import GPUS
+from simulation.cost.kernels import GPUS
 from simulation.cost.models import MODELS
 from simulation.cost.step_cost import PATHS
 from simulation.plan import Candidate, Cluster, Objectives, Plan, Traffic, make_plan

@@ -27,6 +27,7 @@ MAX_LINKS = 4096  # in one Status
 MAX_ADAPTERS = 4096  # in one Status
 MAX_FINGERPRINT = 64  # characters
 
+LOWEST, HIGHEST = -100, 100  # priority of a request
 MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
 
 

@@ -12,19 +12,29 @@ crashes is the cause.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import (
+    Iterable,
+    Sequence,
+)
+from hashlib import blake2b
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from common.errors import InvalidRequest
-from common.limits import MAX_STREAM_INTERVAL, MAX_WEIGHT, MIN_WEIGHT
-from common.priority import HIGHEST, LOWEST
-from common.requests import embeddings, images, sampling
-from common.requests.embeddings import InputEmbeddings
-from common.requests.images import Image
+from common.errors import InvalidRequest, check_at_most
+from common.limits import (
+    HIGHEST,
+    LOWEST,
+    MAX_EMBEDDING_BYTES,
+    MAX_STREAM_INTERVAL,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+)
+from common.requests import images, sampling
+from common.requests.images import FIRST_IMAGE_TOKEN, Image
 from common.requests.namespace import (
     BYTES_PER_TOKEN,
+    IDENTITY_BYTES,
     NO_ADAPTER,
     SHARED,
     AdapterId,
@@ -35,8 +45,66 @@ from common.requests.namespace import (
     within,
 )
 from common.requests.sampling import SamplingParams
+from common.rpc.channels import check_address
 from common.tracing.context import checked
+from protos import prefixes_pb2
 from protos import request_pb2 as pb
+
+# Input embeddings: a prompt as inputs of the first layer, without token ids.
+#
+# Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
+# namespace of its own, which depends on all embeddings. Code that compares prompts by namespace and
+# tokens therefore recognises equal embeddings, and never takes other ones for them.
+GIVEN_TOKEN = FIRST_IMAGE_TOKEN  # the id of each token
+NUMBER_BYTES = 4
+LARGEST = 65504.0  # of float16, in which a model may compute
+NOT_ACCEPTED = (
+    "input_embeddings: this server does not accept them. engine.input_embeddings.enabled of its "
+    "nodes allows it"
+)
+_GIVEN = as_bytes([GIVEN_TOKEN])
+
+
+class InputEmbeddings(msgspec.Struct, frozen=True):
+    """The embeddings of a prompt.
+
+    Attributes:
+        values: little-endian float32 [num_tokens, hidden size].
+        num_tokens: of the prompt.
+        name: hash of the values.
+    """
+
+    values: bytes
+    num_tokens: int
+    name: bytes
+
+    @classmethod
+    def of(cls, values: bytes, num_tokens: int) -> Self:
+        """Return the embeddings of so many tokens. Raise InvalidRequest if they have no such shape,
+        or too many bytes."""
+        check_at_most("input_embeddings", len(values), "bytes", MAX_EMBEDDING_BYTES)
+        if not num_tokens or not values or len(values) % (NUMBER_BYTES * num_tokens):
+            raise InvalidRequest(
+                f"input_embeddings: {len(values)} bytes are not float32 [{num_tokens}, hidden size]"
+            )
+        return cls(values, num_tokens, blake2b(values, digest_size=IDENTITY_BYTES).digest())
+
+
+def _given_embeddings(values: bytes, prompt: bytes) -> InputEmbeddings | None:
+    """Parse the embeddings of a prompt. Return None without any.
+
+    Args:
+        prompt: its ids, in the form of `as_bytes`.
+    Raises:
+        InvalidRequest: they do not fit the prompt.
+    """
+    if not values:
+        return None
+    given = InputEmbeddings.of(values, len(prompt) // BYTES_PER_TOKEN)
+    if prompt != _GIVEN * (len(prompt) // BYTES_PER_TOKEN):
+        raise InvalidRequest("input_embeddings: the prompt has token ids, too")
+    return given
+
 
 # Counted from the tokens sent: the crashed pass was for the next one, or for the one after if a
 # step was launched ahead.
@@ -59,7 +127,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         routing_key: of its session. 0: none.
         client: number of the client. 0: not known. Clients take turns for KV pages.
         client_weight: relative share of the client.
-        engine_crashes: engines that crashed while they had it, see common/request.py.
+        engine_crashes: engines that crashed while they had it.
         images: of its prompt.
         input_embeddings: of its prompt, whose ids say nothing then. None: it has ids.
         prediction: little-endian int32: output that the client expects.
@@ -199,7 +267,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         client_weight=_weight(proto.client_weight or 1.0),
         engine_crashes=min(proto.engine_crashes, MAX_ENGINE_CRASHES),
         images=seen,
-        input_embeddings=embeddings.from_proto(proto.input_embeddings, prompt),
+        input_embeddings=_given_embeddings(proto.input_embeddings, prompt),
         prediction=proto.prediction,
         stream_interval=proto.stream_interval or 1,
         traceparent=checked(proto.traceparent),
@@ -271,3 +339,27 @@ def _check_priority(priority: int) -> None:
     """Raise InvalidRequest if the priority is out of range."""
     if not LOWEST <= priority <= HIGHEST:
         raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")
+
+
+MAX_HINTS = 4  # per request
+
+
+class PrefixHint(msgspec.Struct, frozen=True):
+    """A node by its address, and how many prompt tokens it holds, from the first one on.
+
+    It may be wrong. The receiver requests the prefix there and recomputes it if it is missing.
+    """
+
+    address: str
+    num_tokens: int
+
+
+def hints_from_proto(entries: Sequence[prefixes_pb2.PrefixAt]) -> tuple[PrefixHint, ...]:
+    """Parse hints. Raises InvalidRequest if there are too many, or an address is invalid."""
+    if len(entries) > MAX_HINTS:
+        raise InvalidRequest(f"prefix_at has {len(entries)} entries, {MAX_HINTS} are allowed")
+    return tuple(PrefixHint(check_address(each.address), each.tokens) for each in entries)
+
+
+def hints_to_proto(hints: Iterable[PrefixHint]) -> list[prefixes_pb2.PrefixAt]:
+    return [prefixes_pb2.PrefixAt(address=each.address, tokens=each.num_tokens) for each in hints]

@@ -10,9 +10,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from functools import partial
 
-from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
 from common.queueing import may_wait_s
+from common.request import MAX_HINTS, PrefixHint
 from decode_node.active_requests import ActiveRequests
 from decode_node.queues import DecodeQueues
 from decode_node.state import DecodeState

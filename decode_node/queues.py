@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
-from common.priority import PriorityClass, class_of
-from common.queueing import QueueEstimator
+from common.queueing import PriorityClass, QueueEstimator, class_of
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue

@@ -18,8 +18,7 @@ import time
 from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
-from common.priority import PriorityClass
-from common.queueing import QueueBacklog
+from common.queueing import PriorityClass, QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.active_requests import ActiveRequests

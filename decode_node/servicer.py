@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from common import addresses, limits, request, rpc
-from common.addresses import PrefixHint
+from common import limits, request, rpc
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -30,7 +29,7 @@ from common.identity.guard import CallAuthenticator
 from common.logs import Throttle, ThrottledLog
 from common.process.ipc import CallLane
 from common.queueing import QueueBacklog
-from common.requests.embeddings import NOT_ACCEPTED
+from common.request import NOT_ACCEPTED, PrefixHint, hints_from_proto
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN
 from common.requests.timeline import to_proto
@@ -444,7 +443,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: TraceContex
     prefill = _addresses(submit.prefill_addresses, limits.MAX_CANDIDATES)
     placement = Placement(
         prefill_addresses=prefill,
-        prefix_hints=stream.known(addresses.from_proto(submit.prefix_hints)),
+        prefix_hints=stream.known(hints_from_proto(submit.prefix_hints)),
         ticket=submit.ticket,
         move_from=_move_from(submit),
         own_address=stream.own_address,

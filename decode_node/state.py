@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.addresses import PrefixHint
 from common.errors import EngineFault
 from common.page_tables import PageTables, num_pages_of
+from common.request import PrefixHint
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import Namespace
 from engine.batch.holding import PageHolding

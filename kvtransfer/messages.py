@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
-from common.addresses import PrefixHint
-from common.request import Remaining, RequestSpec
+from common.request import PrefixHint, Remaining, RequestSpec
 from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, WeightsId

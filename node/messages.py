@@ -9,11 +9,10 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from common.addresses import PrefixHint
 from common.distribution import HistogramCounts
 from common.pausing import PauseMode
 from common.queueing import QueueBacklog
-from common.request import PredictionUsage, Remaining, RequestSpec
+from common.request import PredictionUsage, PrefixHint, Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams

@@ -22,8 +22,7 @@ from common.metrics.declared import (
 )
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.pausing import MEMORY_TAGS, PAUSE_MODES
-from common.priority import CLASSES
-from common.queueing import QueueBacklog
+from common.queueing import CLASSES, QueueBacklog
 from node.messages import EngineStats
 
 Role = Literal["prefill", "decode", "encode"]

@@ -49,8 +49,14 @@ from kvtransfer.transfer.paths import TransferPaths
 from kvtransfer.transfer.rank_paths import paths_of_rank
 from kvtransfer.transfer.sides import PageAccess, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
-from node.control.cache_reports import CacheReporter, CacheReports, KvEventReports
-from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
+from node.control.engine_control import (
+    CacheReporter,
+    CacheReports,
+    EngineControl,
+    FrontendChannel,
+    KvEventReports,
+    RoleEnded,
+)
 from node.control.operations import EngineOperations
 from node.engine_process import EngineStart
 from node.messages import EngineReady, GroupDrains

@@ -34,8 +34,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
-from node.sharing.dispatch import FIRST_SHARED_NUMBER
-from node.sharing.exports import SHARE
+from node.sharing.exports import FIRST_SHARED_NUMBER, SHARE
 from node.timings import ImageReads
 
 FIRST_NUMBER = FIRST_SHARED_NUMBER  # of these hand-offs. Reads of weights have higher numbers

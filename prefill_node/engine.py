@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from common.config import EngineConfig, PrefillConfig
 from common.distribution import HistogramCounts
-from common.priority import PriorityClass
-from common.queueing import QueueBacklog
+from common.queueing import PriorityClass, QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.batch import BatchResult, ScheduleBatch

@@ -9,12 +9,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(output: Path) -> None:
-    """Writes *_pb2.py, *_pb2.pyi and *_pb2_grpc.py of every proto below `output`/protos."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "protos").glob("*.proto"))
-    arguments = [f"-I{ROOT}", f"--python_out={output}", f"--pyi_out={output}"]
-    status = protoc.main(["protoc", *arguments, f"--grpc_python_out={output}", *sources])
-    if status:
-        raise SystemExit(status)
+    """Write *_pb2.py and *_pb2.pyi of every proto, and *_pb2_grpc.py of those with a service, below
+    `output`/protos."""
+    paths = sorted((ROOT / "protos").glob("*.proto"))
+    served = [path for path in paths if "\nservice " in path.read_text()]
+    messages = [f"--python_out={output}", f"--pyi_out={output}"]
+    for outputs, sources in ((messages, paths), ([f"--grpc_python_out={output}"], served)):
+        names = [str(path.relative_to(ROOT)) for path in sources]
+        if status := protoc.main(["protoc", f"-I{ROOT}", *outputs, *names]):
+            raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ from common.requests.namespace import made_with
 from protos.decode_pb2 import MoveFrom
 from router.cluster.cluster import Cluster, FingerprintUnavailable, Placed
 from router.cluster.decode_client import DecodeCall
-from router.cluster.node_ends import LossCause, MigrationOutcome, NodeLost, may_have_crashed
+from router.cluster.liveness import MigrationOutcome
 from router.policy.load import WHENEVER, PlacementKey, RequestDue
 from router.policy.policies import encode_nodes
-from router.record import RequestRecord
-from router.timelines import AttemptTimings, RequestTimeline
-from router.token_buffer import ModelVersion, NodeOutput
+from router.record import AttemptTimings, RequestRecord, RequestTimeline
+from router.token_buffer import LossCause, ModelVersion, NodeLost, NodeOutput, may_have_crashed
 
 MAX_REPLAYS = 2  # charged losses since its last progress
 MAX_ENGINE_CRASHES = 4  # crashes that it was part of, with or without progress

@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 
 from simulation.plan.layouts import DEFAULT_ROWS
-from simulation.plan.objectives import PERCENTILE, Objectives
 from simulation.plan.search import Candidate, Cluster, Plan
-from simulation.plan.traffic import TraceLine, Traffic
+from simulation.plan.traffic import PERCENTILE, Objectives, TraceLine, Traffic
 from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import MAX_NODES
 

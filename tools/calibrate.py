@@ -4,7 +4,7 @@
     python -m tools.calibrate aiconfigurator_core-0.12.0-*.whl [--write]
 
 The constants are fitted to tables of SGLang and vLLM, without the rows of the sample. Copy the
-printed constants to simulation/cost/gpus.py. --write replaces sample.csv in
+printed constants to simulation/cost/kernels.py. --write replaces sample.csv in
 simulation/cost/calibration.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 import pyarrow.parquet
 
 from simulation.cost.calibration import HEAD_DIM, SAMPLE, KernelTime
-from simulation.cost.gpus import GPUS, Gpu
+from simulation.cost.kernels import GPUS, Gpu
 
 FRAMEWORKS = {"sglang": "0.5.14", "vllm": "0.24.0"}
 ROWS = 60  # of the sample, for each GPU and kernel

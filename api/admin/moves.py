@@ -13,7 +13,7 @@ import msgspec
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
-from router.cluster.node_ends import MigratableRequest
+from router.cluster.liveness import MigratableRequest
 from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes

@@ -27,7 +27,7 @@ from common.requests.timeline import (
 )
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
-from router.timelines import AllTimelines, AttemptTimings, RequestTimeline
+from router.record import AllTimelines, AttemptTimings, RequestTimeline
 from router.workers import OtherProcesses, ProcessQuery, as_json
 
 

@@ -16,8 +16,8 @@ from prometheus_client.exposition import choose_encoder
 
 from api.admin.moves import Plans
 from api.dialect.problems import ApiError
+from api.generation import RequestLimiter
 from api.http.messages import HttpRequest, whole
-from api.requests.limiter import RequestLimiter
 from common import VERSION
 from common.distribution import HistogramCounts
 from protos import router_pb2

@@ -14,8 +14,7 @@ from api.dialect.messages import ToolDefinition, ToolFunction
 from api.dialect.problems import ApiError, invalid
 from api.images.picture import ImageInput
 from api.parsers.model_format import ModelFormat
-from api.requests.generate_params import ChatTurn, PastToolCall
-from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+from api.requests.generate_params import MAX_MESSAGES, MAX_TOOLS, ChatTurn, PastToolCall
 
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 

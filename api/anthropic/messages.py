@@ -10,9 +10,15 @@ from api.anthropic import fields as asked_for
 from api.anthropic.fields import CountTokensFields, MessagesFields
 from api.auth.client import Client
 from api.dialect.bodies import BodyReader
-from api.dialect.events import EndpointCall, EndpointReply, Event, RequestOrigin, reply_of
 from api.dialect.fields import GenerationFields, check_multiplied, choices, samplings
-from api.dialect.generation_endpoint import PromptEndpoint
+from api.dialect.generation_endpoint import (
+    EndpointCall,
+    EndpointReply,
+    Event,
+    PromptEndpoint,
+    RequestOrigin,
+    reply_of,
+)
 from api.dialect.ignored_fields import OF_COUNTED, OF_MESSAGES
 from api.dialect.problems import ANTHROPIC, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
@@ -138,7 +144,7 @@ class MessagesEndpoint:
         # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
         per_prompt = guided(sampled, offer, self._speech, "output_config.format")
-        wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
+        wanted = choices(common, [messages], per_prompt, shown=self._shown[bool(offer.tools)])
         prompt = wanted[0].prompt
         reasons = fields.thinking is None or fields.thinking.type != "disabled"
         listener = listening(self._speech, prompt, offer, reasons=reasons)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from api.dialect.bodies import Ignored
 from api.dialect.problems import ApiError, invalid
 from api.requests.generate_params import (
+    MAX_CHOICES,
     UNLIMITED,
     GenerateParams,
     PredictionPrompt,
@@ -20,7 +21,6 @@ from api.requests.generate_params import (
     TokenIdsPrompt,
     any_seed,
 )
-from api.text.limits import MAX_CHOICES
 from common.limits import MAX_STREAM_INTERVAL
 from common.requests.sampling import (
     JSON_OBJECT,

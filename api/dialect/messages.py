@@ -11,8 +11,14 @@ import msgspec
 from api.dialect.bodies import Ignored, Nothing
 from api.dialect.problems import invalid
 from api.images.picture import DEFAULT_FPS, ImageInput, MediaInput, VideoInput
-from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
-from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+from api.requests.generate_params import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatPrompt,
+    ChatTurn,
+    PastToolCall,
+    PromptEnding,
+)
 from common.limits import MAX_FRAMES
 
 

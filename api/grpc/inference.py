@@ -12,16 +12,15 @@ from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
 from api.dialect.problems import ApiError
 from api.dialect.tools import ToolOffer, guided, listening, optional
+from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
 from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
-from api.requests.generate_params import ChatPrompt
+from api.requests.generate_params import ChatPrompt, check_context, check_vocabulary
 from api.requests.idempotency import IdempotencyCache
-from api.requests.limiter import DeadlineScope, new_request_id
 from api.requests.served_model import ServedModel
-from api.text.limits import check_context, check_vocabulary
 from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import SamplingParams
 from common.tracing.context import HEADER
@@ -139,7 +138,7 @@ class InferenceService:
                     offer = self._offer(tools)
                     wanted = replace(
                         wanted,
-                        shown=self._model.shown(bool(tools)),
+                        shown=self._model.shown[bool(tools)],
                         sampling=self._guided(wanted.sampling, offer),
                     )
                     listener = listening(self._model.speech, wanted.prompt, offer)
@@ -150,15 +149,14 @@ class InferenceService:
                     _fill_in(listener, piece, response)
                 await context.write(response)
 
-            retry = self._answers.retry(
-                client,
-                _metadata(context, "idempotency-key"),
-                partial(request.SerializeToString, deterministic=True),
-                new_request_id(),
-            )
-            await self._answers.generate(
-                wanted, client, write, _metadata(context, HEADER), retry=retry
-            )
+            call = wanted, client, write, _metadata(context, HEADER)
+            content = partial(request.SerializeToString, deterministic=True)
+            key = _metadata(context, "idempotency-key")
+            retry = self._answers.retry(client, key, content, new_request_id()) if key else None
+            if retry is None:
+                await self._answers.generator.generate(*call)
+            else:
+                await self._answers.generate(*call, retry=retry)
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context

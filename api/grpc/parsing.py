@@ -7,6 +7,8 @@ import msgspec
 
 from api.images.picture import DEFAULT_FPS, ImageInput, MediaInput, VideoInput
 from api.requests.generate_params import (
+    MAX_SETTINGS_BYTES,
+    MAX_TOOLS,
     UNLIMITED,
     ChatPrompt,
     ChatTurn,
@@ -23,7 +25,6 @@ from api.requests.generate_params import (
     TokenIdsPrompt,
     any_seed,
 )
-from api.text.limits import MAX_SETTINGS_BYTES, MAX_TOOLS
 from common.errors import InvalidRequest, check_at_most
 from common.requests.sampling import unchecked
 from protos.router_pb2 import (

@@ -3,19 +3,121 @@
 This module adds what aiohttp leaves open: a time limit for each state of a connection, and a limit
 of the bytes held for its client. A connection is always read, so that its end is noticed even if
 the client has sent more. A closed connection cancels the request that is being served. Serving has
-no time limit but the request's own budget and the limit for unread output.
+no time limit but the request's own budget and the limit for unread output. All connections of a
+server share one HttpContext.
 """
 
 import asyncio
+import logging
 import math
-import os
-import socket
-import ssl
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 
-from api.http.shared import UNKNOWN_PEER, ConnectionSlot, HttpContext, HttpPeer, peer_of
+from api.auth.fair_slots import ConnectionLimit, ConnectionSlot
+from common.logs import Throttle, ThrottledLog
+from common.rpc import join_address
+from router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+
+ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HttpPeer:
+    """The client's end of one connection.
+
+    No two are equal, although addresses can be. If a router listens on two of its own addresses,
+    one client port can connect twice.
+    """
+
+    host: str
+    address: str  # host:port
+
+
+UNKNOWN_PEER = HttpPeer("", "")
+
+
+def peer_of(transport: asyncio.BaseTransport) -> HttpPeer:
+    """Return the client of a connection, "gone" if it has closed the connection already.
+
+    Call it once for each connection.
+    """
+    name = transport.get_extra_info("peername")
+    return HttpPeer(str(name[0]), join_address(*name[:2])) if name else HttpPeer("gone", "gone")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of clients, in size and time."""
+
+    max_connections: int
+    max_line_bytes: int = 8 << 10  # of a request line or a header
+    max_headers: int = 128  # trailers included
+    max_body_bytes: int = 12 << 20  # as for a gRPC message: a prompt of a million tokens fits
+    max_arriving_bytes: int = 256 << 20  # not yet read by a handler, over all connections
+    max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being served
+    receive_s: float = 30.0  # from a request's first byte to its last
+    unread_s: float = 60.0  # for a client with too much unread to read some of it
+    idle_s: float = 75.0  # between requests. Longer than the 60 s of most proxies
+    first_request_s: float = 1.0  # on a connection that had none when the server began to drain
+    handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
+    linger_s: float = 2.0  # for a client that still sends to read the error
+    tick_s: float = 1.0  # interval of deadline checks
+
+
+class ConnectionMember(Protocol):
+    """A connection, as the server sees it."""
+
+    deadline: float  # in time.monotonic() seconds
+
+    def expire(self) -> None:
+        """End the connection after its deadline."""
+
+    def drain(self) -> None:
+        """End the connection, unless it has a request to serve or may get its first one."""
+
+    def abort(self) -> None:
+        """End the connection immediately."""
+
+
+class HttpContext:
+    """Shared state of all connections. For one event loop."""
+
+    def __init__(self, limits: HttpLimits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
+        self.limits = limits
+        self.error_body = error_body
+        self.metrics = metrics
+        self.room = ConnectionLimit(limits.max_connections)
+        self.log = ThrottledLog(log, Throttle())  # about clients that are not served
+        self.members: set[ConnectionMember] = set()
+        self.all_gone = asyncio.Event()
+        self.all_gone.set()
+        self.num_arriving = 0  # bytes of requests that no handler has read yet
+        self.draining = False
+        self.now = time.monotonic()  # as of the last tick
+
+    def join(self, member: ConnectionMember) -> None:
+        self.members.add(member)
+        self.all_gone.clear()
+        self.metrics.http_connections(len(self.members))
+
+    def leave(self, member: ConnectionMember) -> None:
+        self.members.discard(member)
+        self.metrics.http_connections(len(self.members))
+        if not self.members:
+            self.all_gone.set()
+
+    def tick(self) -> None:
+        """Update the clock and expire overdue connections."""
+        self.now = time.monotonic()
+        for member in [m for m in self.members if m.deadline < self.now]:
+            member.expire()
+
 
 _MAX_UNSENT_BYTES = 64 << 10  # above it, writers of a response wait
 _HEAD_BYTES = 64 << 10  # may come in addition to a body of maximum length
@@ -294,96 +396,3 @@ def _refusal(status: int, body: bytes) -> bytes:
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
     ).encode() + body
-
-
-# A client's connection until its TLS handshake is complete. Then a HttpAcceptor takes over.
-#
-# It counts as a connection from the start and has a deadline, so a silent client does not hold its
-# place for long.
-class Handshake(asyncio.Protocol):
-    """The protocol that the server makes for each client if it serves TLS."""
-
-    def __init__(
-        self,
-        shared: HttpContext,
-        acceptor: Callable[[], HttpAcceptor],
-        context: Callable[[], ssl.SSLContext],
-    ) -> None:
-        """
-        Args:
-            acceptor: makes the HttpAcceptor that takes over the connection.
-            context: returns the TLS context. Called once per handshake.
-        """
-        self.deadline = math.inf  # the event loop has its own deadline for handshakes
-        self._shared = shared
-        self._acceptor = acceptor
-        self._context = context
-        self._peer = ""
-        self._place: ConnectionSlot | None = None
-        self._shaking: asyncio.Task[None]
-
-    def expire(self) -> None:
-        self.abort()
-
-    def drain(self) -> None:
-        """Complete the handshake. The connection may have one request."""
-
-    def abort(self) -> None:
-        self._shaking.cancel()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Move the socket out of the transport before anything is read.
-
-        The event loop reports whether a handshake failed only for a socket that its caller passes
-        in.
-        """
-        peer = peer_of(transport)
-        self._place = self._shared.room.enter(peer.host, self.abort)
-        if self._place is not None:
-            descriptor = os.dup(transport.get_extra_info("socket").fileno())
-            self._peer = peer.address
-            self._shared.join(self)
-            self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
-        cast(asyncio.Transport, transport).abort()
-
-    async def _shake(self, client: socket.socket) -> None:
-        limits = self._shared.limits
-        try:
-            client.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Standing(self._stands),
-                client,
-                ssl=self._context(),
-                ssl_handshake_timeout=limits.handshake_s,
-                ssl_shutdown_timeout=limits.linger_s,
-            )
-        except OSError as error:  # TLS error, reset or timeout
-            because = str(error) or "the client disconnected"
-            self._shared.log.info(
-                "TLS handshake with a client failed", peer=self._peer, reason=because
-            )
-        finally:
-            if self in self._shared.members:  # `_stands` was not called
-                self._leave()
-                client.close()
-
-    def _stands(self, transport: asyncio.Transport) -> None:
-        self._leave()
-        acceptor = self._acceptor()
-        transport.set_protocol(acceptor)
-        acceptor.connection_made(transport)
-
-    def _leave(self) -> None:
-        self._shared.leave(self)
-        if self._place is not None:
-            self._place.leave()
-
-
-class _Standing(asyncio.Protocol):
-    """The protocol that the event loop holds until the handshake is complete."""
-
-    def __init__(self, stands: Callable[[asyncio.Transport], None]) -> None:
-        self._stands = stands
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._stands(cast(asyncio.Transport, transport))

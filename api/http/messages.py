@@ -1,12 +1,11 @@
 """One request as its handler sees it: aiohttp's request, with the connection's HttpAcceptor."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from aiohttp import HttpVersion11, web
 
-from api.http.acceptor import HttpAcceptor
-from api.http.shared import HttpPeer
+from api.http.acceptor import ErrorBody, HttpAcceptor, HttpPeer
 
 
 class HttpRequest(web.BaseRequest):
@@ -153,3 +152,50 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
         return
     writing.close()
     raise RuntimeError("a write blocked that must not block")
+
+
+class HttpRoutes:
+    """The handler of each request. Without one, a handler that returns 404 or 405."""
+
+    def __init__(
+        self,
+        exact: Mapping[str, Mapping[str, Handler]],
+        below: Mapping[str, Mapping[str, Handler]],
+        error_body: ErrorBody,
+    ) -> None:
+        """
+        Args:
+            exact: handlers by path and method. GET handlers also serve HEAD.
+            below: the same for every path that begins with this one, which ends with "/".
+        """
+        self._exact = exact
+        self._below = below
+        self._error_body = error_body
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Return every path or path prefix that is served."""
+        return [*self._exact, *self._below]
+
+    def __call__(self, request: HttpRequest) -> Handler:
+        path = request.route
+        methods = self._exact.get(path) or self._methods_below(path)
+        if methods is None:
+            return self._refusing(404, f"no such path: {path}")
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            sentence = f"{path} takes {allowed}, not {request.method}"
+            return self._refusing(405, sentence, (("allow", allowed),))
+        return handler
+
+    def _methods_below(self, path: str) -> Mapping[str, Handler] | None:
+        return next((m for start, m in self._below.items() if path.startswith(start)), None)
+
+    def _refusing(
+        self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
+    ) -> Handler:
+        async def refuse(_: HttpRequest) -> web.Response:
+            return whole(status, self._error_body(status, sentence), headers=headers)
+
+        return refuse

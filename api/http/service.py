@@ -1,7 +1,8 @@
-"""The HTTP listener with its deadlines, and the callbacks of aiohttp for requests."""
+"""The HTTP listener with its deadlines and TLS handshakes, and the callbacks of aiohttp."""
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import ssl
@@ -10,9 +11,9 @@ from typing import Any, Protocol, cast
 
 from aiohttp import EMPTY_PAYLOAD, HttpVersion10, HttpVersion11, StreamReader, web
 
-from api.http.acceptor import Handshake, HttpAcceptor
+from api.auth.fair_slots import ConnectionSlot
+from api.http.acceptor import HttpAcceptor, HttpContext, HttpPeer, peer_of
 from api.http.messages import Check, Handler, Headers, HttpRequest, whole
-from api.http.shared import HttpContext, HttpPeer
 from common.errors import ConfigError
 from common.rpc import join_address
 
@@ -213,6 +214,99 @@ def _content_length(request: HttpRequest) -> int:
 
 def _too_long(max_bytes: int) -> BadRequest:
     return BadRequest(413, f"the body of a request has at most {max_bytes} bytes")
+
+
+# A client's connection until its TLS handshake is complete. Then a HttpAcceptor takes over.
+#
+# It counts as a connection from the start and has a deadline, so a silent client does not hold its
+# place for long.
+class Handshake(asyncio.Protocol):
+    """The protocol that the server makes for each client if it serves TLS."""
+
+    def __init__(
+        self,
+        shared: HttpContext,
+        acceptor: Callable[[], HttpAcceptor],
+        context: Callable[[], ssl.SSLContext],
+    ) -> None:
+        """
+        Args:
+            acceptor: makes the HttpAcceptor that takes over the connection.
+            context: returns the TLS context. Called once per handshake.
+        """
+        self.deadline = math.inf  # the event loop has its own deadline for handshakes
+        self._shared = shared
+        self._acceptor = acceptor
+        self._context = context
+        self._peer = ""
+        self._place: ConnectionSlot | None = None
+        self._shaking: asyncio.Task[None]
+
+    def expire(self) -> None:
+        self.abort()
+
+    def drain(self) -> None:
+        """Complete the handshake. The connection may have one request."""
+
+    def abort(self) -> None:
+        self._shaking.cancel()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Move the socket out of the transport before anything is read.
+
+        The event loop reports whether a handshake failed only for a socket that its caller passes
+        in.
+        """
+        peer = peer_of(transport)
+        self._place = self._shared.room.enter(peer.host, self.abort)
+        if self._place is not None:
+            descriptor = os.dup(transport.get_extra_info("socket").fileno())
+            self._peer = peer.address
+            self._shared.join(self)
+            self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
+        cast(asyncio.Transport, transport).abort()
+
+    async def _shake(self, client: socket.socket) -> None:
+        limits = self._shared.limits
+        try:
+            client.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Standing(self._stands),
+                client,
+                ssl=self._context(),
+                ssl_handshake_timeout=limits.handshake_s,
+                ssl_shutdown_timeout=limits.linger_s,
+            )
+        except OSError as error:  # TLS error, reset or timeout
+            because = str(error) or "the client disconnected"
+            self._shared.log.info(
+                "TLS handshake with a client failed", peer=self._peer, reason=because
+            )
+        finally:
+            if self in self._shared.members:  # `_stands` was not called
+                self._leave()
+                client.close()
+
+    def _stands(self, transport: asyncio.Transport) -> None:
+        self._leave()
+        acceptor = self._acceptor()
+        transport.set_protocol(acceptor)
+        acceptor.connection_made(transport)
+
+    def _leave(self) -> None:
+        self._shared.leave(self)
+        if self._place is not None:
+            self._place.leave()
+
+
+class _Standing(asyncio.Protocol):
+    """The protocol that the event loop holds until the handshake is complete."""
+
+    def __init__(self, stands: Callable[[asyncio.Transport], None]) -> None:
+        self._stands = stands
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._stands(cast(asyncio.Transport, transport))
 
 
 _BACKLOG = 1024

@@ -10,14 +10,6 @@ from aiohttp import web
 
 from api.auth.client import Client
 from api.dialect.bodies import BodyReader, Ignored, Nothing
-from api.dialect.events import (
-    DONE,
-    EndpointCall,
-    EndpointReply,
-    RequestOrigin,
-    StreamedReply,
-    WholeReply,
-)
 from api.dialect.fields import (
     GenerationFields,
     Int32,
@@ -29,7 +21,15 @@ from api.dialect.fields import (
     form_field,
     samplings,
 )
-from api.dialect.generation_endpoint import PromptEndpoint
+from api.dialect.generation_endpoint import (
+    DONE,
+    EndpointCall,
+    EndpointReply,
+    PromptEndpoint,
+    RequestOrigin,
+    StreamedReply,
+    WholeReply,
+)
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
@@ -37,16 +37,18 @@ from api.http.messages import Headers, HttpRequest
 from api.native.logprobs import CollectedLogprobs, LogprobFields, LogprobOptions
 from api.requests.answer import CollectedExperts, FinalChunk, OutputChunk, RoutedExperts
 from api.requests.generate_params import (
+    MAX_CHOICES,
     EmbeddingsPrompt,
     GenerateParams,
     Prompt,
     TextPrompt,
     TokenIdsPrompt,
+    check_context,
+    check_vocabulary,
 )
 from api.requests.served_model import ServedModel
-from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
 from common.limits import MAX_EMBEDDING_BYTES
-from common.requests.embeddings import NUMBER_BYTES
+from common.request import NUMBER_BYTES
 from common.requests.sampling import MAX_LOGPROBS
 from router.token_buffer import UNKNOWN_VERSION
 

@@ -1,13 +1,12 @@
 """/v1/chat/completions: a conversation, in the model's chat template, and its response."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.events import EndpointCall
 from api.dialect.fields import (
     Budget,
     GenerationFields,
@@ -19,6 +18,7 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
+from api.dialect.generation_endpoint import EndpointCall
 from api.dialect.ignored_fields import OF_CHATS
 from api.dialect.messages import (
     ContentPart,
@@ -179,8 +179,8 @@ def _reason(listener: StreamParser, last: FinalChunk) -> str:
     return "tool_calls" if stopped and listener.has_called else last.finish_reason
 
 
-# Returns the special tokens that a response's text keeps, given whether it may have tool calls.
-Shown = Callable[[bool], frozenset[int]]
+# The special tokens that a response's text keeps, by whether it may have tool calls.
+Shown = Mapping[bool, frozenset[int]]
 
 
 class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -256,7 +256,7 @@ class ChatEndpoint:
             [prompt],
             per_prompt,
             max_tokens_field=max_tokens_field,
-            shown=self._shown(bool(offer.tools)),
+            shown=self._shown[bool(offer.tools)],
             prediction=_prediction(fields.prediction),
         )
         reasons = fields.include_reasoning is not False

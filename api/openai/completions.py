@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.events import EndpointCall
 from api.dialect.fields import (
     GenerationFields,
     TextOrTokens,
@@ -19,6 +18,7 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
+from api.dialect.generation_endpoint import EndpointCall
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import (
@@ -32,7 +32,7 @@ from api.openai.replies import (
     prompt_ids,
 )
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
-from api.text.limits import MAX_CHOICES
+from api.requests.generate_params import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's

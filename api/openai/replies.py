@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from api.dialect.events import (
+from api.dialect.generation_endpoint import (
     DONE,
     EndpointReply,
     RequestOrigin,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from api.dialect.events import Event, RequestOrigin
+from api.dialect.generation_endpoint import Event, RequestOrigin
 from api.dialect.problems import ApiError
 from api.openai.replies import fingerprint_fields
 from api.parsers.events import CallPart, ParsedText, StreamParser

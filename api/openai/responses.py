@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from api.dialect.bodies import BodyReader, Ignored, Nothing
-from api.dialect.events import EndpointCall, EndpointReply, RequestOrigin, reply_of
 from api.dialect.fields import (
     Budget,
     GenerationFields,
@@ -22,6 +21,7 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
+from api.dialect.generation_endpoint import EndpointCall, EndpointReply, RequestOrigin, reply_of
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
 from api.dialect.problems import OPENAI, fields_of, invalid
@@ -31,8 +31,7 @@ from api.images.picture import ImageInput
 from api.openai.chat import Shown
 from api.openai.response_items import ResponsesObject
 from api.parsers.model_format import ModelFormat
-from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall
-from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+from api.requests.generate_params import MAX_MESSAGES, MAX_TOOLS, ChatPrompt, ChatTurn, PastToolCall
 
 
 class ResponseInputPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -196,7 +195,7 @@ class ResponsesEndpoint:
             [messages],
             per_prompt,
             max_tokens_field="" if fields.max_output_tokens is None else "max_output_tokens",
-            shown=self._shown(bool(offer.tools)),
+            shown=self._shown[bool(offer.tools)],
         )
         listener = listening(self._speech, wanted[0].prompt, offer)
 

@@ -139,3 +139,13 @@ class StreamParser:
 
 def _new_id() -> str:
     return "".join(random.choices(_CHARACTERS, k=_ID_CHARACTERS))
+
+
+class PlainParser:
+    """A Parser for responses that are content only."""
+
+    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
+        return (ContentEvent(text),) if text else ()
+
+    def finish(self) -> Sequence[Said]:
+        return ()

@@ -1,13 +1,55 @@
 """Tool call formats of model families, one grammar each, and structural tags for them.
 
-All other text is content.
+All other text is content, except reasoning between markers at the start of a response, as in
+DeepSeek-R1 and Qwen3. Another grammar parses the text behind it.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from api.parsers.calls import ToolCallEvents, call_object, json_arguments
-from api.parsers.source import ParserSource, Steps, discard
+from api.parsers.events import ReasoningEvent
+from api.parsers.source import Emit, ParserSource, Steps, discard
+
+THOUGHT = THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+
+def think(
+    source: ParserSource,
+    then: Callable[[ParserSource], Steps[None]],
+    *,
+    opened: bool,
+    reasons: bool = True,
+) -> Steps[None]:
+    """Parse reasoning.
+
+    Args:
+        then: grammar of the text that follows.
+        opened: whether the response begins within the reasoning, without an opening marker.
+        reasons: whether reasoning is returned.
+    """
+    emit: Emit = (lambda text: _say(source, text)) if reasons else discard
+    if (yield from source.accept(THINK_OPEN)) or opened:
+        yield from source.spaces()
+        yield from source.until(THINK_CLOSE, emit=emit, trim=True)
+        yield from source.spaces()
+    yield from then(source)
+
+
+def thought_is_open(rendered_end: str) -> bool:
+    """Return whether a prompt ends within reasoning."""
+    return rendered_end.rstrip().endswith(THINK_OPEN)
+
+
+def thought_is_closed(rendered_end: str) -> bool:
+    """Return whether a prompt has closed the reasoning already."""
+    return rendered_end.rstrip().endswith(THINK_CLOSE)
+
+
+def _say(source: ParserSource, text: str) -> None:
+    if text:
+        source.say(ReasoningEvent(text))
+
 
 # Takes a ParserSource, and the tools that may be called: the JSON schema of their arguments by
 # name.

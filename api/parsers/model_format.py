@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from api.parsers import formats, harmony, marked, tags, think
-from api.parsers.events import OutputParser
+from api.parsers import formats, harmony, marked, tags
+from api.parsers.events import OutputParser, PlainParser
 from api.parsers.formats import Grammar, one_of
 from api.parsers.harmony import Channels
-from api.parsers.source import GrammarParser, ParserSource, PlainParser, Steps
+from api.parsers.source import GrammarParser, ParserSource, Steps
 
 # The JSON schema of their arguments, by name.
 Tools = Mapping[str, Any]
@@ -77,7 +77,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         """
         if self._is_harmony:
             return frozenset({*harmony.MARKERS, *harmony.ENDS})
-        found: set[str] = set() if self.reasoning == NONE else {think.OPEN, think.CLOSE}
+        found: set[str] = set() if self.reasoning == NONE else {*formats.THOUGHT}
         if calls and self.tools in _GRAMMARS:
             found |= set(_GRAMMARS[self.tools][1])
         return frozenset(found)
@@ -140,9 +140,9 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     def thinks(self, rendered_end: str) -> ReasoningFormat:
         """Return how a response begins that follows a prompt with this end."""
-        if not self.marks_thought or think.is_closed(rendered_end):
+        if not self.marks_thought or formats.thought_is_closed(rendered_end):
             return ReasoningFormat.NOT
-        opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
+        opened = self.reasoning == "deepseek-r1" or formats.thought_is_open(rendered_end)
         return ReasoningFormat.AT_ONCE if opened else ReasoningFormat.PERHAPS
 
     def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> OutputParser:
@@ -177,7 +177,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         if thinks is ReasoningFormat.NOT:
             return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
         opened = thinks is ReasoningFormat.AT_ONCE
-        grammar = partial(think.think, then=then, opened=opened, reasons=reasons)
+        grammar = partial(formats.think, then=then, opened=opened, reasons=reasons)
         return GrammarParser(grammar, self.tokens)
 
     def _calls(self, tools: Tools | None) -> Callable[[ParserSource], Steps[None]]:
@@ -206,4 +206,4 @@ def _shown_by(template: str) -> ModelFormat:
     tools = next((name for marker, name in _SHOWN_BY if marker in template), NONE)
     if tools == _HARMONY:
         return ModelFormat(_HARMONY, _HARMONY)
-    return ModelFormat("qwen3" if think.CLOSE in template else NONE, tools)
+    return ModelFormat("qwen3" if formats.THINK_CLOSE in template else NONE, tools)

@@ -256,16 +256,6 @@ def discard(text: str) -> None:
     """Discard a text."""
 
 
-class PlainParser:
-    """A Parser for responses that are content only."""
-
-    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-        return (ContentEvent(text),) if text else ()
-
-    def finish(self) -> Sequence[Said]:
-        return ()
-
-
 class GrammarParser:
     """A Parser that runs a grammar."""
 

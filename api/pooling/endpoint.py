@@ -10,11 +10,11 @@ from aiohttp import web
 
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, Ignored, name_ignored, take_json
-from api.dialect.events import RequestOrigin
 from api.dialect.fields import ModelName, TextOrTokens, prompts_of
-from api.dialect.generation_endpoint import Begin, id_headers
+from api.dialect.generation_endpoint import Begin, RequestOrigin, id_headers
 from api.dialect.models import ModelNames
 from api.dialect.problems import ApiError, invalid
+from api.generation import new_request_id
 from api.http.messages import HttpRequest, whole
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import (
@@ -23,7 +23,6 @@ from api.requests.generate_params import (
     PoolingResult,
     floats,
 )
-from api.requests.limiter import new_request_id
 from common.errors import ServingError
 from router.metrics import RouterMetrics
 

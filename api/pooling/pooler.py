@@ -8,12 +8,11 @@ import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
+from api.generation import DeadlineScope, RequestLimiter, new_request_id
 from api.requests import validation
-from api.requests.generate_params import MAX_TOKENS, PoolingRequest, PoolingResult
-from api.requests.limiter import DeadlineScope, RequestLimiter, new_request_id
+from api.requests.generate_params import MAX_TOKENS, PoolingRequest, PoolingResult, check_vocabulary
 from api.requests.served_model import ServedModel
 from api.requests.validation import decide_namespace
-from api.text.limits import check_vocabulary
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
 from common.requests import pooling
 from protos import pooling_pb2

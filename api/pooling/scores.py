@@ -5,8 +5,8 @@ from typing import Annotated
 
 import msgspec
 
-from api.dialect.events import RequestOrigin
 from api.dialect.fields import TokenId
+from api.dialect.generation_endpoint import RequestOrigin
 from api.dialect.problems import ApiError, invalid
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
 from api.pooling.vectors import PoolingCaller, PoolingService

@@ -28,7 +28,7 @@ from protos.router_pb2 import ModelState
 from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
 from router.metrics import RecentRequests, RequestCounts
-from router.timelines import AllTimelines
+from router.record import AllTimelines
 from router.workers import LocalEnd, OtherProcesses, ProcessSlot, SharedEnd
 
 

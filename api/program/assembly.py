@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from api import paths
 from api.dialect import problems
+from api.generation import RequestLimiter
 from api.grpc.inference import InferenceService
 from api.grpc.service import (
     ROUTER_SERVICE,
@@ -21,15 +22,14 @@ from api.grpc.service import (
     CallerResolver,
     add_router_service,
 )
+from api.http.acceptor import HttpContext, HttpLimits
 from api.http.service import HttpServer, HttpService
-from api.http.shared import HttpContext, HttpLimits
 from api.http_checks import HttpChecks, check_paths
 from api.page import files as page
 from api.program.admin import AdminParts, make_admin
 from api.program.nodes import ModelPool, Pools, RouterBase, make_base, make_pool
-from api.requests.limiter import RequestLimiter
+from api.requests.generate_params import MAX_FIELDS
 from api.requests.served_model import ByModel
-from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig

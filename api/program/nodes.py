@@ -1,5 +1,5 @@
-"""Construction of a router's base, and of each model's pool: its limits, nodes and readiness, and
-the parts that serve its requests."""
+"""Construction of a router's base with its clients, and of each model's pool: its limits, nodes and
+readiness, and the parts that serve its requests."""
 
 import asyncio
 import logging
@@ -14,37 +14,103 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from api.auth.assembly import Clients, make_clients
+from api.auth.guard import ApiKeyGuard, ApiKeys, IsOperator, OperatorCheck
 from api.dialect.models import ModelNames
-from api.generation import Dispatcher
+from api.generation import Dispatcher, PriorityLimits, RequestLimiter
+from api.http_checks import AllowedHosts, Cors
 from api.pooling.pooler import Pooler
 from api.pooling.vectors import PoolingService, qwen3
 from api.requests.idempotency import MAX_BYTES, IdempotencyCache
-from api.requests.limiter import PriorityLimits, RequestLimiter
 from api.requests.served_model import ServedModel, served_model
 from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig
 from common.identity import program
-from common.identity.program import identity_of
+from common.identity.guard import AuthRejection
+from common.identity.program import identity_of, is_loopback
+from common.identity.secret import SecretStore, keyrings
 from common.logs import kv
 from common.metrics.program import TrustMetrics
 from common.tracing import context
 from common.tracing.context import Tracer
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState, NodeReport
+from router.cluster.liveness import LivenessLimits
 from router.cluster.membership import CacheWatch, Membership
-from router.cluster.node_ends import LivenessLimits
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
 from router.policy import USE_PREFIX_INDEX, make_policy
 from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.prefix_index import PrefixHints, PrefixIndex
-from router.record import RequestRecords
-from router.timelines import TimelineRecorder
+from router.record import RequestRecords, TimelineRecorder
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Authentication and limits of clients.
+
+    Attributes:
+        has_secret: whether the router has the cluster secret.
+    """
+
+    guard: ApiKeyGuard
+    keyring: ApiKeys | None
+    hosts: AllowedHosts
+    cors: Cors
+    has_secret: bool
+
+    async def keep_up(self) -> None:
+        """Watch the file of keys, if there is one. Never returns."""
+        if self.keyring is not None:
+            await self.keyring.watch()
+
+
+def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
+    """Make the guard, keyring, host check and CORS rules.
+
+    Raises:
+        ConfigError: the file of API keys, or of the cluster secret, cannot be used.
+    """
+    host = config.server.host
+    here_only = is_loopback(host)
+    file = config.clients.api_keys
+    keyring = ApiKeys(file, salt_by_key=config.clients.isolate_cache_by_key) if file else None
+    if keyring is not None:
+        metrics.keys_from(keyring.usage)
+    elif not here_only:
+        log.warning("clients need no API key: --api-keys is not set %s", kv(host=host))
+    held = keyrings(config.server.secret_file, "router")
+    return Clients(
+        guard=ApiKeyGuard(
+            keyring,
+            _is_operator(held),
+            metrics,
+            operators_prove=not (here_only or config.server.insecure),
+            has_secret=held is not None,
+        ),
+        keyring=keyring,
+        hosts=AllowedHosts(host, config.clients.allowed_hosts),
+        cors=Cors(config.clients.cors_origins),
+        has_secret=held is not None,
+    )
+
+
+def _is_operator(held: SecretStore | None) -> IsOperator:
+    if held is None:
+        return lambda shown: False
+    operator = OperatorCheck(held)
+
+    def is_operator(shown: str) -> bool:
+        try:
+            operator.check(shown)
+        except AuthRejection:
+            return False
+        return True
+
+    return is_operator
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ class IdempotentRetry(NamedTuple):
 class IdempotencyCache:
     """Responses of requests with idempotency keys. For one event loop.
 
+    Attributes:
+        generator: serves requests without a key.
+
     Args:
         keep_s: how long a response is kept after its end, or continues after its clients have left.
             0: keys are ignored.
@@ -76,7 +79,7 @@ class IdempotencyCache:
     def __init__(
         self, generator: GenerateCall, *, keep_s: float, max_bytes: int = MAX_BYTES
     ) -> None:
-        self._generator = generator
+        self.generator = generator
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._answers: dict[Name, _Answer] = {}
@@ -90,16 +93,16 @@ class IdempotencyCache:
     def retry(
         self, client: Client, key: str, asked: Callable[[], bytes], request_id: str
     ) -> IdempotentRetry | None:
-        """Return the retry state of a request, None if it has no key.
+        """Return the retry state of a request with a key, None if keys are ignored.
 
         Args:
-            asked: returns the content of the request. Called only if there is a key.
+            asked: returns the content of the request.
             request_id: used if this is the first request with the key.
 
         Raises:
             InvalidRequest: the key is too long, or the client has used it for another request.
         """
-        if not key or not self._keep_s:
+        if not self._keep_s:
             return None
         check_at_most("the idempotency key", len(key), "characters", MAX_KEY_CHARACTERS)
         digest = hashlib.sha256(asked()).digest()
@@ -118,7 +121,7 @@ class IdempotencyCache:
         traceparent: str = "",
         offer: Offer = lambda piece: False,
         *,
-        retry: IdempotentRetry | None = None,
+        retry: IdempotentRetry,
         index: int = 0,
     ) -> None:
         """Generate as Dispatcher.generate does. A repeated request gets its earlier response.
@@ -126,9 +129,6 @@ class IdempotencyCache:
         Args:
             index: index of the response within the request.
         """
-        if retry is None:
-            await self._generator.generate(wanted, client, write, traceparent, offer)
-            return
         name = (retry.client, retry.key, index)
         answer = self._answers.get(name)
         if answer is None or answer.retry.digest != retry.digest or answer.task.cancelling():
@@ -153,7 +153,7 @@ class IdempotencyCache:
             lambda answer, num_bytes: self._grown(name, answer, num_bytes),
         )
         self._answers[name] = answer
-        work = self._generator.generate(wanted, client, answer.write, traceparent, answer.offer)
+        work = self.generator.generate(wanted, client, answer.write, traceparent, answer.offer)
         answer.task = asyncio.create_task(work)
         answer.task.add_done_callback(lambda task: self._over(name, answer, task))
         self._grown(name, answer, _ANSWER_BYTES)

@@ -15,12 +15,15 @@ from api.auth.client import Client
 from api.images.marks import MediaMarks
 from api.images.picture import ImageInput, MediaInput, VideoInput
 from api.images.pictures import ImageLoader
-from api.parsers import harmony, think
+from api.parsers import formats, harmony
 from api.parsers.model_format import ModelFormat, ReasoningFormat
 from api.requests.generate_params import (
+    MAX_MESSAGES,
+    MAX_SETTINGS_BYTES,
     ChatPrompt,
     ChatTurn,
     EmbeddingsPrompt,
+    ModelLimits,
     NoPrompt,
     PastToolCall,
     PredictionPrompt,
@@ -30,18 +33,13 @@ from api.requests.generate_params import (
     TextPairPrompt,
     TextPrompt,
     TokenIdsPrompt,
-)
-from api.text.chat_template import ChatTemplate, call_arguments
-from api.text.limits import (
-    MAX_MESSAGES,
-    MAX_SETTINGS_BYTES,
-    ModelLimits,
     check_length,
     check_prompt,
 )
+from api.text.chat_template import ChatTemplate, call_arguments
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest, check_at_most
-from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from common.request import GIVEN_TOKEN, InputEmbeddings
 from common.requests.images import Image
 from common.requests.sampling import GuidedDecoding, ReasoningTokens, as_form, tag
 
@@ -77,7 +75,7 @@ class PromptEncoder:
         self._chat_template = chat_template
         self._limits = limits
         self._speech = speech
-        opens, closes = tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE)
+        opens, closes = map(tokenizer.token_of, formats.THOUGHT)
         # Markers of more than one token each cannot be found among tokens.
         self._markers = None if opens is None or closes is None else (opens, closes)
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from api.images.marks import MediaMarks, SurroundedMarks, VideoMarks
 from api.images.pictures import ImageLoader
-from api.parsers import think
+from api.parsers import formats
 from api.parsers.model_format import ModelFormat, speech_of
+from api.requests.generate_params import ModelLimits
 from api.requests.prompts import PromptEncoder
 from api.text.chat_template import ChatTemplate
-from api.text.limits import ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common.config import ImagesConfig
@@ -55,15 +55,18 @@ class ByModel(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A served model.
+
+    Attributes:
+        shown: special tokens that mark parts of a response, by whether it may have tool calls.
+    """
+
     files: ModelFiles
     tokenizer: RouterTokenizer
     limits: ModelLimits
     prompts: PromptEncoder
     speech: ModelFormat
-
-    def shown(self, calls: bool) -> frozenset[int]:
-        """Return special tokens that mark parts of a response. `calls`: it may have tool calls."""
-        return frozenset(self.tokenizer.special(self.speech.markers(calls=calls)).values())
+    shown: Mapping[bool, frozenset[int]]
 
 
 def served_model(
@@ -93,7 +96,7 @@ def served_model(
     )
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
     tokens = tokenizer.special(speech.markers(calls=True))
-    marked = None not in (tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE))
+    marked = None not in map(tokenizer.token_of, formats.THOUGHT)
     speech = replace(
         speech,
         tokens=tokens,
@@ -104,7 +107,11 @@ def served_model(
     pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
     marks = _marks(files.vision, tokenizer)
     prompts = PromptEncoder(tokenizer, template, limits, speech, pictures, marks)
-    return ServedModel(files, tokenizer, limits, prompts, speech)
+    shown = {
+        calls: frozenset(tokenizer.special(speech.markers(calls=calls)).values())
+        for calls in (False, True)
+    }
+    return ServedModel(files, tokenizer, limits, prompts, speech, shown)
 
 
 def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:

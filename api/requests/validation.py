@@ -12,9 +12,15 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from api.auth.client import Client
-from api.requests.generate_params import GenerateParams, Prompt, Terms, TokenizedRequest
+from api.requests.generate_params import (
+    GenerateParams,
+    ModelLimits,
+    Prompt,
+    Terms,
+    TokenizedRequest,
+    check_vocabulary,
+)
 from api.requests.prompts import PromptEncoder
-from api.text.limits import ModelLimits, check_vocabulary
 from api.text.stops import Automaton, StopRules, check_characters
 from common.errors import InvalidRequest, check_at_most
 from common.request import RequestSpec, check_stream_interval
@@ -288,6 +294,8 @@ def _check_characters(field: str, texts: Sequence[str]) -> None:
 
 def check_stop_regex(texts: Sequence[str]) -> None:
     """Raise InvalidRequest for too many expressions, or for one that is too long to compile."""
+    if not texts:
+        return
     sampling.check_counts((), texts, "stop_regex")
     try:
         check_characters(texts)
@@ -295,14 +303,16 @@ def check_stop_regex(texts: Sequence[str]) -> None:
         raise InvalidRequest(f"sampling.stop_regex{error}") from None
 
 
-async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
-    """Compile the stop rules of a response. Expressions take milliseconds, on another thread.
+async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules | None:
+    """Compile the stop rules of a response. None: it has none.
+
+    Expressions take milliseconds, on another thread.
 
     Raises:
         InvalidRequest: a text is not an expression, or all of them cost too much to search for.
     """
     if not texts:
-        return StopRules(strings)
+        return StopRules(strings) if strings else None
     try:
         return StopRules(strings, await asyncio.to_thread(Automaton, texts))
     except InvalidRequest as error:

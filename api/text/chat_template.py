@@ -17,8 +17,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from api.text.limits import MAX_VALUES
 from common.errors import ConfigError, InvalidRequest
+
+MAX_VALUES = 1 << 16  # of JSON that is written in a text
 
 
 # Arguments of an earlier call for chat templates: an object that is also the client's text.

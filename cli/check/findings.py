@@ -15,7 +15,6 @@ from cli.check.sizes import rank_sizes, sentence
 from cli.local.plan import refuse_busy_port
 from cli.operating.command import size
 from common import tls
-from common.addresses import join_address
 from common.config import (
     EncodeConfig,
     EngineConfig,
@@ -33,6 +32,7 @@ from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
 from common.process.network import own_address
+from common.rpc.channels import join_address
 from encode_node.engine_main import PlannedEncoder
 from engine.load import OpenedModel, usable_bytes
 from engine.models import open_checkpoint

@@ -8,8 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.record import ConfigRecord, Port, Positive, Seconds
-from common.limits import MAX_ADAPTERS
-from common.priority import HIGHEST, LOWEST
+from common.limits import HIGHEST, LOWEST, MAX_ADAPTERS
 
 
 class CacheConfig(ConfigRecord):

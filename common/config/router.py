@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.config.server import NAME_WITHOUT_CA, ServerConfig, TlsConfig
-from common.limits import MAX_FRAMES, MAX_IMAGES, MAX_STREAM_INTERVAL
-from common.priority import HIGHEST, LOWEST
+from common.limits import HIGHEST, LOWEST, MAX_FRAMES, MAX_IMAGES, MAX_STREAM_INTERVAL
 
 Priority = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 _ORIGIN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")

@@ -94,10 +94,8 @@ def split(logprobs: Logprobs) -> list[Logprobs]:
     return [logprobs._part(n, n + 1) for n in range(len(logprobs))]
 
 
-def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
+def to_fields(logprobs: Logprobs) -> dict[str, Any]:
     """Return the fields of the wire form, for use in a larger message."""
-    if logprobs is None:
-        return None
     return {
         "logprob": array("f", logprobs.logprob),
         "num_top": logprobs.num_top,

@@ -1,21 +1,22 @@
 """gRPC for all processes.
 
-channels.py  client channels: options, TLS and identity
+channels.py  client channels: addresses, options, TLS and identity; another network, for simulations
 servers.py   servers and their ports, health for probes, reflection for clients
 services.py  services: errors, tolerant decoding, authorization
 streams.py   both directions of one stream, and the reason of its end
-network.py   replacement of gRPC's own connections, for simulations
 probe.py     healthcheck command for containers
 """
 
-from common.addresses import check_address, join_address
 from common.rpc.channels import (
     MAX_MESSAGE_BYTES,
     NODE_SERVER_OPTIONS,
+    Network,
+    check_address,
+    join_address,
     make_channel,
     raise_if_cancelled,
+    use,
 )
-from common.rpc.network import Network, use
 from common.rpc.servers import (
     HEALTH_PORT,
     MAX_HEALTH_WATCHERS,

@@ -1,4 +1,4 @@
-"""Client channels: their options, TLS and identity.
+"""Client channels: addresses, options, TLS and identity.
 
 gRPC's own channel keeps its first certificates. `TlsGrpcChannel` uses an inner channel until there
 are newer certificates. Then the next call creates a new one, and the old one stays open until its
@@ -10,18 +10,76 @@ UNAUTHENTICATED, like a failed connection: no response is read, and nothing is s
 """
 
 import asyncio
+import re
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 import grpc.aio
 
 from common import tls
+from common.errors import InvalidRequest
 from common.identity.guard import MAY_CALL, AuthRejection
 from common.identity.tokens import BEARER, PROOF, SHOWN, Identity, Token
-from common.rpc.network import current
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def join_address(host: str, port: int) -> str:
+    """Return host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> str:
+    """Return `address` if it is host:port, and no other form that gRPC would resolve.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise InvalidRequest(f"invalid address, expected host:port: {address[:100]!r}")
+    return address
+
+
+class Network(Protocol):
+    """Channels and servers that behave like those of grpc.aio, without TLS."""
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """Return a channel to host:port."""
+
+    def server(self) -> grpc.aio.Server:
+        """Return a server that is not bound yet."""
+
+
+_used: ContextVar[Network | None] = ContextVar("network", default=None)
+
+
+def current() -> Network | None:
+    """Return the network that is used here, or None for gRPC's own."""
+    return _used.get()
+
+
+@contextmanager
+def use(network: Network) -> Iterator[None]:
+    """Use a network inside the context, and in all tasks that begin there."""
+    token = _used.set(network)
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
 
 # A prompt of a million tokens has 3 to 5 MB, and a Step of 10,000 requests 0.1 MB.
 MAX_MESSAGE_BYTES = 12 << 20

@@ -17,10 +17,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from common import tls
-from common.addresses import join_address
 from common.errors import ConfigError, Overloaded
-from common.rpc.channels import MAX_MESSAGE_BYTES, NODE_SERVER_OPTIONS, SERVER_OPTIONS
-from common.rpc.network import current
+from common.rpc.channels import (
+    MAX_MESSAGE_BYTES,
+    NODE_SERVER_OPTIONS,
+    SERVER_OPTIONS,
+    current,
+    join_address,
+)
 from common.rpc.services import RpcGuard, add_service
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ import numpy as np
 
 from common.errors import InvalidRequest, Overloaded
 from common.page_tables import PageTables
-from common.request import RequestSpec
-from common.requests.embeddings import LARGEST, NOT_ACCEPTED, NUMBER_BYTES, InputEmbeddings
+from common.request import LARGEST, NOT_ACCEPTED, NUMBER_BYTES, InputEmbeddings, RequestSpec
 from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams

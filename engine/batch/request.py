@@ -9,7 +9,7 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
-from common.priority import STEP_S, head_start_s
+from common.queueing import STEP_S, head_start_s
 from common.request import QUARANTINE_TOKENS, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, UNNAMED, Namespace, WeightsId, made_with

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import distributed
 
-from common.addresses import join_address
 from common.config import ParallelConfig
 from common.process.network import OwnAddress, own_address
+from common.rpc.channels import join_address
 
 NETWORK = "engine.parallel.trusted_network"
 

@@ -1,7 +1,7 @@
 """The order of all queues for pages, and the maximum time that a request may be overtaken.
 
 Capacity is given in order of arrival. A higher priority counts as an earlier arrival
-(common/priority.py). A request that does not fit yet may be overtaken by requests that do, for a
+(common/limits.py). A request that does not fit yet may be overtaken by requests that do, for a
 limited time, so that no capacity is idle. After that time no request behind it may pass. If clients
 are known, those of equal priority take turns. The rules are the same for prompts to be computed and
 for KV to be read. This module does not know the purpose of a queue.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from common.priority import head_start_s
+from common.queueing import head_start_s
 
 SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
 

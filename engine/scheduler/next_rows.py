@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config import SchedulerConfig
-from common.priority import CLASSES, class_of
+from common.queueing import CLASSES, class_of
 from engine.batch.batch import LayerGroup
 from engine.batch.request import Request
 from engine.core import EngineCore

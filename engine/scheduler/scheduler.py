@@ -18,7 +18,7 @@ import numpy as np
 from common.config import SchedulerConfig
 from common.distribution import HistogramCounts
 from common.errors import EngineFault, FailedPrecondition, InvalidRequest
-from common.priority import PriorityClass
+from common.queueing import PriorityClass
 from engine.batch.batch import BatchResult, Ints, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long

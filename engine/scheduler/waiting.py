@@ -3,7 +3,7 @@
 A request is held back while a prompt being computed will soon put a good part of its prefix into
 the cache. Of several requests with a common prefix in one namespace, one goes first.
 
-The policy decides the order in which the queue is tried. Higher priorities (common/priority.py) go
+The policy decides the order in which the queue is tried. Higher priorities (common/limits.py) go
 first. The policy orders requests of equal priority. A waiting request rises by one level per
 STEP_S. slack and fcfs apply the same levels as seconds.
 
@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from common.priority import STEP_S, PriorityClass, class_of
+from common.queueing import STEP_S, PriorityClass, class_of
 from common.requests.namespace import Namespace
 from engine.batch.request import Ints, Request
 from engine.kv_cache.radix import PrefixCache

@@ -10,15 +10,16 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from common import addresses, request
+from common import request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES, MAX_RANKS
-from common.request import MAX_BUDGET_S
+from common.request import MAX_BUDGET_S, hints_from_proto, hints_to_proto
 from common.requests import images
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN, check_identity
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.timeline import PrefillTimes
+from common.rpc import check_address
 from common.rpc.streams import said
 from kvtransfer.messages import (
     AnyMessage,
@@ -242,8 +243,8 @@ def _source(body: pb.Open) -> Source:
             _check_tokens(prompt.request.token_ids)
             spec = request.from_proto(prompt.request)
             _at_most("encode_addresses", len(prompt.encode_addresses), MAX_IMAGES)
-            encoders = tuple(map(addresses.check_address, prompt.encode_addresses))
-            return Prompt(spec, addresses.from_proto(prompt.prefix_hints), encoders)
+            encoders = tuple(map(check_address, prompt.encode_addresses))
+            return Prompt(spec, hints_from_proto(prompt.prefix_hints), encoders)
         case pb.Live() as live:
             _check_tokens(live.request.token_ids)
             return Live(request.from_proto(live.request), live.ticket)
@@ -281,7 +282,7 @@ def _source_fields(source: Source) -> dict[str, Any]:
     match source:
         case Prompt(spec, hints, encoders):
             fields = {"request": request.to_fields(spec), "encode_addresses": encoders}
-            return {"prompt": fields | {"prefix_hints": addresses.to_proto(hints)}}
+            return {"prompt": fields | {"prefix_hints": hints_to_proto(hints)}}
         case Live(spec, ticket):
             return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
         case Prefix():
@@ -369,8 +370,10 @@ def _ready_proto(record: PagesReady) -> pb.Ready:
         last=record.last,
         first_token=record.first_token,
         times=_times_proto(record.times) if record.times else None,
-        logprobs=to_fields(record.logprobs),
-        prompt_logprobs=to_fields(record.prompt_logprobs),
+        logprobs=None if record.logprobs is None else to_fields(record.logprobs),
+        prompt_logprobs=(
+            None if record.prompt_logprobs is None else to_fields(record.prompt_logprobs)
+        ),
         checked=[place for place, _ in record.sums],
         sums=[checksum for _, checksum in record.sums],
         token_ids=record.token_ids,

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from common.distribution import HistogramCounts
 from common.pausing import PAUSE_MODES, PauseMode
-from common.priority import PriorityClass
-from common.queueing import QueueBacklog
+from common.queueing import PriorityClass, QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTraces
 from engine.scheduler.scheduler import Scheduler

@@ -74,13 +74,17 @@ Notice: TypeAlias = (
 class EngineLink:
     """The frontend's end of the engine's socket. Event loop only.
 
+    Attributes:
+        on_notice: called with everything but answers, in order. Must not block. Each role sets its
+            own, before the engine can send anything in it.
+
     Args:
-        on_notice: called with everything but answers, in order. Must not block.
         on_end: called once when the engine has closed its end, or no longer reads.
     """
 
-    def __init__(self, on_notice: Callable[[Notice], None], on_end: Callable[[str], None]) -> None:
-        self._on_notice = on_notice
+    on_notice: Callable[[Notice], None]
+
+    def __init__(self, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end
         self._connection: FrameConnection[EngineMessage] = FrameConnection(
             EngineMessage, self._take, self._end
@@ -185,11 +189,11 @@ class EngineLink:
             case EngineReady():
                 self._ready = True
                 if self._restarted is None:
-                    self._on_notice(message)
+                    self.on_notice(message)
                 elif not self._restarted.done():
                     self._restarted.set_result(message)
             case _:
-                self._on_notice(message)
+                self.on_notice(message)
 
     @contextmanager
     def _ends(self) -> Iterator[None]:

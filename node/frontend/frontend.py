@@ -28,7 +28,7 @@ from common.metrics.serving import served
 from common.process import resources
 from common.process.ipc import socket_pair
 from common.process.leash import leashed
-from node.frontend.engine_link import EngineLink, Notice, RoleProgram
+from node.frontend.engine_link import EngineLink, RoleProgram
 from node.frontend.kv_events import publishing
 from node.frontend.tenure import ExitVerdict, ProcessExit, RoleTenure, TenurePost
 from node.metrics import NodeMetrics
@@ -270,7 +270,7 @@ class Node:
         self._metrics = NodeMetrics(program.role)
         self._ending = ProcessExit()
         self._engine_released = asyncio.Event()
-        self._link = EngineLink(self._notice, lambda _: self._engine_released.set())
+        self._link = EngineLink(lambda _: self._engine_released.set())
         self._tenure: RoleTenure
         self._publish: Callable[[bytes], None]
         self._exit_code = 0
@@ -319,6 +319,7 @@ class Node:
             program_of=self._program_of,
             publish=self._publish,
         )
+        self._link.on_notice = tenure.notice
         async with tenure.serving(metrics_port):
             if post.ready is None:
                 await self._link.open(engine.engine_socket, post.start)
@@ -362,9 +363,6 @@ class Node:
             ended.cancel()
             released.cancel()
         self._ending.engine_died(f"the engine {exit_sentence(code)}")
-
-    def _notice(self, notice: Notice) -> None:
-        self._tenure.notice(notice)
 
     async def _end(self, verdict: ExitVerdict, tenure: RoleTenure, engine: EngineHandle) -> int:
         self._on_end()

@@ -18,10 +18,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables, num_pages_of
-from common.request import Remaining
+from common.request import PrefixHint, Remaining
 from common.requests.namespace import UNNAMED, Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding

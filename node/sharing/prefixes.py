@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Protocol
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
 from common.queueing import QueueEntry, QueueEstimator
+from common.request import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
@@ -34,8 +34,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
-from node.sharing.dispatch import FIRST_SHARED_NUMBER, take
-from node.sharing.exports import PrefixExports
+from node.sharing.exports import FIRST_SHARED_NUMBER, PrefixExports, take
 from node.sharing.fetches import PrefixFetches
 
 MAX_INVALIDATIONS = 32

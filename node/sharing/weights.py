@@ -25,8 +25,7 @@ from kvtransfer.ports import (
     PublishCommand,
     TransferPort,
 )
-from node.sharing.dispatch import take
-from node.sharing.exports import SHARE
+from node.sharing.exports import SHARE, take
 from node.sharing.weight_reads import WeightReads
 
 MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from common.addresses import PrefixHint
 from common.config import FingerprintChange
 from common.errors import NodeUnavailable, NotFound
+from common.request import PrefixHint
 from common.requests.namespace import NO_ADAPTER, UNNAMED, AdapterId, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient
-from router.cluster.node_ends import MigratableRequest
+from router.cluster.liveness import MigratableRequest
 from router.policy import RoutingPolicy
 from router.policy.load import (
     WHENEVER,

@@ -15,26 +15,25 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
-from common import addresses as hints
 from common import limits, request, rpc
-from common.addresses import PrefixHint
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
-from common.request import PredictionUsage, Remaining, RequestSpec
+from common.request import PredictionUsage, PrefixHint, Remaining, RequestSpec, hints_to_proto
 from common.requests.logprobs import from_proto
 from common.requests.namespace import AdapterId, WeightsId, check_identity
 from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
-from router.cluster.node_ends import (
-    EngineLiveness,
-    LivenessLimits,
+from router.cluster.liveness import EngineLiveness, LivenessLimits, MigratableRequest
+from router.token_buffer import (
+    UNKNOWN_VERSION,
     LossCause,
-    MigratableRequest,
+    ModelVersion,
     NodeLost,
+    OutgoingBatch,
+    TokenBuffer,
     end_of,
 )
-from router.token_buffer import UNKNOWN_VERSION, ModelVersion, OutgoingBatch, TokenBuffer
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +228,7 @@ class DecodeClient:
             remaining=request.remaining_to_fields(remaining),
             ticket=ticket,
             prefill_addresses=prefill,
-            prefix_hints=hints.to_proto(prefix_hints),
+            prefix_hints=hints_to_proto(prefix_hints),
             move_from=move_from,
             encode_addresses=encode_addresses,
         )

@@ -22,7 +22,7 @@ from protos import decode_pb2, node_pb2, node_pb2_grpc
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import ClusterState
 from router.cluster.decode_client import DecodeClient
-from router.cluster.node_ends import LivenessLimits, MigrationOutcome
+from router.cluster.liveness import LivenessLimits, MigrationOutcome
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, DiscoveredNodes, Discovery, Role
 from router.policy.prefix_index import PrefixIndex

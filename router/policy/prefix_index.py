@@ -12,8 +12,8 @@ from itertools import islice
 
 from xxhash import xxh3_64_intdigest
 
-from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
+from common.request import MAX_HINTS, PrefixHint
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher, as_bytes
 from router.policy.load import PlacementDecision, PlacementKey
 

@@ -3,7 +3,7 @@
 Needs no torch and no GPU.
 """
 
+from simulation.cost.models import StepShape
 from simulation.cost.step_cost import StepCost
-from simulation.cost.step_shape import StepShape
 
 __all__ = ["StepCost", "StepShape"]

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from simulation.cost.step_shape import StepShape
+from simulation.cost.models import StepShape
 
 MAX_BYTES = 1 << 20  # of a file
 BAND = 0.2  # the error to expect between two runs of one machine, with other rows and contexts

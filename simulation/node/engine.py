@@ -17,10 +17,10 @@ from node.control.engine_control import RoleEnded
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 from node.role_parts import DrivenRole, load_roles
 from simulation.device.runner import SimRunner, SimStep
+from simulation.node.link import WireTo, healthy
 from simulation.node.options import check_config
 from simulation.node.parts import SimParts
 from simulation.node.runtime import SimRuntime
-from simulation.node.wires import WireTo, healthy
 
 log = logging.getLogger(__name__)
 

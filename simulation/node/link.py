@@ -1,13 +1,14 @@
 """Reads of other nodes' pages that take the modelled time. All on the event loop, without threads.
 
 Each node has one port, through which its reads pass one after the other. A page is torn if it
-changes while it is read: the copy then equals neither state.
+changes while it is read: the copy then equals neither state. A Wire is the condition of the network
+between two nodes, which only simulations with faults change.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,40 @@ from kvtransfer.transfer.link import (
 from simulation.cost import StepCost
 from simulation.device.witness import Words, torn
 from simulation.node.pools import open_pool
-from simulation.node.wires import Wire, WireTo, healthy
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The condition of one direction between two processes.
+
+    Attributes:
+        factor: of all delays and of the duration of reads.
+        is_cut: connections end, and new ones are refused.
+        is_silent: packets vanish, and no process is informed.
+    """
+
+    factor: float = 1.0
+    is_cut: bool = False
+    is_silent: bool = False
+
+    def __or__(self, other: "Wire") -> "Wire":
+        """Return the condition under both faults."""
+        return Wire(
+            self.factor * other.factor,
+            self.is_cut or other.is_cut,
+            self.is_silent or other.is_silent,
+        )
+
+
+HEALTHY = Wire()
+# Returns the condition between this node and the one at an address.
+WireTo = Callable[[str], Wire]
+
+
+def healthy(address: str) -> Wire:
+    """Return the condition of a network without faults."""
+    return HEALTHY
+
 
 BACKEND = "simulated"
 GIB = 1 << 30

@@ -32,8 +32,7 @@ from kvtransfer.ports import NodeEvent, TransferPort
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
 from simulation.cost import StepCost
-from simulation.device.copier import SimCopier
-from simulation.device.runner import SimRunner
+from simulation.device.runner import SimCopier, SimRunner
 from simulation.device.sim_device import SimDevice
 from simulation.node.options import cost_of
 from simulation.node.pools import SharedPool, pool_directory

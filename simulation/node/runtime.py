@@ -21,15 +21,13 @@ from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
-from node.control.cache_reports import CacheReports
-from node.control.engine_control import EngineControl, FrontendChannel
+from node.control.engine_control import CacheReports, EngineControl, FrontendChannel
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
-from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers
+from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers, WireTo
 from simulation.node.parts import SimOperations, SimParts, UnsharedWeights
 from simulation.node.tokenizer import tokenizer_hash
-from simulation.node.wires import WireTo
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@
 """
 
 from simulation.plan.layouts import Layout
-from simulation.plan.objectives import Objectives
 from simulation.plan.search import Candidate, Cluster, Plan, make_plan
-from simulation.plan.traffic import Traffic
+from simulation.plan.traffic import Objectives, Traffic
 
 __all__ = ["Candidate", "Cluster", "Layout", "Objectives", "Plan", "Traffic", "make_plan"]

@@ -2,15 +2,159 @@
 
 Prefill nodes are one queue with several servers. The running requests of a node that decodes follow
 from its rate and its step time (Little's law), and their number varies like a Poisson variable. The
-first token comes from the prefill node, so that the hand-off delays only the second one.
+first token comes from the prefill node, so that the hand-off delays only the second one. Each step
+time is computed once per node size.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from functools import cache
 
-from simulation.plan.objectives import PERCENTILE, Forecast
-from simulation.plan.queues import Waiting, highest, percentile, variation, waiting
-from simulation.plan.steps import CHUNK, MAX_ROWS, NodeSteps
-from simulation.plan.traffic import Traffic
+import msgspec
+
+from simulation.cost import StepCost, StepShape
+from simulation.plan.traffic import PERCENTILE, Forecast, Traffic
+
+CHUNK = 8192  # tokens of a chunk on prefill nodes, the default
+MAX_BATCH_TOKENS = 16384  # of the prompts in one step, the default
+MAX_ROWS = 1024
+
+
+class NodeSteps:
+    """Step times of one kind of node for the lengths of a load.
+
+    Attributes:
+        prompts: seconds of each request's prompt on an idle prefill node.
+        kv_rows: running requests that the KV pool holds.
+        max_batch: prompts that share a step on a prefill node.
+        batch_s: seconds of a step with a number of mean prompts.
+    """
+
+    def __init__(self, cost: StepCost, traffic: Traffic) -> None:
+        self.cost = cost
+        self._context = round(traffic.context)
+        self._input = max(1, round(traffic.input))
+        self.kv_rows = cost.kv_capacity_tokens / traffic.context
+        self.prompts = [self._prompt_s(each.input) for each in traffic.requests]
+        self.max_batch = max(1, MAX_BATCH_TOKENS // self._input)
+        self.batch_s = cache(self._batch_s)
+        self._decode_at, self._mixed_at = cache(self._decode_s), cache(self._mixed_s)
+
+    def batch_between(self, prompts: float) -> float:
+        """Return `batch_s` for a mean number of prompts, interpolated."""
+        return _between(self.batch_s, prompts)
+
+    def decode_s(self, rows: float) -> float:
+        """Return the seconds of a step of `rows` decode rows, interpolated."""
+        return _between(self._decode_at, rows)
+
+    def mixed_s(self, chunk: int, rows: float) -> float:
+        """Return the seconds of a step of a chunk of prompts beside `rows` decode rows."""
+        return _between(lambda number: self._mixed_at(chunk, number), rows)
+
+    def _decode_s(self, rows: int) -> float:
+        rows = max(1, rows)
+        return self.cost.step_s(StepShape((1,) * rows, (self._context,) * rows))
+
+    def _mixed_s(self, chunk: int, rows: int) -> float:
+        """A chunk is the middle one of a long prompt, or consists of several short prompts."""
+        length = self._input
+        if length >= chunk:
+            chunks: Sequence[int] = (chunk,)
+            contexts: Sequence[int] = ((length + chunk) // 2,)
+        else:
+            whole, rest = divmod(chunk, length)
+            chunks = contexts = (length,) * whole + ((rest,) if rest else ())
+        return self.cost.step_s(
+            StepShape((1,) * rows + tuple(chunks), (self._context,) * rows + tuple(contexts))
+        )
+
+    def _prompt_s(self, length: int) -> float:
+        ends = [*range(CHUNK, length, CHUNK), length]
+        starts = [0, *ends[:-1]]
+        return sum(
+            self.cost.step_s(StepShape((end - start,), (end,)))
+            for start, end in zip(starts, ends, strict=True)
+        )
+
+    def _batch_s(self, prompts: int) -> float:
+        """Return the seconds of a step of several mean prompts."""
+        if prompts == 1:
+            return self._prompt_s(self._input)
+        return self.cost.step_s(StepShape((self._input,) * prompts, (self._input,) * prompts))
+
+
+def _between(at: Callable[[int], float], place: float) -> float:
+    below = math.floor(place)
+    share = place - below
+    return at(below) if share == 0 else (1 - share) * at(below) + share * at(below + 1)
+
+
+_BISECTIONS = 24  # to 1e-7 of the range
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A waiting time: zero, or else exponential.
+
+    Attributes:
+        probability: that a request waits.
+        mean: seconds of requests that wait.
+    """
+
+    probability: float
+    mean: float
+
+    def share_within(self, limit: float) -> float:
+        """Return the share of requests that wait at most `limit` seconds."""
+        if limit < 0:
+            return 0.0
+        return 1.0 if self.mean <= 0 else 1 - self.probability * math.exp(-limit / self.mean)
+
+
+def waiting(servers: int, rate: float, service: float, variation: float) -> Waiting:
+    """Return the wait in a queue with several servers (M/G/k by Allen and Cunneen).
+
+    Args:
+        rate: requests/s at all servers together, less than servers / service.
+        service: mean seconds.
+        variation: squared coefficient of variation of the service.
+    """
+    offered = rate * service
+    blocked = 1.0  # Erlang's formula B, by its recursion over servers
+    for number in range(1, servers + 1):
+        blocked = offered * blocked / (number + offered * blocked)
+    busy = offered / servers
+    probability = blocked / (1 - busy * (1 - blocked))
+    return Waiting(probability, (1 + variation) / 2 * service / (servers * (1 - busy)))
+
+
+def variation(values: Sequence[float]) -> float:
+    """Return the squared coefficient of variation."""
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values) / mean**2
+
+
+def percentile(share: float, wait: Waiting, services: Sequence[float]) -> float:
+    """Return the time within which a share of requests is done, after its wait and its service."""
+
+    def lacks(limit: float) -> bool:
+        within = sum(wait.share_within(limit - service) for service in services)
+        return within < share * len(services)
+
+    longest = max(services)
+    while lacks(longest):
+        longest *= 2
+    return highest(lacks, 0.0, longest)
+
+
+def highest(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the highest value between `low` and `high` for which a condition holds, which does
+    not hold above it. Return `low` if it holds nowhere."""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
 
 _NORMAL = 1.28  # standard deviations between the mean and the 90th percentile
 # Standard deviations of a Poisson variable, averaged over the time of a request.

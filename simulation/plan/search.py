@@ -7,12 +7,9 @@ import msgspec
 
 from simulation.cost import StepCost
 from simulation.cost.kernels import TP_SIZES
-from simulation.plan.forecasts import colocated, disaggregated, most_rows
+from simulation.plan.forecasts import NodeSteps, colocated, disaggregated, highest, most_rows
 from simulation.plan.layouts import Layout, layouts
-from simulation.plan.objectives import Forecast, Objectives
-from simulation.plan.queues import highest
-from simulation.plan.steps import NodeSteps
-from simulation.plan.traffic import Traffic
+from simulation.plan.traffic import Forecast, Objectives, Traffic
 
 MAX_GPUS = 512
 _LEAST_RATE = 1e-6  # requests/s: a load without queues

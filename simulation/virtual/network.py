@@ -17,8 +17,8 @@ import grpc
 import grpc.aio
 
 from common.rpc.channels import CallingChannel
-from simulation.node.wires import Wire, WireTo
-from simulation.virtual.wires import KEEPALIVE_S, Ends, Wires
+from simulation.node.link import Wire, WireTo
+from simulation.virtual.faults import KEEPALIVE_S, Ends, Wires
 
 LATENCY_S = 100e-6  # of a message
 _RESEND_S = 0.2  # until a lost packet is sent again

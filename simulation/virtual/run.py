@@ -1,26 +1,163 @@
-"""A run of a scenario from its begin to its report."""
+"""A run of a scenario from its begin to its report, with the rules that every run must keep.
+
+Its directory has pools and the router's files. The next run deletes those of killed ones.
+"""
 
 import asyncio
+import contextlib
+import fcntl
 import gc
 import logging
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from common import logs, rpc
+from common.page_tables import PageTables
+from router.cluster.cluster_state import NodeReport
 from simulation.cost import StepCost
+from simulation.device.witness import expected_tokens
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import ROUTER_ADDRESS, Response, VirtualCluster, running
 from simulation.virtual.faults import Fault
-from simulation.virtual.invariants import TracebackLog, of_responses, unrest, wrong_places
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.operations import Operation, carry_out
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Scenario
-from simulation.virtual.scratch import scratch_directory
+
+RECOVERY_S = 60.0  # from the end of the last request and of all faults, until all is at rest
+_IDLE_PAGES = ("free", "cache")  # holders of pages of a node without requests
+# Errors that mean a defect and not a failure of a node: see common/errors.py.
+_INTERNAL = ("RequestFailed", "EngineFault", "ProtocolViolation", "InvalidRequest", "ConfigError")
+
+
+class TracebackLog(logging.Handler):
+    """Keeps the first line of each log record with a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            self.lines.append(f"{record.getMessage()}: {type(error).__name__}: {error}")
+
+
+def wrong_places(responses: Sequence[Response], tables: PageTables) -> dict[str, int]:
+    """Return the index of the first wrong token of each wrong response, by its name."""
+    places = ((each.arrival.name, _wrong_place(each, tables)) for each in responses)
+    return {name: place for name, place in places if place is not None}
+
+
+def _wrong_place(response: Response, tables: PageTables) -> int | None:
+    """Return the index of the first token that differs from the oracle's. None: all are right."""
+    arrival, found = response.arrival, response.token_ids
+    expected = expected_tokens(list(arrival.prompt), arrival.output, tables)
+    if arrival.stop in expected:
+        expected = expected[: expected.index(arrival.stop) + 1]
+    if response.error:
+        expected = expected[: len(found)]
+    if found == expected:
+        return None
+    pairs = enumerate(zip(found, expected, strict=False))
+    shorter = min(len(found), len(expected))
+    return next((place for place, (token, right) in pairs if token != right), shorter)
+
+
+def of_responses(responses: Sequence[Response], wrong: Mapping[str, int]) -> Iterator[str]:
+    """Yield each response that is wrong, hangs, or failed with an internal error.
+
+    Args:
+        wrong: see wrong_places.
+    """
+    for each in responses:
+        name = each.arrival.name
+        if name in wrong:
+            yield f"{name}: the response is wrong from token {wrong[name]} on"
+        if each.error == "TimeoutError":
+            last = max((each.sent_at, *each.times))
+            if each.ended_at - last > RECOVERY_S:
+                yield f"{name}: no token for {each.ended_at - last:.0f} s, and then a timeout"
+        elif each.error in _INTERNAL:
+            yield f"{name}: failed with {each.error}"
+
+
+async def unrest(cluster: VirtualCluster) -> list[str]:
+    """Wait until all living nodes are healthy and empty. Return what is not after RECOVERY_S."""
+    for _ in range(int(RECOVERY_S)):
+        if not await _unrest(cluster):
+            return []
+        await asyncio.sleep(1.0)
+    return await _unrest(cluster)
+
+
+async def _unrest(cluster: VirtualCluster) -> list[str]:
+    reports = await cluster.reports()
+    found = []
+    for name, node in cluster.nodes.items():
+        if node.killed or (node.drained and node.has_ended):
+            continue
+        if node.drained:
+            found.append(f"{name}: it drains and does not end")
+        elif node.has_ended:
+            found.append(f"{name}: it has ended by itself")
+        else:
+            found += [f"{name}: {problem}" for problem in _of_report(reports[name])]
+            found += [f"{name}: {problem}" for problem in node.problems()]
+    return found
+
+
+def _of_report(report: NodeReport) -> Iterator[str]:
+    if report.description is None or report.state != "ready":
+        yield f"it is {report.state}, not ready"
+        return
+    for holder, number in report.description.pages.items():
+        if number and holder not in _IDLE_PAGES:
+            yield f"{number} pages are held by {holder}"
+    for queue, number in report.description.queues.items():
+        if number:
+            yield f"{number} requests are in the queue {queue}"
+
+
+_PREFIX = "baton-virtual-"
+_NEW = "new-"  # until the directory is locked, or another run would delete it
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make an empty directory, which is deleted at the end. Delete those that no process uses."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _delete_unused(left)
+    new = Path(tempfile.mkdtemp(prefix=_NEW + _PREFIX))
+    fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    directory = new.rename(new.with_name(new.name.removeprefix(_NEW)))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(fd)
+
+
+def _delete_unused(directory: Path) -> None:
+    """Delete a directory of this user, unless a living process has locked it."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.getuid():
+                shutil.rmtree(directory)
+        finally:
+            os.close(fd)
+
 
 NAME = "sim"
 # Returns a planner by its flags and the address of the router. It runs until it is cancelled.

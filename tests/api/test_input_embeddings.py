@@ -9,7 +9,7 @@ from grpc.aio import AioRpcError
 
 from api.dialect.problems import ApiError
 from api.native.generate import NativeEndpoint
-from common.requests.embeddings import GIVEN_TOKEN
+from common.request import GIVEN_TOKEN
 from protos.router_pb2 import InputEmbeddings
 from tests.api.models import ids
 from tests.api.rig import rest

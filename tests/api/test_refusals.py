@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from api.text.limits import MAX_FIELDS
+from api.requests.generate_params import MAX_FIELDS
 from api.text.tokenizer import RouterTokenizer
 from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
 from protos import router_pb2

@@ -37,7 +37,7 @@ from common.config import (
 )
 from common.errors import ConfigError, InvalidRequest
 from common.process.polling import poll_ready
-from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from common.request import GIVEN_TOKEN, InputEmbeddings
 from engine.adapters.stored import WEIGHTS
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build

@@ -4,7 +4,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from common.priority import STEP_S
+from common.queueing import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request

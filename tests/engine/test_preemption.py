@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.priority import STEP_S
+from common.queueing import STEP_S
 from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.next_rows import MAX_PREEMPTIONS

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, TransferConfig
 from common.page_tables import PageTables, num_pages_of
+from common.request import PrefixHint
 from common.requests.namespace import Namespace
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder

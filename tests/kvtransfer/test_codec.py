@@ -8,12 +8,18 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
-from common.limits import MAX_RANKS, MAX_STREAM_INTERVAL
-from common.priority import HIGHEST, LOWEST
-from common.request import MAX_BUDGET_S, MAX_ENGINE_CRASHES, Remaining, RequestSpec
-from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from common.limits import HIGHEST, LOWEST, MAX_RANKS, MAX_STREAM_INTERVAL
+from common.request import (
+    GIVEN_TOKEN,
+    MAX_BUDGET_S,
+    MAX_ENGINE_CRASHES,
+    MAX_HINTS,
+    InputEmbeddings,
+    PrefixHint,
+    Remaining,
+    RequestSpec,
+)
 from common.requests.images import Image
 from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams

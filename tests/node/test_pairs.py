@@ -14,13 +14,12 @@ import msgspec
 import pytest
 
 from common import rpc
-from common.addresses import PrefixHint
 from common.errors import EngineDied, EngineFault, InvalidRequest, NodeUnavailable
 from common.identity.guard import CallAuthenticator, node_name, uncounted
 from common.identity.secret import new_secret, parse
 from common.identity.tokens import Identity, TokenAuthentication
 from common.process.ipc import FrameConnection, socket_pair
-from common.request import Remaining
+from common.request import PrefixHint, Remaining
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from common.rpc import streams

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from common import limits
-from common.addresses import MAX_HINTS
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
+from common.request import MAX_HINTS
 from common.requests.namespace import as_bytes
 from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually

@@ -13,7 +13,7 @@ import pytest
 from common.errors import Overloaded
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from engine.kv_cache.cache_events import CacheChange
-from node.control.cache_reports import CacheReports
+from node.control.engine_control import CacheReports
 from node.frontend.service import CacheFeed
 from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2

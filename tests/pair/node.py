@@ -28,8 +28,7 @@ from common.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from common.request import NOT_PREDICTED, PredictionUsage
-from common.requests.embeddings import InputEmbeddings
+from common.request import NOT_PREDICTED, InputEmbeddings, PredictionUsage
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import UNNAMED

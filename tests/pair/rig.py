@@ -17,11 +17,9 @@ from typing import Any
 import msgspec
 import torch
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
 from common.process.ipc import socket_pair
-from common.request import Remaining, RequestSpec
-from common.requests.embeddings import InputEmbeddings
+from common.request import InputEmbeddings, PrefixHint, Remaining, RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
 from common.requests.sampling import SamplingParams

@@ -7,8 +7,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequest
-from common.request import from_proto, to_proto
-from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from common.request import GIVEN_TOKEN, InputEmbeddings, from_proto, to_proto
 from engine.load import check_input_embeddings
 from node import request_state
 from tests.pair.rig import PairRig, Size

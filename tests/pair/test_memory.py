@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from common.addresses import PrefixHint
 from common.pausing import PauseMode
+from common.request import PrefixHint
 from kvtransfer.messages import ReadsDone
 from node.messages import (
     ContinueGeneration,

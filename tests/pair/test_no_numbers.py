@@ -5,8 +5,8 @@ it computed anew."""
 import numpy as np
 from grpc import StatusCode
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, TransferConfig
+from common.request import PrefixHint
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import PagesReady

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import pytest
 
-from common.priority import STEP_S
+from common.queueing import STEP_S
 from common.requests.namespace import SHARED
 from decode_node.queues import PreallocQueue
 from decode_node.state import DecodeState, HandoffAttempt

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
+from common.request import PrefixHint
 from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
 from tests.pair.rig import Asked, Node, PairRig, Size, prompt

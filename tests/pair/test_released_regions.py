@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.pausing import PauseMode
+from common.request import PrefixHint
 from kvtransfer.messages import OpenHandoff, ReadsDone
 from kvtransfer.transfer import sides
 from node.messages import (

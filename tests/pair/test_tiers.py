@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
+from common.request import PrefixHint
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
 from tests.pair.rig import Node, PairRig, Size, prompt

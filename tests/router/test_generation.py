@@ -14,13 +14,18 @@ from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from router import generation as module
 from router.cluster.cluster import Cluster, Placed
-from router.cluster.node_ends import LossCause, NodeLost
 from router.generation import Generation
 from router.metrics import RouterMetrics
 from router.policy.load import WHENEVER, LoadReservation
-from router.record import RequestRecord, RequestRecords
-from router.timelines import TimelineRecorder
-from router.token_buffer import UNKNOWN_VERSION, NodeOutput, StreamEnd, TokenBuffer
+from router.record import RequestRecord, RequestRecords, TimelineRecorder
+from router.token_buffer import (
+    UNKNOWN_VERSION,
+    LossCause,
+    NodeLost,
+    NodeOutput,
+    StreamEnd,
+    TokenBuffer,
+)
 from tests.support.specs import make_spec
 
 MAX_TOKENS = 9

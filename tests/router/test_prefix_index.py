@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from common.addresses import PrefixHint
 from common.errors import ProtocolViolation
+from common.request import PrefixHint
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import prefix_index
 from router.policy.load import PlacementDecision, PlacementKey

@@ -6,8 +6,7 @@ from api.admin.router_state import MergedState, ModelReport, together
 from protos.router_pb2 import ModelState
 from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
-from router.record import RequestRecords
-from router.timelines import TimelineRecorder
+from router.record import RequestRecords, TimelineRecorder
 from router.workers import OtherProcesses
 
 

@@ -13,7 +13,7 @@ from common.requests.timeline import TtftPhase
 from protos import decode_pb2 as pb
 from protos.router_pb2 import ExplainRequest, GenerateRequest
 from protos.sampling_pb2 import Sampling
-from router.timelines import NUM_KEPT
+from router.record import NUM_KEPT
 from tests.api.models import byte_level_tokenizer
 from tests.api.rig import WAIT_S, collect, fails, failure, router_for, served
 from tests.support.http_client import get

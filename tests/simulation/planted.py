@@ -118,7 +118,7 @@ def cache_hit_misses_its_last_page() -> None:
 
 
 def tier_restores_pages_in_another_order() -> None:
-    copier = module("simulation.device.copier")
+    copier = module("simulation.device.runner")
 
     def bring(original: Any, itself: Any, copies: Any) -> Any:
         return original(itself, type(copies)(copies.device_pages, copies.host_pages[::-1]))
@@ -288,13 +288,13 @@ def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
 
 def find_bug(name: str, first: int, seeds: int, clock: VirtualClock) -> dict[str, Any]:
     """Run seeds until one finds the bug. Returns the seed, or None, and the CPU time."""
-    chaos, draw = module("simulation.virtual.chaos"), module("simulation.virtual.draw")
+    chaos = module("simulation.virtual.chaos")
     planner = module("cli.planner.virtual").planner
     module("node.role_parts").load_roles()  # before the bug replaces their methods
     BUGS[name]()
     cpu_s = 0.0
     for seed in range(first, first + seeds):
-        outcome = chaos.outcome_of(clock, planner, draw.drawn(seed))
+        outcome = chaos.outcome_of(clock, planner, chaos.drawn(seed))
         cpu_s += outcome.cpu_s
         if outcome.violations:
             return {"seed": seed, "cpu_s": cpu_s, "violations": outcome.violations}

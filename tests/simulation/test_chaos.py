@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from cli import sim
-from simulation.virtual.chaos import as_yaml, reduced
-from simulation.virtual.draw import drawn
+from simulation.virtual.chaos import as_yaml, drawn, reduced
 from simulation.virtual.faults import KINDS
 from simulation.virtual.operations import COMMANDS
 from simulation.virtual.process import environment
+from simulation.virtual.run import scratch_directory
 from simulation.virtual.scenario import Scenario, read
-from simulation.virtual.scratch import scratch_directory
 from tests.simulation.planted import BUGS, PAGES
 
 SEEDS = 30  # that find each bug
@@ -78,7 +77,7 @@ def test_a_run_deletes_the_directories_of_killed_ones(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
         "import signal, os, tempfile\n"
-        "from simulation.virtual.scratch import scratch_directory\n"
+        "from simulation.virtual.run import scratch_directory\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "with scratch_directory() as directory:\n"
         "    (directory / 'pool').touch()\n"

@@ -13,9 +13,9 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV, RecurrentState, StateCells
 from simulation.cost import StepCost, StepShape
 from simulation.cost.calibration import sample
-from simulation.cost.gpus import GPUS
-from simulation.cost.modelled import ModelledTimes
+from simulation.cost.kernels import GPUS
 from simulation.cost.models import MODELS, DeltaNet, model_shape
+from simulation.cost.step_cost import ModelledTimes
 
 LLAMA = {
     "num_hidden_layers": 32,

@@ -12,8 +12,7 @@ from engine.batch.batch import TO_GUESS, ForwardMode, PageCopies, ScheduleBatch,
 from engine.batch.holding import PageHolding
 from engine.batch.table import SlotTable
 from simulation.cost import StepCost
-from simulation.device.copier import SimCopier
-from simulation.device.runner import SimRunner
+from simulation.device.runner import SimCopier, SimRunner
 from simulation.device.sim_device import SimDevice
 from simulation.device.witness import expected_tokens, is_accepted, mix
 from simulation.virtual.loop import VirtualLoop

@@ -7,7 +7,7 @@ import pytest
 
 from cli import plan as command
 from simulation.plan import Cluster, Objectives, Traffic, make_plan
-from simulation.plan.queues import percentile, waiting
+from simulation.plan.forecasts import percentile, waiting
 
 LOAD = Traffic.uniform(30.0, 2000, 250)
 CLUSTER = Cluster(8, "h100", "llama-3-8b", "rdma400")

@@ -6,8 +6,7 @@ from collections import deque
 import pytest
 
 from simulation.cost import StepCost, StepShape
-from simulation.plan.forecasts import colocated, disaggregated
-from simulation.plan.steps import NodeSteps
+from simulation.plan.forecasts import NodeSteps, colocated, disaggregated
 from simulation.plan.traffic import Traffic
 
 INPUT, OUTPUT, CHUNK = 2000, 100, 512

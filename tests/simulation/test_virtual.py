@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from simulation.cost import StepCost
-from simulation.cost.step_shape import StepShape
+from simulation.cost.models import StepShape
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.loop import Deadlock, VirtualLoop
 from simulation.virtual.scenario import read

@@ -13,11 +13,11 @@ import pytest
 
 from common import rpc
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
-from simulation.node.wires import HEALTHY, Wire
+from simulation.node.link import HEALTHY, Wire
 from simulation.virtual.clock import VirtualClock
+from simulation.virtual.faults import KEEPALIVE_S, Wires
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.network import LATENCY_S, MemoryHost, MemoryNetwork
-from simulation.virtual.wires import KEEPALIVE_S, Wires
 from tests.simulation.test_virtual import report, written
 from tests.support.isolation import ROOT
 

@@ -24,7 +24,7 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.frontend_messages import EngineHeartbeat, PairInput
 from kvtransfer.ports import LinkMember
-from node.control.cache_reports import CacheReports
+from node.control.engine_control import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
     AbortRequests,

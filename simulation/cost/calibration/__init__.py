@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from simulation.cost.gpus import Gpu
-from simulation.cost.kernels import BYTES
+from simulation.cost.kernels import BYTES, Gpu
 
 SAMPLE = Path(__file__).parent / "sample.csv"
 HEAD_DIM = 128  # of all attention in the sample

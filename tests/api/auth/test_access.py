@@ -5,10 +5,10 @@ from typing import Any, get_args
 import pytest
 
 from api import paths
-from api.auth.assembly import make_clients
 from api.auth.guard import Access, ApiKeyGuard
 from api.grpc.service import CallerResolver
 from api.http_checks import METHODS, PATHS, PATHS_BELOW
+from api.program.nodes import make_clients
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
 from common.identity.guard import MAY_CALL

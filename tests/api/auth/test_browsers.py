@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.auth.assembly import AllowedHosts, Cors
+from api.http_checks import AllowedHosts, Cors
 
 OWN = ["localhost", "localhost:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000", "[::1]"]
 

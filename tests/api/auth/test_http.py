@@ -8,7 +8,7 @@ import pytest
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, KeyUsage
-from api.http.shared import HttpPeer
+from api.http.acceptor import HttpPeer
 from api.http_checks import KeyConnections
 from api.program.assembly import RunningRouter
 from common.config import ClientsConfig

@@ -8,10 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from api.dialect import problems
-from api.http.messages import Check, Headers, HttpRequest, HttpStream, whole
+from api.http.acceptor import HttpContext, HttpLimits, HttpPeer
+from api.http.messages import Check, Headers, HttpRequest, HttpRoutes, HttpStream, whole
 from api.http.service import HttpServer, HttpService
-from api.http.shared import HttpContext, HttpLimits, HttpPeer
-from api.paths import HttpRoutes
 from router.metrics import RouterMetrics
 
 

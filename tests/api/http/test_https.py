@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
+from api.http.acceptor import HttpContext, HttpLimits
 from api.http.messages import HttpRequest, whole
 from api.http.service import HttpServer, HttpService
-from api.http.shared import HttpContext, HttpLimits
 from common import tls
 from router.metrics import RouterMetrics
 from tests.api.http.http_site import Checked

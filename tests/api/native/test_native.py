@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 from grpc import StatusCode
 
-from api.dialect import events
-from api.dialect.events import RequestOrigin
+from api.dialect import generation_endpoint
+from api.dialect.generation_endpoint import RequestOrigin
 from api.native.generate import NativeEndpoint
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
@@ -87,7 +87,7 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
     """With all of the answer in an event for each token, n tokens were n² of text."""
     written: list[bytes] = []
     stream = Mock(slow=False, push=written.append, finish=written.append)
-    monkeypatch.setattr(events, "HttpStream", lambda request, kind, headers: stream)
+    monkeypatch.setattr(generation_endpoint, "HttpStream", lambda request, kind, headers: stream)
     asked = NativeEndpoint(ignore_unknown=False).read(b'{"text": "x", "stream": true}')
     reply = asked.reply(RequestOrigin.now("id", "model"), Mock(), ())
     num = 4000

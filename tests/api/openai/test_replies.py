@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from api.auth.client import Client, by_address
-from api.dialect.events import EndpointReply, RequestOrigin
-from api.dialect.generation_endpoint import GenerationEndpoint
+from api.dialect.generation_endpoint import EndpointReply, GenerationEndpoint, RequestOrigin
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, Write
 from api.openai.completions import CompletionsEndpoint

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.parsers import formats, harmony, marked, think
+from api.parsers import formats, harmony, marked
 from api.parsers.events import ArgumentsEvent, ContentEvent, Said, StreamParser, ToolCallEvent
 from api.parsers.source import GrammarParser, ParserSource, Steps
 
@@ -24,8 +24,8 @@ GRAMMARS: Mapping[str, tuple[Callable[[ParserSource], Steps[None]], tuple[str, .
         (*harmony.MARKERS, *harmony.ENDS),
     ),
     "think": (
-        lambda source: think.think(source, formats.plain, opened=False),
-        (think.OPEN, think.CLOSE),
+        lambda source: formats.think(source, formats.plain, opened=False),
+        (formats.THINK_OPEN, formats.THINK_CLOSE),
     ),
 }
 UNITS = [" ", "\n", "{", "[", '"', "<", ";", "x"]

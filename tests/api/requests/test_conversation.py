@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from api.images.picture import ImageInput
-from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
+from api.requests.generate_params import (
+    MAX_SETTINGS_BYTES,
+    ChatPrompt,
+    ChatTurn,
+    PastToolCall,
+    PromptEnding,
+)
 from api.requests.prompts import check_conversation, render_conversation
-from api.text.chat_template import ChatTemplate
-from api.text.limits import MAX_SETTINGS_BYTES, MAX_VALUES
+from api.text.chat_template import MAX_VALUES, ChatTemplate
 from common.errors import ConfigError, InvalidRequest
 
 MAX = 10_000

@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, KeyUsage
-from api.requests.limiter import PriorityLimits
+from api.generation import PriorityLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
 from tests.api.auth.rig import bearer, entry, write

@@ -11,13 +11,13 @@ from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import (
     ChatPrompt,
     ChatTurn,
+    ModelLimits,
     SharedPrompt,
     TextPrompt,
     TokenIdsPrompt,
 )
 from api.requests.prompts import PromptEncoder
 from api.text.chat_template import ChatTemplate
-from api.text.limits import ModelLimits
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
 from tests.api.models import byte_level_tokenizer, sentencepiece_like_tokenizer

@@ -13,12 +13,11 @@ from api.dialect.fields import GenerationFields, choices, samplings
 from api.grpc.parsing import from_prompt, from_request
 from api.parsers.model_format import ModelFormat
 from api.requests import validation
-from api.requests.generate_params import GenerateParams, TextPrompt
+from api.requests.generate_params import MAX_MESSAGES, GenerateParams, ModelLimits, TextPrompt
 from api.requests.generate_params import TokenIdsPrompt as PromptIds
 from api.requests.prompts import PromptEncoder
 from api.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
 from api.text.chat_template import ChatTemplate
-from api.text.limits import MAX_MESSAGES, ModelLimits
 from api.text.tokenizer import RouterTokenizer
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from common.priority import STEP_S
-from common.queueing import QueueEntry, QueueModel
+from common.queueing import STEP_S, QueueEntry, QueueModel
 
 FIRST = -math.inf
 UNIT_S = 1 / 128  # sums of it are exact

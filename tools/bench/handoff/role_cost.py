@@ -60,8 +60,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
-from node.control.cache_reports import CacheReports
-from node.control.engine_control import EngineControl
+from node.control.engine_control import CacheReports, EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
