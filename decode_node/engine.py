@@ -1,24 +1,308 @@
-"""Engine process of a decode node."""
+"""Engine process of a decode node: its role, and the assembly of the role from an engine.
+
+The role: prealloc queue -> transfer queue -> running batch.
+
+    prepared --(a producer is paired)--> prealloc queue --grant--> transfer queue --held--> running
+        |           ^                          |  failed: next, then local  |
+        |---> unpaired (producers just lost) <-+----------------------------|
+        `--(colocated, short, no producer)-----+----------------------------+--> waiting queue
+
+This node is responsible for a request from submission to the last token (active_requests.py). It
+can always prefill a request itself after a failed hand-off. PrefillPlacement places requests,
+IncomingHandoffs tracks hand-offs in progress, and the scheduler holds requests that are computed
+here. None of them knows streams or sockets: the router is behind EngineControl and the outbox,
+other nodes behind a TransferPort. For outgoing migrations this node is the producer
+(outgoing_migrations.py).
+"""
+
+import math
+import time
+from collections.abc import Mapping
 
 from common.config import DecodeConfig, EngineConfig
+from common.distribution import HistogramCounts
 from common.errors import ConfigError
+from common.queueing import PriorityClass, QueueBacklog
+from common.requests.namespace import WeightsId
+from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.active_requests import ActiveRequests, DecodeCounters, TokenOutbox
 from decode_node.admission import PrefixLocations, RequestAdmission
 from decode_node.canary import STREAM, Canary
-from decode_node.handoffs import HandoffLimits, IncomingHandoffs
+from decode_node.handoffs import FailedHandoff, HandoffLimits, IncomingHandoffs
 from decode_node.outgoing_migrations import OutgoingMigrations
 from decode_node.placement import PrefillPlacement
 from decode_node.queues import DecodeQueues, FetchQueue, PausedQueue, UnpairedQueue
-from decode_node.role import DecodeRole
 from decode_node.state import DecodeState, PageReservations
+from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.limits import TokenBudget
-from engine.batch.request import Request
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.kv_cache.pages import PageHolder
+from engine.scheduler.scheduler import ChunkDone
+from kvtransfer.ports import (
+    ClosedEvent,
+    CompletedEvent,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantedEvent,
+    OpenedEvent,
+    ProducerDown,
+    ProducerRate,
+    ProducerUp,
+    QueuedEvent,
+    ReadsEndedEvent,
+    SetWeightVersion,
+)
+from node.control.pauses import PAUSED
+from node.messages import (
+    CancelSubmitted,
+    FrontMessage,
+    QuarantineStarted,
+    RouterStreamClosed,
+    SubmitRequest,
+)
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
-from node.request_state import Claim
+from node.request_state import Claim, RequestStage
 from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
 from node.timings import RequestHistory, RequestTimings
+
+_HANDOFF_STAGES = (RequestStage.UNPAIRED, RequestStage.PREALLOC, RequestStage.TRANSFER)
+
+
+class DecodeRole:
+    """A decode node. Engine thread only."""
+
+    def __init__(
+        self,
+        runtime: RoleRuntime,
+        *,
+        queues: DecodeQueues,
+        active: ActiveRequests,
+        admission: RequestAdmission,
+        placement: PrefillPlacement,
+        handoffs: IncomingHandoffs,
+        migrations: OutgoingMigrations,
+        canary: Canary,
+    ) -> None:
+        self.scheduler = queues.scheduled.scheduler
+        self._port = runtime.port
+        self._control = runtime.control
+        self._sharing = runtime.sharing
+        self._queues = queues
+        self._active = active
+        self._admission = admission
+        self._placement = placement
+        self._handoffs = handoffs
+        self._migrations = migrations
+        self._canary = canary
+        self._reported_quarantine: Request | None = None
+
+    # Role ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        for failed in self._take_events(now):  # after all events, so that lost producers are known
+            self._placement.retry(failed)
+        self._sharing.poll()
+        for state, ending in self._queues.expired(now):
+            state.close(ending)
+        self._control.poll(self, self._take)
+        self._placement.place_ready(now)
+        if self._migrations.in_progress:
+            self._migrations.poll(now)
+        self._handoffs.join()
+        self._handoffs.grant(now)
+        self._active.outbox.flush()
+
+    def next_batch(self) -> ScheduleBatch | None:
+        if self._launch_waits_s > 0:
+            return None
+        batch = self.scheduler.next_batch()
+        if self.scheduler.running_alone is not self._reported_quarantine:
+            self._report_quarantine(self.scheduler.running_alone)
+        return batch
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        outcome, outbox = self.scheduler.finish(batch, result), self._active.outbox
+        outbox.tokens(outcome.streams, outcome.requests, outcome.tokens)
+        for origin, logprobs in outcome.logprobs:
+            self._active.send_logprobs(origin, logprobs)
+        for origin, predicted in outcome.predicted:
+            outbox.predicted(origin, predicted)
+        for chunk in outcome.chunks:
+            self._computed(chunk)
+        now = time.monotonic()
+        self._queues.scheduled.backlog.tick(now)
+        self._sharing.ways.tick(now)
+        for finished in outcome.finished:
+            if finished.corrupt_prefix is not None:
+                self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
+            state = self._active.find(finished.request)
+            if state is not None:
+                self._admission.note_length(state, finished.num_generated, now)
+                state.close(finished.finish)
+        outbox.flush()
+
+    def _computed(self, chunk: ChunkDone) -> None:
+        """Report a chunk. A retracted request is recomputed: only its first prefill counts."""
+        request, num_left = chunk.request, len(chunk.request.token_ids) - chunk.end
+        state = self._active.find(request)
+        if state is not None and chunk.first_token is not None:
+            timings = state.timings
+            if timings.queued and not timings.prefilled:
+                timings.prefilled = time.monotonic()
+                timings.note_first_token(timings.prefilled)
+        self._queues.scheduled.backlog.serve(request.key, num_left)
+        self._sharing.ways.computed(request.key, num_left)
+        if chunk.first_token is not None:
+            self._active.outbox.begin(request.origin, request.cached_tokens)
+        if chunk.prompt_logprobs is not None:
+            self._active.outbox.prompt_logprobs(request.origin, chunk.prompt_logprobs)
+
+    def idle(self) -> None:
+        self._control.wait_for_work(self, self.check_leaks, self._launch_waits_s or math.inf)
+
+    @property
+    def _launch_waits_s(self) -> float:
+        return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
+
+    def check_leaks(self) -> None:
+        """Raise EngineFault if a page or slot has no live holder."""
+        joining = [state.attempt.reserved.holding.flat() for state in self._queues.transfer]
+        reads = [*self._handoffs.reads(), *self._sharing.reads()]
+        exported = [*self._migrations.exported(), *self._sharing.exported()]
+        self.scheduler.check_idle(
+            {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: exported}
+        )
+
+    # Events of the transfer thread ----------------------------------------------------------------
+
+    def _take_events(self, now: float) -> list[FailedHandoff]:
+        failed: list[FailedHandoff | None] = []
+        for event in self._canary.admitted(self._port.take(), now):
+            if self._sharing.take(event):
+                continue
+            match event:
+                case ProducerUp():
+                    self._queues.unpaired.producer_up(event)
+                    self._active.counters.link(up=True)
+                    self._control.link_up(event)
+                case ProducerRate():
+                    self._control.link_measured(event.address, event.gib_per_s)
+                case ProducerDown():
+                    if self._queues.unpaired.producer_down(event, now):
+                        self._active.counters.link(up=False)
+                        self._control.links.pop(event.address, None)
+                case QueuedEvent():
+                    self._handoffs.admitted(event)
+                case FirstTokenEvent():
+                    failed.append(self._handoffs.first_token(event))
+                case CompletedEvent():
+                    self._handoffs.completed(event)
+                case FailedEvent():
+                    failed.append(self._handoffs.failed(event))
+                case ReadsEndedEvent():
+                    self._handoffs.reads_ended(event)
+                case OpenedEvent():
+                    self._migrations.opened(event)
+                case GrantedEvent():
+                    self._migrations.granted(event)
+                case ClosedEvent():
+                    self._migrations.dropped(event)
+        return [each for each in failed if each is not None]
+
+    # Calls of the control interface ---------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        of_own = self._active or self._handoffs.reads() or self._migrations.busy
+        return bool(of_own or self._sharing.busy)
+
+    def queues(self) -> dict[str, int]:
+        return {**self._queues.lengths(), "migrating": len(self._migrations)}
+
+    def waiting_by_class(self) -> Mapping[PriorityClass, int]:
+        return self.scheduler.waiting_by_class() + self._queues.prealloc.by_class()
+
+    def handoffs(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [state.describe(now) for state in self._active if state.stage in _HANDOFF_STAGES]
+
+    def counters(self) -> dict[str, int]:
+        own = self._active.counters.totals()
+        return {**self.scheduler.counters(), **own, **self._sharing.counters()}
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {**self._active.counters.distributions(), **self.scheduler.distributions()}
+
+    def backlogs(self) -> dict[str, QueueBacklog]:
+        prompts, pages = self._queues.scheduled.backlog, self._queues.prealloc.backlog
+        return {"prompts": prompts.backlog, "pages": pages.backlog}
+
+    def abort(self, request_id: str) -> int:
+        doomed = [each for each in self._active if each.request.spec.request_id == request_id]
+        for state in doomed:
+            _abort(state, "aborted by an operator")
+        return len(doomed)
+
+    def abort_all(self) -> int:
+        doomed = tuple(self._active)
+        for state in doomed:
+            _abort(state, PAUSED)
+        return len(doomed)
+
+    def release_kv(self) -> bool:
+        self._migrations.cancel_all("this node is paused")
+        for failed in self._handoffs.cancel_all("this node is paused"):
+            self._placement.retry(failed)
+        if len(self._migrations):
+            return False
+        self.scheduler.requeue_all()
+        return not self._sharing.fetches.busy
+
+    def update_waiting_requests(self) -> None:
+        for state in self._active:
+            state.request.compute_with(self._control.weights)
+
+    def set_weight_version(self, weights: WeightsId) -> None:
+        self._port.post(SetWeightVersion(weights))
+        self._control.links.clear()
+
+    def explain(self, request_id: str) -> RequestTraces:
+        return self._active.explain(request_id)
+
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
+        return self._active.flights(num_ended)
+
+    # --------------------------------------------------------------------------------------------
+
+    def _take(self, message: FrontMessage) -> None:
+        match message:
+            case SubmitRequest():
+                self._admission.submit(message)
+            case CancelSubmitted(stream, number):
+                state = self._active.get((stream, number))
+                if state is not None:
+                    _abort(state, "cancelled")
+            case RouterStreamClosed(stream):
+                for state in self._active:
+                    if state.origin[0] == stream:
+                        _abort(state, "cancelled")
+
+    def _report_quarantine(self, request: Request | None) -> None:
+        """Report a quarantined request before the launch of the step that may crash the engine."""
+        self._reported_quarantine = request
+        self._control.notify(
+            QuarantineStarted(*request.origin) if request else QuarantineStarted(0, 0)
+        )
+
+
+def _abort(state: DecodeState, reason: str) -> None:
+    """End a request early. If a launched step has it, the result of that step ends it."""
+    end = RequestEnd(FinishReason.ABORT, reason)
+    if state.queue is not None and state.queue.remove(state, end):
+        state.close(end)
 
 
 def wants(config: EngineConfig) -> EngineConfig:

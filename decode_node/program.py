@@ -7,8 +7,7 @@ from common.config import DecodeConfig
 from common.errors import ServingError
 from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.dialer import NamedProducers, PairDialer
-from kvtransfer.pairs.service import PairService
-from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.pairs.streams import PairService, PairStreams
 from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
 
 

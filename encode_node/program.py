@@ -3,8 +3,7 @@
 import time
 
 from common.config import EncodeConfig
-from kvtransfer.pairs.service import PairService
-from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.pairs.streams import PairService, PairStreams
 from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
 
 

@@ -33,8 +33,7 @@ from common.requests.namespace import check_identity
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import MAX_TOKEN_ID
 from kvtransfer.pairs.dialer import NamedProducers, PairDialer
-from kvtransfer.pairs.service import PairService
-from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.pairs.streams import PairService, PairStreams
 from node.frontend import spans
 from node.frontend.engine_link import EngineLink, NodeFrontend, RoleProgram, RoleServices
 from node.messages import CancelPooling, PoolingDone, SubmitPooling

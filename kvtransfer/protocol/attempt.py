@@ -23,8 +23,14 @@ from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
 from kvtransfer.ports import STATE, GrantCommand, Ints, ReadsEndedEvent, TablePages, tables_of
 from kvtransfer.protocol.actions import CloseLink, ConsumerAction, OpenLink, PageSum, StartRead
-from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
-from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
+from kvtransfer.protocol.progress import (
+    DeadlineTimer,
+    HandoffStatus,
+    PageRanges,
+    advance,
+    granted,
+    table_pages,
+)
 
 # One in progress and one for the link to continue with. The rest wait here, where the end of their
 # attempt removes them at once.

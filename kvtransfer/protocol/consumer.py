@@ -49,7 +49,7 @@ from kvtransfer.protocol.actions import (
     SendMessage,
 )
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
-from kvtransfer.protocol.liveness import (
+from kvtransfer.protocol.progress import (
     DeadlineTimer,
     HandoffStatus,
     HeartbeatTimer,

@@ -44,14 +44,16 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     WithdrawPages,
 )
-from kvtransfer.protocol.liveness import (
+from kvtransfer.protocol.progress import (
     DeadlineTimer,
     HandoffStatus,
     HeartbeatTimer,
+    PageRanges,
     advance,
     earliest,
+    granted,
+    table_pages,
 )
-from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
 # Seconds for which a producer polls for a connecting consumer. Its data paths may not need polling.
 POLL_S = 30.0

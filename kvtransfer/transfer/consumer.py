@@ -34,7 +34,7 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.attempt import ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.liveness import earliest
+from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
@@ -44,8 +44,7 @@ from kvtransfer.transfer.link import (
     RateMeasured,
     ReadEnded,
 )
-from kvtransfer.transfer.page_bytes import PageChecksums
-from kvtransfer.transfer.paths import LinkOpener
+from kvtransfer.transfer.paths import LinkOpener, PageChecksums
 from kvtransfer.transfer.thread import EventOutlet
 
 log = logging.getLogger(__name__)

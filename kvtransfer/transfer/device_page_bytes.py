@@ -7,7 +7,7 @@ import torch
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceRuntime, cuda_device
-from kvtransfer.transfer.page_bytes import HostPageBytes, PageBytes
+from kvtransfer.transfer.paths import HostPageBytes, PageBytes
 
 _MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # limits of pinned memory, and of pages copied together
 

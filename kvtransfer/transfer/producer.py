@@ -37,10 +37,9 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     WithdrawPages,
 )
-from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import PageChecksums
-from kvtransfer.transfer.paths import PathOffers
+from kvtransfer.protocol.progress import earliest
+from kvtransfer.transfer.paths import PageChecksums, PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest wait; a consumer waits longer

@@ -30,11 +30,10 @@ from kvtransfer.ports import (
     SetWeightVersion,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
-from kvtransfer.transfer.page_bytes import PageBytes, PageChecksums
-from kvtransfer.transfer.paths import PathOffers, TransferPaths
+from kvtransfer.transfer.paths import PageBytes, PageChecksums, PathOffers, TransferPaths
 from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 

@@ -32,7 +32,7 @@ GIB = 1 << 30
 SCHEDULER = "engine/scheduler/scheduler.py"
 QUEUE_SOURCES = {
     "prefill": ("prefill_node/engine.py", SCHEDULER),
-    "decode": ("decode_node/role.py", SCHEDULER),
+    "decode": ("decode_node/engine.py", SCHEDULER),
 }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvtransfer.protocol.attempt import ConsumerLinks, LinkRead
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.liveness import DeadlineTimer, HeartbeatTimer, ProducerPace
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.progress import DeadlineTimer, HeartbeatTimer, ProducerPace
 
 Copier = Callable[[Any], Any]
 Keyer = Callable[[Any, float], Hashable]

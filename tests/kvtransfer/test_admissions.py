@@ -17,7 +17,7 @@ from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.producer import WAIT_S, ProducerSide
 from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet

@@ -8,9 +8,8 @@ import pytest
 
 from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
-from kvtransfer.backends.base import PagePool, ReadRefused, RemotePool
+from kvtransfer.backends.base import PagePool, ReadMap, ReadRefused, RemotePool
 from kvtransfer.backends.nixl import backend as nixl
-from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import wait_for

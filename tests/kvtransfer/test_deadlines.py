@@ -3,7 +3,7 @@
 import random
 
 from common.config import TransferConfig
-from kvtransfer.protocol.liveness import DeadlineTimer, HeartbeatTimer
+from kvtransfer.protocol.progress import DeadlineTimer, HeartbeatTimer
 
 
 # Seen failing with a heap that is empty after it is rebuilt, and with a moved deadline due at its

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, PagePool
-from kvtransfer.backends.nixl.agent import NixlAgent
+from kvtransfer.backends.nixl.agent import NixlAgent, NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlBackend, NixlProducer
-from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence
 from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered

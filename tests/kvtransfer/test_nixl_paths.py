@@ -15,10 +15,15 @@ from kvtransfer.backends import path_proof, rdma_proof
 from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.nixl import backend as nixl
-from kvtransfer.backends.nixl.agent import HOST, NixlAgent, NixlTransports, descriptors, segment
+from kvtransfer.backends.nixl.agent import (
+    NixlAgent,
+    NixlDescription,
+    NixlHostMemory,
+    descriptors,
+    segment,
+)
 from kvtransfer.backends.nixl.backend import NixlBackend
-from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
-from kvtransfer.backends.nixl.paths import PATHS
+from kvtransfer.backends.nixl.paths import HOST, PATHS, NixlTransports
 from kvtransfer.backends.path_proof import SameHost
 from tests.support.data_children import CONSUMER, SOCKETS, Memory, TwoPathNixl, scattered
 from tests.support.data_ends import FarProducer

@@ -15,7 +15,7 @@ from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import closing, wait_for
 

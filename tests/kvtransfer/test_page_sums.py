@@ -6,7 +6,7 @@ from common.errors import TransferError
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer import device_page_bytes
 from kvtransfer.transfer.device_page_bytes import DevicePageBytes, page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from tests.support.data_children import Memory, content
 from tests.support.device_twin import DeviceTwin
 

@@ -35,7 +35,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.producer import HeldMessages, ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec

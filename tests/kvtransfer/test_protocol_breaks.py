@@ -16,8 +16,8 @@ import pytest
 
 from kvtransfer.messages import GrantHandoff, HandoffFailed, PagesReleased, ReadsDone
 from kvtransfer.ports import OpenedEvent
-from kvtransfer.protocol.liveness import HandoffStatus
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.progress import HandoffStatus
 from tests.kvtransfer.search import PATIENT, search
 from tests.kvtransfer.sides import Broken, Input, Output, Plan, SimulatedConsumer, SimulatedProducer
 

@@ -5,7 +5,7 @@ import pytest
 from common.errors import ProtocolViolation
 from common.page_tables import PageTables
 from kvtransfer.messages import HandoffKind
-from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.progress import PageRanges, granted
 
 TABLES = PageTables(4)
 

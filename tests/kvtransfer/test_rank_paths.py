@@ -59,7 +59,7 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.node_paths import Replies, start_ranks
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.rank_paths import RankLinks, paths_of_rank
 from kvtransfer.transfer.sides import PageAccess
 from tests.support.data_children import CANARY, Memory, content

@@ -13,8 +13,8 @@ import pytest
 from common.config import TransferConfig
 from common.errors import TransferError
 from kvtransfer.backends.base import PageCut, TransferBackend
-from kvtransfer.backends.nixl import connection as nixl_connection
-from kvtransfer.backends.nixl.connection import NixlOffer
+from kvtransfer.backends.nixl import agent as nixl_agent
+from kvtransfer.backends.nixl.agent import NixlOffer
 from kvtransfer.backends.scatter import PageTable
 from kvtransfer.backends.tcp.certificate import make_producer_tls
 from kvtransfer.backends.tcp.channel import TcpChannel
@@ -234,7 +234,7 @@ def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypte
 def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt, used):
     nixl = backends(TransferConfig.model_validate({"encrypt": encrypt}), tls=True)["nixl"]
     offers = (NixlOffer("rdma", b"", b""),)
-    description = msgspec.msgpack.encode(nixl_connection.NixlDescription("cpu", 1, 1, offers))
+    description = msgspec.msgpack.encode(nixl_agent.NixlDescription("cpu", 1, 1, offers))
     memory = Memory(8, PAGE_BYTES)
     with pytest.raises(TransferError) as refusal:
         nixl.connect(description, memory.remote, memory.pool)

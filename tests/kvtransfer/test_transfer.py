@@ -55,7 +55,7 @@ from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.rank_paths import RankLinks, RankOffers
 from kvtransfer.transfer.thread import EventOutlet, TransferThread

@@ -48,8 +48,7 @@ from kvtransfer.messages import (
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
-from kvtransfer.pairs.service import PairService
-from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.pairs.streams import PairService, PairStreams
 from node.metrics import NodeMetrics
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 from tests.support.specs import make_spec

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from common.errors import TransferError
 from kvtransfer.backends.base import Ints, PagePool, RemotePool, TransferBackend
-from kvtransfer.backends.nixl.agent import NixlAgent, NixlTransports
+from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
-from kvtransfer.backends.nixl.paths import PATHS, PathKind
+from kvtransfer.backends.nixl.paths import PATHS, NixlTransports, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.staging import StagedMemory

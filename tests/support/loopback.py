@@ -20,11 +20,12 @@ from kvtransfer.backends.base import (
     Ints,
     Moves,
     PagePool,
+    PartRead,
+    ReadMap,
     ReadRefused,
     RemotePool,
     prepared,
 )
-from kvtransfer.backends.read_map import PartRead, ReadMap
 from kvtransfer.backends.scratch import ReadScratch, measure
 from kvtransfer.backends.tcp.producer import PublishedPages
 

@@ -30,12 +30,13 @@ from kvtransfer.backends.base import (
     Ints,
     Moves,
     PagePool,
+    ReadMap,
     RemotePool,
     parse_description,
     prepared,
 )
-from kvtransfer.backends.nixl.agent import NixlAgent
-from kvtransfer.backends.nixl.connection import (
+from kvtransfer.backends.nixl.agent import (
+    NixlAgent,
     NixlConnection,
     NixlDescription,
     NixlMemory,
@@ -43,7 +44,6 @@ from kvtransfer.backends.nixl.connection import (
     memory_of,
 )
 from kvtransfer.backends.nixl.paths import PATHS, PathEvidence, PathKind, kind_of_memory
-from kvtransfer.backends.read_map import ReadMap
 
 
 class NixlListener:

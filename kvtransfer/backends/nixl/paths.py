@@ -17,15 +17,38 @@ or maps all memory of a device by a handle that the driver never revokes.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_proof import DeviceEvidence, MappedMemory
-from kvtransfer.backends.nixl.agent import HOST, NixlTransports
 from kvtransfer.backends.path_proof import HostEvidence, SameHost
 from kvtransfer.backends.rdma_proof import RdmaEvidence, RdmaPath, devices
 
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NixlTransports:
+    """All transports that an agent may use, in UCX's words. The user's environment has no effect.
+
+    Never tcp: it listens on every interface and lets any sender write to any address. UCX needs one
+    transport for messages. On one host that is `posix`: memory for this user alone, behind
+    /proc/<pid>/fd, so without a public name, and unreachable wherever another process' memory is
+    unreachable. `sysv` would be open to the group, and reachable where that memory is not.
+    """
+
+    names: str
+    # UCX's handling of peers that are gone. It refuses posix with "peer". With "none", a read from
+    # a process that has ended still fails, because the kernel reports it.
+    errors: Literal["none", "peer"]
+    # Whether a producer must be polled while a consumer connects. Over shared memory it need not
+    # even run: a consumer has connected to, and read for 40 s from, a producer stopped by SIGSTOP.
+    polled: bool = False
+    devices: Callable[[], str] = lambda: "all"  # of the network. May raise TransferError
+
+
+# Nixl rejects an agent that cannot recognise GPU memory on a machine that has a GPU.
+HOST = NixlTransports("cma,posix,cuda_copy", errors="none")
 
 
 class PathEvidence(Protocol):

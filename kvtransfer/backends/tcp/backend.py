@@ -5,9 +5,8 @@ end.
 from collections.abc import Callable
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Moves, PagePool, RemotePool, parse_description
+from kvtransfer.backends.base import Moves, PagePool, ReadMap, RemotePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp.connection import TcpConnection
 from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
 from kvtransfer.backends.tcp.producer import TcpProducer

@@ -17,12 +17,13 @@ from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
     PageCut,
+    PagePart,
     PagePool,
+    ReadMap,
     ReadRefused,
     RemotePool,
 )
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.read_map import PagePart, ReadMap
 from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel

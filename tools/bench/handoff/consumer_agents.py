@@ -15,8 +15,8 @@ import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.nixl.agent import NixlHostMemory, NixlMemory
 from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlListener
-from kvtransfer.backends.nixl.connection import NixlHostMemory, NixlMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from tools.bench.support.record import percentiles, say
 

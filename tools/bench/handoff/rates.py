@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.backends.base import BackendConnection, Ints, PagePool, RemotePool, TransferBackend
-from kvtransfer.backends.nixl.agent import HOST, load
+from kvtransfer.backends.nixl.agent import load
 from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.nixl.paths import HOST
 from kvtransfer.backends.tcp.backend import TcpBackend
 from tools.bench.support.record import ROOT
 from tools.bench.support.systems import cpu_seconds_of

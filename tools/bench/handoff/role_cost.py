@@ -29,7 +29,7 @@ from common.request import Remaining, RequestSpec
 from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from decode_node import engine as decode_engine
-from decode_node.role import DecodeRole
+from decode_node.engine import DecodeRole
 from engine.adapters.adapters import no_adapters
 from engine.adapters.library import AdapterCache, AdapterLoader, no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch

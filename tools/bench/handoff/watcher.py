@@ -41,7 +41,7 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.rank_paths import RankLinks
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from node.metrics import NodeMetrics

@@ -1,0 +1,314 @@
+"""Progress of hand-offs, on either end: states, published ranges, deadlines, heartbeats. Knows no
+clock.
+
+The states of a hand-off are the same on both ends:
+
+    BOOTSTRAPPING      opened, not granted
+    WAITING_FOR_INPUT  granted, nothing published
+    TRANSFERRING       pages published, being read
+    SUCCESS | FAILED   ended
+
+    BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS;  all but SUCCESS -> FAILED
+
+The token ranges of a hand-off that have been published follow each other to its end.
+
+A heartbeat means that this node's engine makes progress (rule 7). While it does not, none is due.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from common.config import TransferConfig
+from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageSpan, PageTables, num_pages_of
+from kvtransfer.messages import HandoffKind
+from kvtransfer.ports import PIECES, TablePages
+
+
+class HandoffStatus(Enum):
+    BOOTSTRAPPING = "bootstrapping"
+    WAITING_FOR_INPUT = "waiting_for_input"
+    TRANSFERRING = "transferring"
+    SUCCESS = "success"
+    FAILED = "failed"
+
+
+_NEXT = {
+    HandoffStatus.BOOTSTRAPPING: {HandoffStatus.WAITING_FOR_INPUT, HandoffStatus.FAILED},
+    HandoffStatus.WAITING_FOR_INPUT: {HandoffStatus.TRANSFERRING, HandoffStatus.FAILED},
+    HandoffStatus.TRANSFERRING: {
+        HandoffStatus.TRANSFERRING,
+        HandoffStatus.SUCCESS,
+        HandoffStatus.FAILED,
+    },
+    HandoffStatus.SUCCESS: set(),
+    HandoffStatus.FAILED: set(),
+}
+
+
+def advance(old: HandoffStatus, new: HandoffStatus) -> HandoffStatus:
+    """Return `new`. Raises EngineFault if the transition from `old` is invalid."""
+    if new not in _NEXT[old]:
+        raise EngineFault(f"a hand-off cannot go from {old.name} to {new.name}")
+    return new
+
+
+_PIECES = PageTables(1)  # one page for each piece
+
+
+class RangeEnds(NamedTuple):
+    """The valid ends of the only range of a hand-off that determines its number of tokens
+    itself.
+    """
+
+    least: int
+    most: int
+    step: int  # only multiples of this value
+
+    def __contains__(self, end: object) -> bool:
+        return isinstance(end, int) and self.least <= end <= self.most and end % self.step == 0
+
+
+def granted(
+    kind: HandoffKind,
+    tables: PageTables,
+    *,
+    num_tokens: int,
+    prefix_tokens: int,
+    room_tokens: int,
+    destination: PageTables | None = None,
+) -> "PageRanges":
+    """Return the ranges that may be published for a hand-off of `num_tokens` tokens.
+
+    Args:
+        tables: of the producer.
+        destination: of the consumer, if its state has another number of pages.
+        prefix_tokens: tokens that the consumer has already.
+        room_tokens: tokens of a running request for whose KV the consumer has capacity.
+    Raises:
+        ProtocolViolation: the grant is invalid.
+    """
+    if kind.in_pieces:
+        check_prefix(prefix_tokens, 0, 1)
+        return PageRanges(_PIECES, _PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
+    ends = None
+    if kind is HandoffKind.LIVE:
+        check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
+        ends = RangeEnds(num_tokens, room_tokens, 1)
+    else:
+        check_prefix(prefix_tokens, num_tokens, tables.page_size)
+        if kind is HandoffKind.PREFIX:
+            ends = RangeEnds(prefix_tokens, num_tokens, tables.page_size)
+    return PageRanges(
+        tables, destination or tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends
+    )
+
+
+def table_pages(
+    kind: HandoffKind, tables: PageTables, spans: Sequence[PageSpan]
+) -> tuple[TablePages, ...]:
+    """Return the pages of the spans of a range by table, without those of the state."""
+    of_tables = [span for span in spans if span.table < tables.num_tables]
+    if kind.in_pieces:
+        return tuple(TablePages(PIECES, span.num_pages) for span in of_tables)
+    return tuple(TablePages(span.table, span.num_pages) for span in of_tables)
+
+
+def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
+    """Raise ProtocolViolation unless a consumer may already hold a prefix of this length."""
+    aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
+    if not 0 <= prefix_tokens <= num_tokens or not aligned:
+        raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
+
+
+def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
+    """Raise ProtocolViolation unless the prefix and the capacity fit a running request, of which
+    the consumer knows `num_tokens` tokens.
+    """
+    if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
+        raise ProtocolViolation(
+            f"a prefix of {prefix_tokens} tokens of {num_tokens}, and room for {room_tokens}"
+        )
+
+
+@dataclass(slots=True)
+class PageRanges:
+    """The ranges of one hand-off. All but the last end at a page boundary. The last ends with the
+    tokens, and is the only one that may be empty.
+    """
+
+    tables: PageTables  # of the producer, whose pages are published
+    destination: PageTables  # of the consumer: the same tables, and its own pages of the state
+    num_tokens: int
+    start: int  # the prefix that the consumer has
+    next: int  # the start of the next range
+    complete: bool = False
+    # For a running request (which continues meanwhile), a PREFIX and pieces: their only range
+    # determines the number of tokens.
+    ends: RangeEnds | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of destination pages that the consumer must have."""
+        if self.ends is None:
+            return num_pages_of(self.destination.handed_over(self.num_tokens, self.start))
+        return self.destination.room_pages(self.ends.most, self.start)
+
+    def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
+        """Add the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
+        wrong = self._complaint(start, end, num_pages, last=last)
+        if wrong:
+            raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")
+        self.next = end
+        self.complete = last
+        if self.ends is not None:
+            self.num_tokens = end
+
+    def spans(self, start: int, end: int, last: bool) -> tuple[PageSpan, ...]:
+        """Return the producer's pages of a range that has been added."""
+        return self.tables.spans(self.num_tokens, self.start, start, end, last=last)
+
+    def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
+        if self.complete:
+            return "it comes after the last"
+        if start != self.next:
+            return f"it does not follow the one before, which ended at {self.next}"
+        if self.ends is not None:
+            if not last or end not in self.ends:
+                least, most, step = self.ends
+                return f"it must be the only one, and end at {least} to {most}, {step} by {step}"
+        elif last and end != self.num_tokens:
+            return "it is the last but not the end"
+        if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
+            return "it must end at a later page's edge"
+        num_tokens = end if self.ends is not None else self.num_tokens
+        spans = self.tables.spans(num_tokens, self.start, start, end, last=last)
+        if num_pages != num_pages_of(spans):
+            return f"it comes with {num_pages} pages"
+        return None
+
+
+# Until something is known: slow for a GPU, fast for a CPU. Heartbeats detect a dead producer. This
+# estimate only prevents that hand-offs of a live producer with a long queue are abandoned.
+_FIRST_GUESS_S = 0.005  # per token
+_WEIGHT = 0.2  # of the newest hand-off
+_PATIENCE = 5.0  # times the expected duration
+
+
+class _Orderable(Protocol):
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+K = TypeVar("K", bound=_Orderable)
+
+
+class DeadlineTimer(Generic[K]):
+    """At most one deadline per key."""
+
+    def __init__(self) -> None:
+        self._due: dict[K, float] = {}
+        # May hold entries that `_due` no longer has, or has with another time.
+        self._heap: list[tuple[float, K]] = []
+
+    def set(self, key: K, when: float) -> None:
+        """Set or move the deadline of `key`."""
+        self._due[key] = when
+        heapq.heappush(self._heap, (when, key))
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = [(time, key) for key, time in self._due.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: K) -> None:
+        """Remove the deadline of `key`, if it has one."""
+        self._due.pop(key, None)
+
+    def next(self) -> float | None:
+        """Return the nearest deadline, or None."""
+        while self._heap:
+            when, key = self._heap[0]
+            if self._due.get(key) == when:
+                return when
+            heapq.heappop(self._heap)
+        return None
+
+    def take_due(self, now: float) -> list[K]:
+        """Remove and return the keys whose deadline has passed, in order of time."""
+        due: list[K] = []
+        while (when := self.next()) is not None and when <= now:
+            key = heapq.heappop(self._heap)[1]
+            del self._due[key]
+            due.append(key)
+        return due
+
+
+class ProducerPace:
+    """The learnt pace of one producer. `progress_s` is the minimum of all limits."""
+
+    def __init__(self, progress_s: float) -> None:
+        self._progress_s = progress_s
+        self._token_s = _FIRST_GUESS_S
+
+    def limit_s(self, num_tokens: int) -> float:
+        """Return the longest wait for progress, with this number of tokens left to compute."""
+        return max(self._progress_s, _PATIENCE * self._token_s * num_tokens)
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Record that this many tokens, of this hand-off and of earlier ones in the queue, took
+        `seconds`.
+        """
+        if num_tokens > 0:
+            self._token_s += _WEIGHT * (seconds / num_tokens - self._token_s)
+
+
+@dataclass(slots=True)
+class HeartbeatsDue:
+    heartbeats: list[int]  # streams on which to send a heartbeat
+    silent: list[int]  # streams whose peer has missed too many heartbeats
+
+
+class HeartbeatTimer:
+    """Heartbeat timers. Streams are this node's own numbers."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._interval_s = config.heartbeat_s
+        self._silence_s = config.heartbeat_s * config.max_missed_heartbeats
+        self._next: DeadlineTimer[int] = DeadlineTimer()
+        self._silence: DeadlineTimer[int] = DeadlineTimer()
+        self._sequences: dict[int, int] = {}
+        self.moving = True  # whether this node's engine makes progress
+
+    def start(self, stream: int, now: float) -> None:
+        self._sequences[stream] = 0
+        self._next.set(stream, now + self._interval_s)
+        self.heard(stream, now)
+
+    def stop(self, stream: int) -> None:
+        del self._sequences[stream]
+        self._next.drop(stream)
+        self._silence.drop(stream)
+
+    def heard(self, stream: int, now: float) -> None:
+        """Record a heartbeat of the peer."""
+        self._silence.set(stream, now + self._silence_s)
+
+    def sequence(self, stream: int) -> int:
+        """Return the number of the heartbeat that is being sent: 1, 2, ..."""
+        self._sequences[stream] += 1
+        return self._sequences[stream]
+
+    def take_due(self, now: float) -> HeartbeatsDue:
+        heartbeats = self._next.take_due(now)
+        for stream in heartbeats:
+            self._next.set(stream, now + self._interval_s)
+        return HeartbeatsDue(heartbeats if self.moving else [], self._silence.take_due(now))
+
+    def next_deadline(self) -> float | None:
+        return earliest((self._next.next(), self._silence.next()))
+
+
+def earliest(times: Iterable[float | None]) -> float | None:
+    """Return the earliest time that is not None, or None."""
+    return min((time for time in times if time is not None), default=None)
