@@ -31,6 +31,7 @@ from engine.sizing import EngineShape
 # Memory of the driver per graph (some hundred launches and their arguments), in addition to torch's
 # allocations. An upper bound that was not measured on a GPU yet: see docs/gpu.md.
 DRIVER_BYTES_PER_GRAPH = 4 << 20
+DRIVER_BYTES_PER_CHOICE = 1 << 19  # the same for a graph that chooses tokens, in ten launches
 SEGMENT_BYTES = 2 << 20  # the smallest part of the device that torch's allocator takes
 
 
@@ -67,8 +68,8 @@ def measure_footprint(
     graphs: bool,
     stage: Stage | None = None,
 ) -> MemoryFootprint:
-    """Run the largest forward and capture the two largest graphs over a pool of one page, then
-    release all their memory. The kernels stay compiled.
+    """Run the largest forward and capture the largest graphs over a pool of one page, then release
+    all their memory. The kernels stay compiled.
 
     Args:
         stage: of this rank. Its peer measures at the same time.
@@ -134,17 +135,22 @@ def footprint_of(
     runner.rehearse(num_tokens)
     # Includes memory that the forward has freed, which the allocator keeps for the next one.
     forward = torch.cuda.memory_reserved(device) - before - state
-    # The largest graph allocates the memory that all graphs share. Each also needs some of its own,
-    # for its results.
+    # The largest graph allocates the memory that all graphs share, and the largest choice of tokens
+    # adds to it for logits. Each graph also needs some of its own.
     shapes = runner.graph_shapes
+    choosing = [shape for shape in shapes if shape.chooses]
     taken = []
-    for shape in shapes[:2]:
+    measured = dict.fromkeys((*shapes[:2], *choosing[:1]))
+    for shape in measured:
         before = _in_use(device)  # a capture also returns memory left by the forward
         runner.capture(shape)
         taken.append(max(0, _in_use(device) - before))
     # A shape with drafts has a second graph, for the drafter.
     graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
-    for shape in shapes[2:]:
+    graphs += DRIVER_BYTES_PER_CHOICE * len(choosing)
+    for shape in shapes:
+        if shape in measured:
+            continue
         segments = -(-taken[1] * shape.tokens // (shapes[1].tokens * SEGMENT_BYTES))
         graphs += segments * SEGMENT_BYTES
     return MemoryFootprint(max(0, state), max(0, forward), graphs)

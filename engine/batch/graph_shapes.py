@@ -41,6 +41,11 @@ class GraphShape(NamedTuple):
         return self.rows < self.tokens
 
     @property
+    def chooses(self) -> bool:
+        """Return whether a graph for the choice of tokens is captured with this shape."""
+        return not self.is_ragged and not self.adapted
+
+    @property
     def num_decodes(self) -> int:
         """Return the number of last rows that have one token each, see ForwardBatch."""
         return 0 if self.is_ragged else self.rows

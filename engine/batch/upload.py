@@ -1,7 +1,8 @@
 """Tensors of one step, from host memory to the device in one copy."""
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16  # for every tensor: kernels are compiled for it, and load 16 bytes at a time
+_GAP = bytes(_ALIGNMENT)
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
@@ -68,8 +70,11 @@ class PaddedBlock:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._packed = np.zeros(packed_bytes(tensors), np.uint8)
-        self._starts = pack(tensors, self._packed)
+        packed = np.zeros(packed_bytes(tensors), np.uint8)
+        starts = [*pack(tensors, packed), len(packed)]
+        padding = memoryview(packed.tobytes())
+        self._paddings = [padding[start:end] for start, end in pairwise(starts)]
+        self._num_bytes = len(packed)
 
     def upload(
         self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor
@@ -83,24 +88,29 @@ class PaddedBlock:
         Returns:
             `others` on the device.
         """
-        first, device = len(self._packed), into.device
-        num_bytes = first + packed_bytes(others)
-        fits = num_bytes <= into.nbytes
-        staged = _staged(num_bytes if fits else first, device)
-        block = staged.numpy()
-        block[:first] = self._packed
-        for tensor, start in zip(tensors, self._starts, strict=True):
-            array = tensor.numpy()
-            block[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        first, fits = self._num_bytes, self._num_bytes + packed_bytes(others) <= into.nbytes
+        self.send(tensors, others if fits else (), into)
         if not fits:
-            into[:first].copy_(staged, non_blocking=True)
-            return upload(others, device)
-        starts = pack(others, block[first:])
-        packed = into[:num_bytes].copy_(staged, non_blocking=True)[first:]
+            return upload(others, into.device)
+        starts = accumulate((_aligned(tensor.nbytes) for tensor in others), initial=first)
         return [
-            _view(packed, tensor.dtype, tensor.shape, start)
-            for start, tensor in zip(starts, others, strict=True)
+            _view(into, tensor.dtype, tensor.shape, start)
+            for start, tensor in zip(starts, others, strict=False)
         ]
+
+    def send(self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor) -> None:
+        """Copy the same tensors, without views of `others`, for which there must be room."""
+        parts: list[Any] = []
+        for tensor, padding in zip(tensors, self._paddings, strict=True):
+            array = tensor.numpy()
+            parts += array, padding[array.nbytes :]
+        for tensor in others:
+            array = tensor.numpy()
+            parts += array, _GAP[: -array.nbytes % _ALIGNMENT]
+        packed = b"".join(parts)  # the fastest way in Python to copy many arrays
+        staged = _staged(len(packed), into.device)
+        staged.numpy()[:] = np.frombuffer(packed, np.uint8)
+        into[: len(packed)].copy_(staged, non_blocking=True)
 
 
 def _staged(num_bytes: int, device: torch.device) -> Tensor:

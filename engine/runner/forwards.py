@@ -18,13 +18,14 @@ from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.late_states import LateStates
 from engine.models.drafting import DraftSteps, EagerDrafts
-from engine.runner.graphs import GraphDrafter, GraphSizes, Recorder, StepGraphs
+from engine.runner.graphs import GraphDrafter, GraphModel, GraphSizes, Recorder, StepGraphs
 from engine.runner.launched import StepOutput
 from engine.runner.speculated import SettledDrafts
 from engine.runner.step import Step
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
+from kernels.sampling.sample import SamplingColumns, sample
 
 # Draws int32 [n] drafts from logits [n, any] of the samples at places int64 [n].
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -35,6 +36,11 @@ class TokenSampling(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Return tensors in host memory, contiguous, that go to the device with the step's."""
+        ...
+
+    def parameters(self) -> Sequence[Tensor] | None:
+        """Return parameters of sampling in host memory, as SamplingColumns has them, or nothing if
+        every row is greedy. None: the choice depends on more, or other ranks take part in it."""
         ...
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
@@ -77,20 +83,21 @@ class FutureMap:
     """The last tokens by slot. Written after sampling and read at the start of the next forward,
     both on the forward stream.
 
-    A step's input refers to a token that the CPU does not know as -(slot + 1).
+    A step's input refers to a token that the CPU does not know as -(slot + 1). Padding of graphs
+    has a slot of its own, the last one.
 
     Attributes:
-        tokens: int32 [num_slots].
-        rejected: int32 [num_slots], number of rejected drafts. Valid for slots whose row had drafts
-            in the previous step.
+        tokens: int32 [num_slots + 1].
+        rejected: int32 [num_slots + 1], number of rejected drafts. Valid for slots whose row had
+            drafts in the previous step.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.rejected = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self.rejected = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
     def store(self, slots: Tensor, tokens: Tensor, rejected: Tensor | None = None) -> None:
-        """Store tokens[i] as the last one of slots[i] (int64, distinct).
+        """Store tokens[i] as the last one of slots[i] (int64, distinct except for padding).
 
         A row without a valid token (a negative one) still takes part in a step that is launched
         before the CPU knows. It gets token 0, and its result is discarded.
@@ -236,12 +243,16 @@ class Forwards:
         graphs = self._graphs
         return None if graphs is None else graphs.shape_for(rows, late=late, adapted=adapted)
 
-    def capture(self, shape: GraphShape) -> None:
+    def capture(self, shape: GraphShape, *, choice: bool = True) -> None:
         """Capture one of `graph_shapes`, and wait until it is done. Until then, steps that it would
-        fit use a larger graph or none."""
+        fit use a larger graph or none.
+
+        Args:
+            choice: this rank alone chooses tokens, so that this can be part of graphs.
+        """
         graphs = self._graphs
         assert graphs is not None
-        self.enqueue(lambda: graphs.capture(shape)).wait()
+        self.enqueue(lambda: graphs.capture(shape, choice=choice)).wait()
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Enqueue a step.
@@ -252,10 +263,26 @@ class Forwards:
 
         def work() -> None:
             self._swap(step)
-            if step.rows is not None:
+            if step.rows is not None and not self._replayed(step, step.rows, sampling, output):
                 self._sample(self._forward(step, step.rows, sampling), sampling, output)
 
         return self.enqueue(work)
+
+    def _replayed(
+        self, step: Step, rows: ForwardBatch, sampling: TokenSampling, output: StepOutput
+    ) -> bool:
+        """Run a step by graphs alone, with its choice of tokens. Return False if that is not
+        possible, without any effect."""
+        if step.graph is None or step.speculated:
+            return False
+        graphs, parameters = self._graphs, sampling.parameters()
+        assert graphs is not None
+        if parameters is None or not graphs.choose(rows):
+            return False
+        step.adapters.fill(self._bank)
+        tokens = graphs.run(step.graph, rows, step.adapters.tensors(), parameters)
+        output.tokens = _copied_to_host(tokens)
+        return True
 
     def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
         """Enqueue a step with rows without its sampling."""
@@ -359,6 +386,7 @@ class Forwards:
             max_rows=sizes.num_slots,
             num_tables=tables.num_tables,
             max_pages=sizes.max_pages,
+            hidden_size=self._model.spec.hidden_size,
             state_pages=tables.state_pages,
             late=tables.state_pages > 0 or self._model.drafter is not None,
             beside_bytes=sizes.sampling_bytes,
@@ -369,8 +397,15 @@ class Forwards:
                 lambda batch: drafter.before(batch, pool),
                 lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
             )
-        made = self._eager, recorder, self._bank, of_steps, self._model.device, of_drafts
+        of_model = GraphModel(self._eager, self._chosen, self._model.device, self._model.dtype)
+        made = of_model, recorder, self._bank, of_steps, of_drafts
         return made_on(self._stream, lambda: StepGraphs(*made))
+
+    def _chosen(self, hidden: Tensor, columns: SamplingColumns, slots: Tensor) -> Tensor:
+        """Choose tokens and store them for the next step."""
+        tokens = sample(self._model.logits(hidden), columns)
+        self._future.store(slots, tokens)
+        return tokens
 
     def _swap(self, step: Step) -> None:
         if step.swap_out is not None:
@@ -484,5 +519,11 @@ def _to_host(tokens: Tensor) -> Tensor:
     passed it."""
     if tokens.device.type == "cpu":
         return tokens
-    host = torch.empty_like(tokens, device="cpu", pin_memory=True)
+    return _copied_to_host(tokens)
+
+
+def _copied_to_host(tokens: Tensor) -> Tensor:
+    """Copy to other memory of the host, see `_to_host`."""
+    pinned = tokens.device.type == "cuda"
+    host = torch.empty_like(tokens, device="cpu", pin_memory=pinned)
     return host.copy_(tokens, non_blocking=True)

@@ -1,11 +1,12 @@
 """CUDA graphs of steps: one for each shape, captured once and replayed.
 
-A graph contains only the model's forward. Logits and sampling are launched while the graph runs. So
-a graph needs no memory for logits and is independent of sampling.
+A graph contains the layers of the model and its last norm. The head and sampling have graphs of
+their own, see ChoiceGraphs, which steps need unless a request has features that change logits or
+report more than tokens. So graphs of layers need no memory for logits.
 
-All graphs read their inputs from one block of memory. The tensors whose sizes follow from the shape
-come first, so each of them has the same address in every step of that shape. Where a step has less
-than its shape, the rows of padding of the capture follow.
+All graphs read their inputs from one block of memory. Parameters of sampling come first, and then
+the tensors whose sizes follow from the shape. So each of them has the same address in every step of
+that shape. Where a step has less than its shape, the rows of padding of the capture follow.
 """
 
 import logging
@@ -29,6 +30,7 @@ from engine.models.blocks.late_states import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
+from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, choice_padding
 from kernels.adapters.low_rank import TokensBySlot
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a s
 
 # Runs the model. Its arguments are those of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
+
+_NOTHING = torch.empty(0)  # in place of a tensor that is only padding
+_NO_CHOICE = [_NOTHING] * NUM_INPUTS
 
 
 class Graph(Protocol):
@@ -93,6 +98,7 @@ class GraphSizes:
         max_rows: of a decode step. A step with drafts has at most as many tokens.
         num_tables: page tables of every row.
         max_pages: of one row, in all tables together.
+        hidden_size: numbers in a hidden state.
         state_pages: further pages of one row, for states.
         late: the model has states to update after verification.
         beside_bytes: space for tensors of sampling that are copied to the device together with a
@@ -102,9 +108,20 @@ class GraphSizes:
     max_rows: int
     num_tables: int
     max_pages: int
+    hidden_size: int
     state_pages: int = 0
     late: bool = False
     beside_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphModel:
+    """The part of a model that graphs contain."""
+
+    forward: Forward
+    choose: Choose
+    device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +131,7 @@ class _Inputs:
     Attributes:
         batch, adapted: the step and its adapters, on the device.
         fixed: the tensors of `batch` whose sizes follow from the shape.
-        padding: the padding of `fixed` and of the adapters, in host memory.
+        padding: the padding of the choice of tokens, of adapters and of `fixed`, in host memory.
         late: the pending state updates of the latest replay.
     """
 
@@ -207,11 +224,10 @@ class StepGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        model: GraphModel,
         recorder: Recorder,
         bank: AdapterBank,
         sizes: GraphSizes,
-        device: torch.device,
         drafter: GraphDrafter | None = None,
     ) -> None:
         """Allocate the inputs that all graphs share.
@@ -220,12 +236,13 @@ class StepGraphs:
             bank: the LoRA adapters that steps may use.
             drafter: the drafter of the model. None: the model has none on the device.
         """
-        self._forward = forward
+        self._forward = model.forward
         self._recorder = recorder
         self._bank = bank
         self._sizes = sizes
-        self._device = device
+        self._device = device = model.device
         self._drafter = drafter
+        self._choice_padding = choice_padding(sizes.max_rows, sizes.max_rows)
         self._shapes = graph_shapes(sizes.max_rows, late=sizes.late, adapted=bank.num_slots > 0)
         self._graphs: dict[GraphShape, _Recorded] = {}
         self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
@@ -234,6 +251,11 @@ class StepGraphs:
         num_bytes = max(packed_bytes(self._tensors(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._hidden = torch.zeros(
+            max_tokens(sizes.max_rows), sizes.hidden_size, dtype=model.dtype, device=device
+        )
+        inputs = upload(self._choice_padding, device, self._block)
+        self._choice = ChoiceGraphs(model.choose, recorder, self._hidden, inputs)
         self._views: list[Tensor] = []  # tensors of the step that was uploaded last
 
     @property
@@ -242,12 +264,15 @@ class StepGraphs:
         reuse its memory."""
         return self._shapes[::-1]
 
-    def capture(self, shape: GraphShape) -> None:
-        """Capture the graph of a shape, over a batch of padding.
+    def capture(self, shape: GraphShape, *, choice: bool) -> None:
+        """Capture the graph of a shape, over a batch of padding. If it is the shape of a decode
+        step, also capture the choice of its tokens.
 
         If a model waits for the device in a forward of this kind, the kind gets no graphs. This is
         logged once.
 
+        Args:
+            choice: see Forwards.capture.
         Raises:
             OutOfMemoryError: there is not enough memory for the graph.
             EngineFault: the capture failed. The allocator of torch does not recover from that, so
@@ -257,6 +282,8 @@ class StepGraphs:
             return
         try:
             recorded = self._recorded(shape)
+            if choice and shape.chooses:
+                self._capture_choice(shape.rows)
         except Uncapturable as error:
             self._give_up(shape, error)
             return
@@ -272,12 +299,22 @@ class StepGraphs:
         self._graphs[shape] = recorded
         insort(self._captured[_kind(shape)], shape)
 
+    def _capture_choice(self, num_rows: int) -> None:
+        """Capture the choice of the tokens of so many rows, unless the head waits for the device or
+        copies."""
+        try:
+            self._choice.capture(num_rows)
+        except Uncapturable as error:
+            self._choice.give_up()
+            log.warning("tokens are chosen without CUDA graphs %s", kv(operations=error))
+
     def _recorded(self, shape: GraphShape) -> _Recorded:
         inputs, drafter, drafts = self._inputs(shape), self._drafter, None
 
         def work() -> Tensor:
             inputs.late = LateStates() if shape.late else None
-            return self._forward(inputs.batch, inputs.adapted, inputs.late)
+            hidden = self._forward(inputs.batch, inputs.adapted, inputs.late)
+            return self._hidden[: len(hidden)].copy_(hidden)
 
         graph, hidden = self._recorder(work)
         if drafter is not None and shape.late:
@@ -288,7 +325,7 @@ class StepGraphs:
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph, on the device. Their values are padding."""
         tensors = self._tensors(shape)
-        sent = upload(tensors, self._device, self._block)
+        sent = upload(tensors, self._device, self._block)[NUM_INPUTS:]
         adapted = None
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
@@ -301,10 +338,11 @@ class StepGraphs:
         num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
         batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
         if not shape.adapted:
-            return batch.tensors()
+            return [*self._choice_padding, *batch.tensors()]
         num_tiles = most_tiles(shape.tokens, self._bank.num_slots)
         order = torch.zeros(shape.tokens, dtype=torch.int32)
-        return [order, torch.zeros(num_tiles, 3, dtype=torch.int32), *batch.tensors()]
+        tiles = torch.zeros(num_tiles, 3, dtype=torch.int32)
+        return [*self._choice_padding, order, tiles, *batch.tensors()]
 
     def _give_up(self, shape: GraphShape, error: Uncapturable) -> None:
         """Remove all graphs of the shape's kind."""
@@ -348,12 +386,9 @@ class StepGraphs:
             adapters: of an adapted shape.
         """
         own, inputs = batch.tensors(), self._graphs[shape].inputs
-        fixed = own
-        if shape.is_ragged:
-            starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
-            fixed = replace(batch, query_starts=starts).tensors()
+        fixed = _fixed(shape, batch)
         sent = inputs.padding.upload(
-            [*adapters, *fixed[:-NUM_VARYING]], [*own[-NUM_VARYING:], *beside], self._block
+            [*_NO_CHOICE, *adapters, *fixed], [*own[-NUM_VARYING:], *beside], self._block
         )
         views = [
             padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
@@ -382,6 +417,34 @@ class StepGraphs:
         drafter.vectors[: len(before)].copy_(before)
         return GraphDrafts(batch.token_ids, graph, drafter)
 
+    def choose(self, batch: ForwardBatch) -> bool:
+        """Return whether there is a graph for the choice of a step's tokens."""
+        return self._choice.fits(batch.slots.shape[0])
+
+    def run(
+        self,
+        shape: GraphShape,
+        batch: ForwardBatch,
+        adapters: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Compute a step without drafts, and choose its tokens: one copy to the device and two
+        graphs.
+
+        Args:
+            adapters: of an adapted shape.
+            parameters: see TokenSampling.
+        Returns:
+            int32 [rows of the step], valid until the next step.
+        """
+        recorded, slots = self._graphs[shape], batch.slots
+        choice = [slots, *(parameters or _NO_CHOICE[1:])]
+        recorded.inputs.padding.send(
+            [*choice, *adapters, *_fixed(shape, batch)], [batch.page_ids], self._block
+        )
+        recorded.graph.replay()
+        return self._choice.replay(slots.shape[0])
+
     def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
         """Replay a graph. Return the hidden states of `batch.sampled` and the pending state
         updates. Both are valid until the next `replay`.
@@ -393,6 +456,19 @@ class StepGraphs:
         self.settle(batch)
         recorded.graph.replay()
         return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
+
+
+def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
+    """Return the tensors of a step whose sizes follow from the shape, without padding. Those that
+    equal the padding of the shape are empty."""
+    if shape.is_ragged:
+        starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
+        return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]
+    each = batch.token_ids, batch.positions, batch.lengths
+    states = (_NOTHING,) * 4
+    if batch.state_reads.shape[1]:
+        states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
+    return [*batch.locations, *batch.page_starts, *each, _NOTHING, _NOTHING, *states]
 
 
 def _kind(shape: GraphShape) -> _Kind:

@@ -64,6 +64,9 @@ class _Leading:
     def tensors(self) -> list[Tensor]:
         return self._sampling.tensors()
 
+    def parameters(self) -> None:
+        return None
+
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         draw = self._sampling.draws(sent, early)
         return lambda logits, places: self._group.broadcast(draw(logits, places))
@@ -84,6 +87,9 @@ class _Following:
 
     def tensors(self) -> list[Tensor]:
         return []
+
+    def parameters(self) -> None:
+        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         return lambda logits, places: self._received(len(logits))
@@ -153,7 +159,7 @@ class LeadingForwards:
     def capture(self, shape: GraphShape) -> None:
         """Capture a graph on all ranks, see Forwards.capture. If a rank cannot, the node ends."""
         self._followers.send(_encoder.encode(CaptureGraph(shape)))
-        self._forwards.capture(shape)
+        self._forwards.capture(shape, choice=False)
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
@@ -338,7 +344,7 @@ def follow(
             case SampleStep():
                 follower.sample_now()
             case CaptureGraph(shape=shape):
-                forwards.capture(GraphShape(*shape))
+                forwards.capture(GraphShape(*shape), choice=False)
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
                 follower = _step_follower(forwards, ranks)

@@ -63,6 +63,9 @@ class _Received:
     def tensors(self) -> list[Tensor]:
         return self._sampling.tensors()
 
+    def parameters(self) -> None:
+        return None
+
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         return self._sampling.draws(sent, early)
 
@@ -106,7 +109,7 @@ class StagedForwards:
     def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> None:
         return None
 
-    def capture(self, shape: GraphShape) -> None:
+    def capture(self, shape: GraphShape, *, choice: bool = True) -> None:
         raise EngineFault("no graph is captured with stages")
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "StagedForwards":
@@ -163,6 +166,9 @@ class _NotSampling:
 
     def tensors(self) -> list[Tensor]:
         return []
+
+    def parameters(self) -> None:
+        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         raise EngineFault("drafts need all layers in one stage")

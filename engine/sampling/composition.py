@@ -155,6 +155,13 @@ class SamplingInputs:
             tensors += work.tensors()
         return tensors
 
+    def parameters(self) -> Sequence[Tensor] | None:
+        """Return the columns in host memory, or nothing if every row is greedy. None: the choice
+        depends on more than parameters of sampling."""
+        if self.works or self.late or self.prompt is not None or self.pooling is not None:
+            return None
+        return self.tensors()
+
     def draws(
         self, sent: Sequence[Tensor], early: Tensor | None
     ) -> Callable[[Tensor, Tensor], Tensor]:

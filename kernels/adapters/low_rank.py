@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.layers.linear import linear
 
 TILE_ROWS = 32  # tokens of one slot per program
@@ -153,6 +154,7 @@ def _ranges(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
         first += size
 
 
+@bound
 @triton.jit
 def _down_kernel(
     x_ptr,
@@ -196,6 +198,7 @@ def _down_kernel(
     tl.store(out_ptr, acc, mask=used[:, None])
 
 
+@bound
 @triton.jit
 def _up_kernel(
     y_ptr,

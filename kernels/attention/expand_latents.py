@@ -17,6 +17,7 @@ from kernels import device
 from kernels.attention.expansion import TILE_TOKENS, ExpandedPlan, LatentExpansion
 from kernels.attention.extend import extend_attention
 from kernels.attention.tiles import block
+from kernels.bound import bound
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 MUCH_SHARED_BYTES = 160 << 10  # of a thread block: enough for steps of 64 numbers of a latent
@@ -208,6 +209,7 @@ def _as_pool(made: Tensor, key_dim: int) -> Tensor:
     )
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     latents_ptr,

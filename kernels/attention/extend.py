@@ -21,6 +21,7 @@ from kernels.attention.tiles import (
     score_scales,
     stages_that_fit,
 )
+from kernels.bound import bound
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 
@@ -173,6 +174,7 @@ def _tile(
     return AttentionTile(128, 16, 8, 3, slack=0) if widened else AttentionTile(128, 32, 8, 3, slack)
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _extend_kernel(
     q_ptr,

@@ -32,6 +32,7 @@ from kernels.attention.tiles import (
     score_scales,
     stages_that_fit,
 )
+from kernels.bound import bound
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 COMBINE_NUMBERS = 8192  # numbers of partial results read at once: 64 per thread
@@ -130,6 +131,7 @@ def split_attention(
     )
 
 
+@bound
 @triton.jit(do_not_specialize=["first_row", "first_query", "num_rows", "num_items"])
 def _split_kernel(
     q_ptr,

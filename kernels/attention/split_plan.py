@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 # Starting points, to be tuned by tools/bench/gpu.
 PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
@@ -229,6 +230,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     return SplitTile(keys, registers=MAX_REGISTERS.get(element_size))
 
 
+@bound
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_items", "num_slots"])
 def _plan_kernel(
     lengths_ptr,

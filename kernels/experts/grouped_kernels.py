@@ -5,6 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from kernels.bound import bound
 from kernels.quantised import add_product, matrix_tile
 from kernels.row_search import last_at_most
 
@@ -54,6 +55,7 @@ def tile_for(
     return tile
 
 
+@bound
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
     """Write where each expert's pairs start, and their numbers. Pairs without an expert follow the
@@ -114,6 +116,7 @@ def _tile(ptr, rows, row_ok, cols, num_cols, STRIDE: tl.constexpr, EVEN: tl.cons
         return tl.load(places, mask=row_ok[:, None] & (cols < num_cols)[None, :], other=0.0)
 
 
+@bound
 @triton.jit
 def gate_up_kernel(
     x_ptr,
@@ -185,6 +188,7 @@ def gate_up_kernel(
     tl.store(out_ptr, gate * open_ * up, mask=used[:, None] & wanted[None, :])
 
 
+@bound
 @triton.jit
 def down_kernel(
     between_ptr,
@@ -239,6 +243,7 @@ def down_kernel(
     tl.store(out_ptr, acc * weights[:, None], mask=used[:, None] & wanted[None, :])
 
 
+@bound
 @triton.jit
 def add_pairs_kernel(
     parts_ptr,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 MAX_EXPERTS = 1024
 _NOTHING = 1e-20  # added to a sum of weights that may be 0
@@ -123,6 +124,7 @@ def route_triton(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple
     return weights, ids
 
 
+@bound
 @triton.jit
 def _route_kernel(
     logits_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.layers.linear import linear
 
 MAX_BLOCK = 4096  # columns that a program keeps in registers
@@ -53,6 +54,7 @@ def add_gated_triton(y: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Te
     return out
 
 
+@bound
 @triton.jit
 def _add_gated_kernel(
     y_ptr, shared_ptr, x_ptr, weight_ptr, out_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr

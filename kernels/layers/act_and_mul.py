@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.bound import bound
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -66,6 +67,7 @@ def act_and_mul_triton(x: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+@bound
 @triton.jit
 def _act_and_mul_kernel(
     x_ptr,

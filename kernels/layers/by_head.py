@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.cpu.operators import PANEL, WORD_BYTES, Operators
 
 BLOCK_M, BLOCK_N = 64, 64  # of the Triton kernel
@@ -97,6 +98,7 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     )
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_head_kernel(
     x_ptr,

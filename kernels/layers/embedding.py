@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 
 def embed(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
@@ -57,6 +58,7 @@ def embed_triton(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+@bound
 @triton.jit(do_not_specialize=["token_ids_ptr"])
 def _embed_kernel(
     token_ids_ptr,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.quantised import Quantisation, add_product, matrix_tile, num_inputs, widened
 
 
@@ -105,6 +106,7 @@ def multiplied(
     return out
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.bound import bound
 
 MAX_BLOCK = 8192  # columns that a program keeps in registers. Wider rows are read twice
 
@@ -108,6 +109,7 @@ def _num_warps(block: int, element_size: int) -> int:
     return max(1, min(16, block * element_size // (16 * 32)))
 
 
+@bound
 @triton.jit(do_not_specialize=["rows_ptr"])
 def _add_rms_norm_kernel(
     x_ptr,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 BLOCK = 128  # angles per program, one per thread: bound by arithmetic, not by memory
 
@@ -80,6 +81,7 @@ def rope_angles_triton(positions: Tensor, inverse_frequencies: Tensor, scale: fl
     return angles
 
 
+@bound
 @triton.jit(do_not_specialize=["positions_ptr", "num"])
 def _rope_angles_kernel(
     positions_ptr,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
@@ -127,6 +128,7 @@ def causal_conv_triton(
     return out
 
 
+@bound
 @triton.jit(
     do_not_specialize=[
         *("starts_ptr", "reads_ptr", "writes_ptr", "marks_ptr", "kept_ptr"),

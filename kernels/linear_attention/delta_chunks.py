@@ -14,6 +14,8 @@ Source: Gated Delta Networks, Yang et al. 2024, section 3.3.
 import triton
 import triton.language as tl
 
+from kernels.bound import bound
+
 # Tokens of a chunk, a power of two from 16 on. Larger chunks have as many instructions per token,
 # because their triangular systems grow, and spill registers.
 CHUNK = 16
@@ -31,6 +33,7 @@ def num_warps(architecture: int) -> int:
     return 4 if architecture // 10 in (9, 10) else 8
 
 
+@bound
 @triton.jit(
     do_not_specialize=[
         *("a_ptr", "b_ptr", "cells_ptr", "starts_ptr", "reads_ptr", "writes_ptr", "marks_ptr"),

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.linear_attention import delta_chunks
 from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 
@@ -207,6 +208,7 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
     return out
 
 
+@bound
 @triton.jit(
     do_not_specialize=[
         *("a_ptr", "b_ptr", "cells_ptr", "starts_ptr", "reads_ptr", "writes_ptr", "marks_ptr"),

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 
 
@@ -55,6 +56,7 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     return out
 
 
+@bound
 @triton.jit(do_not_specialize=["gate_ptr"])
 def _gated_rms_norm_kernel(
     x_ptr,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 _VECTOR_BYTES = 16  # of one load
 _BLOCK = 512  # vectors per program: 4 loads per thread of 4 warps, see tools/bench/gpu
@@ -93,6 +94,7 @@ def _launch(pool: Tensor, pages: Tensor, packed: Tensor, offset: int, *, packs: 
     )
 
 
+@bound
 @triton.jit
 def _page_pack_kernel(
     pool_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.bound import bound
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
 from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
@@ -175,6 +176,7 @@ def rope_and_store_triton(
     return q
 
 
+@bound
 @triton.jit(do_not_specialize=["locations_ptr"])
 def _rope_and_store_kernel(
     qkv_ptr,

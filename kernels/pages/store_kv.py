@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
 
 BLOCK = 1024  # elements per program
@@ -87,6 +88,7 @@ def store_kv_triton(
     )
 
 
+@bound
 @triton.jit(do_not_specialize=["locations_ptr"])
 def _store_kv_kernel(
     k_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
 from kernels.narrow import as_stored, kept, largest, may_keep, narrowed
@@ -156,6 +157,7 @@ def _triton(
     )
 
 
+@bound
 @triton.jit(do_not_specialize=["locations_ptr"])
 def _latents_kernel(
     kv_ptr,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 # Never sampled if any token is allowed. -inf would mean that the row's forward has failed.
 FORBIDDEN = -1e30
@@ -66,6 +67,7 @@ def apply_bitmask_triton(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         )
 
 
+@bound
 @triton.jit(do_not_specialize=["rows_ptr", "bitmask_ptr"])
 def _apply_bitmask_kernel(
     logits_ptr,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 from kernels.sampling.outline import GROUP, check_logits, draw_outline, first_among, outline_row
 
 
@@ -88,6 +89,7 @@ def logprobs_triton(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tenso
     return chosen, top_ids, top
 
 
+@bound
 @triton.jit(do_not_specialize=["tokens_ptr", "top_ids_ptr", "top_ptr", "num_top"])
 def _logprobs_kernel(
     logits_ptr,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.bound import bound
+
 GROUP = tl.constexpr(64)  # tokens, 128 bytes of the smallest dtype
 # Per thread. Without a limit ptxas may spill a few registers so that one more program fits.
 MAX_REGISTERS = 168
@@ -86,6 +88,7 @@ def draw_outline(
     return LogitSummary(peaks, maxima, sums)
 
 
+@bound
 @triton.jit(do_not_specialize=["temperature_ptr", "top_p_ptr"])
 def _outline_kernel(
     logits_ptr,

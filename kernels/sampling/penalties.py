@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.bound import bound
 
 IN_PROMPT = 1 << 30  # added to a token's count if the prompt has it. Lower bits count outputs
 
@@ -103,6 +104,7 @@ def apply_penalties_triton(
         )
 
 
+@bound
 @triton.jit(
     do_not_specialize=[
         "rows_ptr",
@@ -198,6 +200,7 @@ def count_tokens_triton(
         )
 
 
+@bound
 @triton.jit(do_not_specialize=["rows_ptr", "tokens_ptr", "num_tokens"])
 def _count_tokens_kernel(
     counts_ptr,

@@ -8,6 +8,7 @@ parallel blocks. Rows with top_k or top_p end in kernels/sampling/filters.py.
 import triton
 import triton.language as tl
 
+from kernels.bound import bound
 from kernels.sampling.filters import list_groups, settle, top_k_bound, top_k_edge
 from kernels.sampling.generator import row_keys, token_noise
 from kernels.sampling.outline import GROUP, first_among, inverse_temperature, outline_row
@@ -17,6 +18,7 @@ from kernels.sampling.outline import GROUP, first_among, inverse_temperature, ou
 _HOPELESS = tl.constexpr(-19.5)
 
 
+@bound
 @triton.jit
 def likeliest_kernel(
     logits_ptr,
@@ -36,6 +38,7 @@ def likeliest_kernel(
     tl.store(out_ptr + row, tl.where(largest < float("inf"), token, NOT_FINITE))
 
 
+@bound
 @triton.jit(
     do_not_specialize=["temperature_ptr", "top_k_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"]
 )
@@ -99,6 +102,7 @@ def race_kernel(
             tl.store(winners_ptr + place, winner)
 
 
+@bound
 @triton.jit(
     do_not_specialize=[
         "temperature_ptr",

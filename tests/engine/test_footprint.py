@@ -14,6 +14,7 @@ from engine import footprint as footprint_module
 from engine.adapters.adapters import AdapterBank
 from engine.batch.graph_shapes import GraphShape
 from engine.footprint import (
+    DRIVER_BYTES_PER_CHOICE,
     DRIVER_BYTES_PER_GRAPH,
     MemoryFootprint,
     footprint_of,
@@ -25,6 +26,7 @@ from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)
 MIB, GIB = 1 << 20, 1 << 30
+DRIVER = DRIVER_BYTES_PER_GRAPH + DRIVER_BYTES_PER_CHOICE  # of the graphs of a decode shape
 
 
 class FakeGpu:
@@ -103,9 +105,24 @@ def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeyp
         2304,
         CUDA,
     )
-    graphs = (100 + 32 + 16 + 8 + 4 + 2 + 2 + 2) * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+    graphs = (100 + 32 + 16 + 8 + 4 + 2 + 2 + 2) * MIB + 8 * DRIVER
     assert footprint == MemoryFootprint(state=150 * MIB, forward=600 * MIB, graphs=graphs)
-    assert footprint.total == 916 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+    assert footprint.total == 916 * MIB + 8 * DRIVER
+
+
+def test_the_largest_choice_of_tokens_is_measured_with_its_logits(monkeypatch):
+    """It comes after larger graphs, which choose no tokens."""
+    gpu = FakeGpu(monkeypatch)
+
+    class Ragged(FakeRunner):
+        def __init__(self):
+            super().__init__(gpu, of_token=MIB)
+            sizes = (64, 3), (64, 2), (32, 32), (16, 16)
+            self._shapes = tuple(GraphShape(*size) for size in sizes)
+            self._bytes_of = dict(zip(self._shapes, (100 * MIB, MIB, 77 * MIB, MIB), strict=True))
+
+    graphs = (100 + 1 + 77 + 2) * MIB + 4 * DRIVER_BYTES_PER_GRAPH + 2 * DRIVER_BYTES_PER_CHOICE
+    assert footprint_of(Ragged, 2304, CUDA).graphs == graphs
 
 
 def test_without_graphs_none_are_counted(monkeypatch):
@@ -178,7 +195,7 @@ def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
             gpu.take(-11 * MIB)
 
     footprint = footprint_of(Collecting, 16, CUDA)
-    assert footprint == MemoryFootprint(state=0, forward=0, graphs=2 * DRIVER_BYTES_PER_GRAPH)
+    assert footprint == MemoryFootprint(state=0, forward=0, graphs=2 * DRIVER)
 
 
 @pytest.mark.parametrize("seed", range(20))

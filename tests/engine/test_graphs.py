@@ -58,17 +58,63 @@ def test_graphs_change_no_token(model, overlap):
     assert {name for _, name in recorder.replays} == {"forward-stream"}
 
 
-class Failing(RepeatRecorder):
-    """Captures the first graph, and no other."""
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_are_chosen_by_graphs_unless_a_feature_changes_logits(model, overlap):
+    """Greedy rows and sampled ones, in steps of all sizes, and in the prompts beside them."""
+    texts, recorder = [], RepeatRecorder()
+    for recorded in (None, recorder):
+        steps = Steps(model, num_slots=11, overlap=overlap, recorder=recorded)
+        for shape in steps.runner.graph_shapes:
+            steps.runner.capture(shape)
+        slots = [steps.add(prompt(5 + number, number), PARAMS[number % 3]) for number in range(11)]
+        for number, slot in enumerate(slots, start=1):
+            steps.prefill(slot)
+            steps.decode(*slots[:number])
+        assert len(recorder.choices) == len(recorder.replays)
+        penalised = steps.remove(slots.pop())
+        steps.settle()
+        slots.append(steps.add(penalised, PARAMS[3]))
+        steps.prefill(slots[-1])
+        steps.decode(*slots)
+        steps.settle()
+        texts.append([steps.remove(slot) for slot in slots])
+        steps.close()
+    assert texts[0] == texts[1]
+    assert len(recorder.replays) == 2 * 11 + 2 and len(recorder.choices) == 2 * 11
+    assert {rows for rows, _ in recorder.choices} == {1, 2, 4, 8, 11}
 
-    def __init__(self, error):
+
+def test_a_head_that_cannot_be_captured_is_launched_after_the_graph_of_layers(model, caplog):
+    class WithoutChoice(RepeatRecorder):
+        def __call__(self, work):
+            graph, output = super().__call__(work)
+            if output.ndim == 1:
+                raise Uncapturable(["aten.nonzero.default"])
+            return graph, output
+
+    texts, recorder = [], WithoutChoice()
+    for recorded in (None, recorder):
+        steps = Steps(model, num_slots=4, recorder=recorded)
+        for shape in steps.runner.graph_shapes:
+            steps.runner.capture(shape)
+        texts.append(generate(steps, 3, 4))
+        steps.close()
+    assert texts[0] == texts[1] and recorder.replays and not recorder.choices
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tokens are chosen without CUDA graphs" in caplog.text and "nonzero" in caplog.text
+
+
+class Failing(RepeatRecorder):
+    """Captures the first graphs, and no other."""
+
+    def __init__(self, error, num_captures=1):
         super().__init__()
-        self._error, self._captured = error, False
+        self._error, self._left = error, num_captures
 
     def __call__(self, work):
-        if self._captured:
+        self._left -= 1
+        if self._left < 0:
             raise self._error
-        self._captured = True
         return super().__call__(work)
 
 
@@ -90,7 +136,8 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog)
 def test_a_capture_that_fails_is_a_fault_and_its_sentence_names_the_flag(model):
     """The allocator of torch is not usable afterwards: the next empty_cache asserts, or the memory
     of the graph is lost."""
-    recorder = Failing(RuntimeError("operation not permitted when stream is capturing\nmore"))
+    error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    recorder = Failing(error, num_captures=2)  # of the layers, and of the choice of tokens
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
     steps.runner.capture(GraphShape(4, 4))
     with pytest.raises(EngineFault) as raised:

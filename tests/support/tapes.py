@@ -43,14 +43,16 @@ class RepeatRecorder:
 
     Attributes:
         replays: rows of the output and thread of each.
+        choices: the same for graphs that choose tokens.
     """
 
     def __init__(self) -> None:
         self.replays: list[tuple[int, str]] = []
+        self.choices: list[tuple[int, str]] = []
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Repeated, Tensor]:
         output = work().clone()
-        return Repeated(work, output, self.replays), output
+        return Repeated(work, output, self.choices if _chooses(output) else self.replays), output
 
 
 class Tape(TorchDispatchMode):
@@ -105,11 +107,13 @@ class TapeRecorder:
     """Records tapes.
 
     Attributes:
-        tapes: of all captures.
+        tapes: of all captures, except those that choose tokens.
+        choices: the others.
     """
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
+        self.choices: list[Tape] = []
         self._local = threading.local()
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
@@ -120,7 +124,7 @@ class TapeRecorder:
                 output = work()
         finally:
             self._local.tape = None
-        self.tapes.append(tape)
+        (self.choices if _chooses(output) else self.tapes).append(tape)
         return tape, output
 
     @contextmanager
@@ -141,6 +145,11 @@ class TapeRecorder:
             mock.patch.object(InterpretedFunction, "run", noted),
         ):
             yield
+
+
+def _chooses(output: Tensor) -> bool:
+    """Return whether these are tokens. Hidden states have two dimensions."""
+    return output.ndim == 1
 
 
 def _tensors(values: Any) -> list[Tensor]:

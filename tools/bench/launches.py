@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from common.config import LoraConfig
 from engine.batch.batch import ForwardMode, ScheduleBatch
@@ -37,6 +36,7 @@ from engine.models.linear import onednn
 from engine.runner.launched import LaunchedStep
 from engine.runner.stream import StreamEvent
 from kernels import device
+from kernels.bound import BoundKernel
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.steps import Steps, prompt
@@ -78,14 +78,19 @@ class InlineStream:
 
 
 class LaunchTime:
-    """Seconds and number of launches of our kernels."""
+    """Seconds and number of launches of our kernels.
 
-    def __init__(self) -> None:
+    Args:
+        bound: by bound launchers. False: by Triton itself.
+    """
+
+    def __init__(self, *, bound: bool) -> None:
         self.seconds, self.count = 0.0, 0
+        self._bound = bound
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        run = JITFunction.run
+        run = BoundKernel.run if self._bound else lambda each, *a, **k: each.kernel.run(*a, **k)
 
         def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -94,7 +99,7 @@ class LaunchTime:
             self.count += 1
             return launched
 
-        with mock.patch.object(JITFunction, "run", timed):
+        with mock.patch.object(BoundKernel, "run", timed):
             yield
 
 
@@ -135,37 +140,39 @@ class Launcher:
     def __init__(self, model: Model, kind: str, lora: LoraConfig | None, *, graphs: bool) -> None:
         recorder = silent if graphs else None
         self._steps = steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, lora=lora)
-        self._kind, self._rows = kind, rows_of(kind)
+        self._rows = rows_of(kind)
         for number, (_, end) in enumerate(self._rows):
             adapter = f"adapter{number % 4}" if kind == "adapters" else ""
             steps.add(prompt(end), adapter=adapter)
-        if graphs:
-            for shape in steps.runner.graph_shapes:
-                steps.runner.capture(shape)
-
-    def launch(self) -> LaunchedStep:
         starts, ends = np.array(self._rows, np.int32).T
         modes = {"verify": ForwardMode.VERIFY, "prompt": ForwardMode.EXTEND}
-        batch = ScheduleBatch(
+        self._batch = ScheduleBatch(
             step=1,
-            mode=modes.get(self._kind, ForwardMode.DECODE),
+            mode=modes.get(kind, ForwardMode.DECODE),
             slots=np.arange(len(self._rows), dtype=np.int32),
             starts=starts.copy(),
             ends=ends.copy(),
             samples=np.ones(len(self._rows), np.bool_),
         )
-        return self._steps.runner.launch(batch)
+        if graphs:
+            for shape in steps.runner.graph_shapes:
+                steps.runner.capture(shape)
 
-    def own_launches(self, repeats: int) -> tuple[float, float]:
-        """Return the microseconds and the number of launches of our kernels in one step."""
+    def launch(self) -> LaunchedStep:
+        return self._steps.runner.launch(self._batch)
+
+    def own_launches(self, repeats: int) -> tuple[float, float, float]:
+        """Return the number of launches of our kernels in one step, and their microseconds by bound
+        launchers and by Triton itself."""
         self.launch()
-        best, count = float("inf"), 0
+        best, count = [float("inf")] * 2, 0
         for _ in range(repeats):
-            spent = LaunchTime()
-            with spent.measured():
-                self.launch()
-            best, count = min(best, spent.seconds), spent.count
-        return best * 1e6, count
+            for by_triton in (False, True):
+                spent = LaunchTime(bound=not by_triton)
+                with spent.measured():
+                    self.launch()
+                best[by_triton], count = min(best[by_triton], spent.seconds), spent.count
+        return count, best[0] * 1e6, best[1] * 1e6
 
     def microseconds(self, repeats: int) -> float:
         """Return the time of one launched step."""
@@ -186,15 +193,19 @@ def of_layers(root: Path, architecture: str, repeats: int) -> Iterator[dict[str,
         make_checkpoint(directory, architecture, num_hidden_layers=number)
         models[number] = load(directory, torch.device("cpu"), torch.bfloat16)
     for kind in ("decode", "verify", "prompt"):
-        (less, some), (more, all_of_them) = (
+        less, more = (
             Launcher(models[number], kind, None, graphs=False).own_launches(repeats)
             for number in (few, many)
+        )
+        launches, us, by_triton = (
+            (larger - smaller) / (many - few) for smaller, larger in zip(less, more, strict=True)
         )
         yield {
             "architecture": architecture,
             "step": kind,
-            "launches": (all_of_them - some) / (many - few),
-            "us": (more - less) / (many - few),
+            "launches": launches,
+            "us": us,
+            "by_triton_us": by_triton,
         }
 
 
@@ -226,6 +237,7 @@ def main() -> None:
                 "step": "{step}",
                 "own launches a layer": "{launches:.1f}",
                 "us": "{us:.0f}",
+                "us by Triton alone": "{by_triton_us:.0f}",
             },
         )
         beside = [*outside(root, steps)]

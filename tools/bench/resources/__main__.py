@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 from kernels import device
+from kernels.bound import BoundKernel
 from tools.bench.resources import budgets, compilation, variants
 from tools.bench.resources.compilation import Compiled, Launch
 from tools.bench.support.record import emit, say, table
@@ -91,7 +92,7 @@ def never_launched(launched: Iterable[str]) -> list[str]:
         name: made.src
         for module in modules
         for name, made in vars(module).items()
-        if isinstance(made, JITFunction) and made.__module__ == module.__name__
+        if isinstance(made, JITFunction | BoundKernel) and made.__module__ == module.__name__
     }
     # The first name with a parenthesis is the function's own.
     called = {name for source in found.values() for name in re.findall(r"\b(\w+)\(", source)[1:]}

@@ -1,0 +1,123 @@
+"""Bound launchers: launches of compiled kernels without Triton's own search for them.
+
+In each launch Triton binds the arguments, specialises them, and makes a text key. This takes most
+of a launch's CPU time. A bound kernel has a dictionary of compiled kernels. The key contains
+everything on which Triton's specialisation depends: the device, constants, options, dtypes, which
+pointers and integers are multiples of 16, and which integers are 1. So it finds the kernel that
+Triton would find, or leaves the launch to Triton.
+
+Settings of Triton that are changed after a kernel's first launch do not affect it, except launch
+hooks. Kernels of the interpreter are not bound.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+_SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1  # beyond, Triton passes an integer as 64 bits
+
+
+def bound(kernel: Any) -> Any:
+    """Return a kernel with bound launchers. A decorator beside `triton.jit`, for kernels that the
+    host launches."""
+    return BoundKernel(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+_Layout: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel as its launcher takes it."""
+
+    run: Callable[..., None]
+    function: object
+    metadata: object
+
+
+class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
+    """A kernel of Triton, launched in the same way: `kernel[grid](*args, **kwargs)`.
+
+    Attributes:
+        kernel: Triton's own.
+    """
+
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        update_wrapper(self, kernel.fn)
+        self.kernel = kernel
+        self._names = tuple(parameter.name for parameter in kernel.params)
+        self._constant = tuple(parameter.is_constexpr for parameter in kernel.params)
+        self._unaligned = tuple(parameter.do_not_specialize for parameter in kernel.params)
+        self._layouts: dict[tuple[int, tuple[str, ...]], _Layout] = {}
+        self._compiled: dict[tuple[object, ...], _Compiled] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def run(self, *args: Any, grid: Sequence[int], warmup: bool, **kwargs: Any) -> Any:
+        """Launch the kernel on the current stream.
+
+        Args:
+            grid: one to three numbers.
+            warmup: compile the kernel, and do not launch it.
+            kwargs: further parameters of the kernel, and options of the launch.
+        """
+        if warmup:
+            return self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        named, options = self._layout(len(args), tuple(kwargs))
+        values = *args, *[kwargs[name] for name in named]
+        active, hooks = driver.active, knobs.runtime
+        device = active.get_current_device()
+        key = (device, options, *[kwargs[name] for name in options], *self._specialisation(values))
+        found = self._compiled.get(key)
+        if found is None or _has_calls(hooks.launch_enter_hook, hooks.launch_exit_hook):
+            made = self.kernel.run(*args, grid=grid, warmup=False, **kwargs)
+            if all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
+                self._compiled[key] = _Compiled(made.run, made.function, made.packed_metadata)
+            return made
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *values)
+        return None
+
+    def _layout(self, num_args: int, given: tuple[str, ...]) -> _Layout:
+        """Return the names of the parameters after the first ones, and those of options."""
+        layout = self._layouts.get((num_args, given))
+        if layout is None:
+            named = self._names[num_args:]
+            layout = named, tuple(name for name in given if name not in named)
+            self._layouts[num_args, given] = layout
+        return layout
+
+    def _specialisation(self, values: Sequence[Any]) -> list[object]:
+        """Return what the compiled code depends on, and perhaps more. Its parts may be one or two
+        entries, but the first entry of a part determines their number."""
+        parts: list[object] = []
+        add = parts.append
+        for value, constant, unaligned in zip(values, self._constant, self._unaligned, strict=True):
+            kind = type(value)
+            if constant:
+                add(value)
+            elif isinstance(value, Tensor):
+                add(value.dtype)
+                add(unaligned or value.data_ptr() % 16 == 0)
+            elif kind is int:
+                if value == 1 or not _SMALLEST <= value <= _LARGEST:
+                    add(value)
+                else:
+                    add(0 if value % 16 else 16)
+            elif kind is float:
+                add(kind)
+            else:
+                add(kind)
+                add(value)
+        return parts
+
+
+def _has_calls(*hooks: Any) -> bool:
+    """Return whether a profiler listens to launches."""
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
