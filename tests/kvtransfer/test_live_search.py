@@ -12,6 +12,7 @@ from tests.kvtransfer.roaming_sides import RoamingSimulation, Stop
 from tests.kvtransfer.search import PATIENT, SILENT, case, search_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
+NIGHTLY = [pytest.mark.long, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +65,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
             40_000,
             long=True,
         ),
-        case(
-            "two-movers-copy-one-fault",
+        pytest.param(
             LivePlan(known=6, most=7, room=9, movers=2, copies=True),
             PATIENT,
             1,
             300_000,
-            long=True,
+            id="two-movers-copy-one-fault",
+            marks=NIGHTLY,
         ),
     ],
 )
@@ -99,14 +100,8 @@ EACH_OTHER = Stop(runs=1, asks=(2, 1)), Stop(runs=2, asks=(1, 0))
         pytest.param(
             THERE_AND_BACK, 1, (), 1, 150_000, id="there-and-back-any-fault", marks=pytest.mark.long
         ),
-        pytest.param(
-            TWO_WANT_IT, 1, (), 1, 480_000, id="two-want-it-any-fault", marks=pytest.mark.long
-        ),
-        pytest.param(
-            *(EACH_OTHER, 1, (), 1, 350_000),
-            id="each-other-any-fault",
-            marks=[pytest.mark.long, pytest.mark.nightly],
-        ),
+        pytest.param(TWO_WANT_IT, 1, (), 1, 480_000, id="two-want-it-any-fault", marks=NIGHTLY),
+        pytest.param(EACH_OTHER, 1, (), 1, 350_000, id="each-other-any-fault", marks=NIGHTLY),
     ],
 )
 def test_no_interleaving_of_moves_among_nodes_breaks_an_invariant(way, rooms, only, faults, states):

@@ -180,7 +180,9 @@ def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
     "plan, faults, states",
     [
         pytest.param(Plan((3,), (0,), only_faults=NO_RESTART), 3, 110_000, id="one-three-faults"),
-        pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks"),
+        pytest.param(
+            Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks", marks=pytest.mark.nightly
+        ),
         pytest.param(
             Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
             2,
@@ -195,10 +197,18 @@ def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("cut", "tick")), 2, 280_000, id="cuts-and-deadlines"
+            Plan((3, 3), TWO, only_faults=("cut", "tick")),
+            2,
+            280_000,
+            id="cuts-and-deadlines",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("fail", "cancel", "stop")), 2, 210_000, id="both-let-go"
+            Plan((3, 3), TWO, only_faults=("fail", "cancel", "stop")),
+            2,
+            210_000,
+            id="both-let-go",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             Plan(
