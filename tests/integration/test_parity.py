@@ -85,11 +85,7 @@ class System:
     scope="module",
     loop_scope="module",
     params=[
-        pytest.param(
-            (axes, *rig.values),
-            id=f"{axes}-{rig.id}",
-            marks=[*rig.marks, *marks],
-        )
+        pytest.param((axes, *rig.values), id=f"{axes}-{rig.id}", marks=[*rig.marks, *marks])
         for axes, marks in CASES
         for rig in RIGS
     ],

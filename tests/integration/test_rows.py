@@ -162,12 +162,7 @@ async def test_each_row_is_sent_once_although_the_decode_node_is_killed(
 ):
     one = response()
     async with Cluster(
-        one.model,
-        tmp_path,
-        rig=rig,
-        num_decode=2,
-        node_flags=[one.flag],
-        environment=slowed(0.02),
+        one.model, tmp_path, rig=rig, num_decode=2, node_flags=[one.flag], environment=slowed(0.02)
     ) as cluster:
         collecting = asyncio.create_task(one.collect(cluster, NUM_TOKENS))
 
