@@ -183,9 +183,7 @@ def usable(router: RunningRouter) -> list[str]:
     return [choice.address for choice in router.cluster.usable()]
 
 
-async def submitted_to_one_of(
-    nodes: Sequence[StubDecodeNode],
-) -> tuple[StubDecodeNode, Submission]:
+async def submitted_to_one_of(nodes: Sequence[StubDecodeNode]) -> tuple[StubDecodeNode, Submission]:
     """The node that receives the next request, and the submission."""
     tasks = {asyncio.create_task(node.submitted()): node for node in nodes}
     done, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED")

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.api.rig import CHAT, COMPLETIONS, Api
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
@@ -15,63 +13,61 @@ async def _sent(api: Api, **fields: Any) -> Any:
     return await api.guide_of(path, **fields)
 
 
-@pytest.mark.parametrize(
-    "fields, kind, text",
-    [
-        ({"response_format": {"type": "json_object"}}, "json_object", True),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            "json_schema",
-            TEXT,
-        ),
-        ({"guided_json": SCHEMA}, "json_schema", TEXT),
-        ({"guided_json": TEXT}, "json_schema", TEXT),
-        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
-        ({"json_schema": TEXT}, "json_schema", TEXT),
-        ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-        ({"regex": "a+"}, "regex", "a+"),
-        ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
-        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
-        ({"guided_choice": ["yes", 'no "no"']}, "ebnf", r'root ::= "yes" | "no \"no\""'),
-        ({"structured_outputs": {"choice": ["a"]}}, "ebnf", 'root ::= "a"'),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
-            "structural_tag",
-            '{"type":"structural_tag","format":{"type":"any_text"}}',
-        ),
-        (
-            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
-            "structural_tag",
-            '{"type":"structural_tag","structures":[],"triggers":["<"]}',
-        ),
-        ({"structured_outputs": {"structural_tag": TEXT}}, "structural_tag", TEXT),
-        ({"structural_tag": SCHEMA}, "structural_tag", TEXT),
-        ({"response_format": {"type": "text"}}, None, None),
-        ({}, None, None),
-    ],
-    ids=str,
-)
-async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(api, fields, kind, text):
-    guide = await _sent(api, prompt="x", **fields)
-    assert guide.WhichOneof("form") == kind
-    assert kind is None or getattr(guide, kind) == text
+FORMS = [
+    ({"response_format": {"type": "json_object"}}, "json_object", True),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        "json_schema",
+        TEXT,
+    ),
+    ({"guided_json": SCHEMA}, "json_schema", TEXT),
+    ({"guided_json": TEXT}, "json_schema", TEXT),
+    ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
+    ({"json_schema": TEXT}, "json_schema", TEXT),
+    ({"guided_regex": "a+"}, "regex", "a+"),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"regex": "a+"}, "regex", "a+"),
+    ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+    ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+    ({"guided_choice": ["yes", 'no "no"']}, "ebnf", r'root ::= "yes" | "no \"no\""'),
+    ({"structured_outputs": {"choice": ["a"]}}, "ebnf", 'root ::= "a"'),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        "structural_tag",
+        '{"type":"structural_tag","format":{"type":"any_text"}}',
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+        "structural_tag",
+        '{"type":"structural_tag","structures":[],"triggers":["<"]}',
+    ),
+    ({"structured_outputs": {"structural_tag": TEXT}}, "structural_tag", TEXT),
+    ({"structural_tag": SCHEMA}, "structural_tag", TEXT),
+    ({"response_format": {"type": "text"}}, None, None),
+    ({}, None, None),
+]
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"guided_json": SCHEMA, "regex": "a"}, "guided_json"),
-        ({"guided_choice": ["a", ""]}, "guided_choice"),
-        ({"guided_choice": ["a"] * 1025}, "guided_choice"),
-        ({"guided_regex": "a" * 65537}, "guide"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-async def test_what_is_no_form_is_named(api, fields, param):
-    answer = await api.post(COMPLETIONS, prompt="x", **fields)
-    assert answer.status == 400, answer.body
-    assert param in (answer.error["param"] or answer.error["message"])
+async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(api):
+    for fields, kind, text in FORMS:
+        guide = await _sent(api, prompt="x", **fields)
+        assert guide.WhichOneof("form") == kind
+        assert kind is None or getattr(guide, kind) == text
+
+
+NO_FORMS = [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"guided_json": SCHEMA, "regex": "a"}, "guided_json"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_choice": ["a"] * 1025}, "guided_choice"),
+    ({"guided_regex": "a" * 65537}, "guide"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+]
+
+
+async def test_what_is_no_form_is_named(api):
+    for fields, param in NO_FORMS:
+        answer = await api.post(COMPLETIONS, prompt="x", **fields)
+        assert answer.status == 400, answer.body
+        assert param in (answer.error["param"] or answer.error["message"])

@@ -51,23 +51,23 @@ async def test_grpc_has_a_message_for_them(client, node):
     assert (await rest(call))[-1].usage.prompt_tokens == 3
 
 
-@pytest.mark.parametrize(
-    "fields, error",
-    [
-        ({"input_embeds": [[0.5, 1.0], [2.0]]}, "input_embeds has rows of different lengths"),
-        ({"input_embeds": [[0.5, [1.0]]]}, "input_embeds must be a matrix"),
-        ({"input_embeds": [[0.5], [[1.0]]]}, "input_embeds must be a matrix"),
-        ({"input_embeds": [[[0.5]]] * 129}, "these are more than 128 answers"),
-        ({"input_embeds": [[0.5, "1"]]}, "input_embeds"),
-        ({"input_embeds": [[]]}, "text or input_ids or input_embeds is needed"),
-        ({"input_embeds": MATRIX, "text": "x"}, "one of them"),
-        ({"input_embeds": [[0.5]] * 5000}, "input_embeds has 5000 tokens"),
-        ({"input_embeds": MATRIX, "return_hidden_states": True}, "not supported for prompts with"),
-    ],
-)
-async def test_what_is_no_matrix_is_refused_by_name(api, fields, error):
-    refused = await api.post("/generate", **fields)
-    assert refused.status == 400 and error in refused.json["error"]["message"]
+NO_MATRICES = [
+    ({"input_embeds": [[0.5, 1.0], [2.0]]}, "input_embeds has rows of different lengths"),
+    ({"input_embeds": [[0.5, [1.0]]]}, "input_embeds must be a matrix"),
+    ({"input_embeds": [[0.5], [[1.0]]]}, "input_embeds must be a matrix"),
+    ({"input_embeds": [[[0.5]]] * 129}, "these are more than 128 answers"),
+    ({"input_embeds": [[0.5, "1"]]}, "input_embeds"),
+    ({"input_embeds": [[]]}, "text or input_ids or input_embeds is needed"),
+    ({"input_embeds": MATRIX, "text": "x"}, "one of them"),
+    ({"input_embeds": [[0.5]] * 5000}, "input_embeds has 5000 tokens"),
+    ({"input_embeds": MATRIX, "return_hidden_states": True}, "not supported for prompts with"),
+]
+
+
+async def test_what_is_no_matrix_is_refused_by_name(api):
+    for fields, error in NO_MATRICES:
+        refused = await api.post("/generate", **fields)
+        assert refused.status == 400 and error in refused.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

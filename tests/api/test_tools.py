@@ -127,23 +127,22 @@ async def test_a_flag_says_how_a_model_calls(calling):
         assert await talking.refused(CHAT, messages=HELLO, tools=TOOLS) == (400, "tools")
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"function": {"name": "subtract"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "code": "x"}}]}, "tools[0]"),
-        ({"tools": TOOLS * 1025}, "tools"),
-        ({"tools": [{**TOOLS[0], "function": {"name": "x" * 70_000}}]}, "messages"),
-        ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs"),
-    ],
-    ids=["choice", "another", "no tool", "kind", "no name", "more", "many", "large", "setting"],
-)
-async def test_what_cannot_be_is_refused_by_name(talking, fields, param):
-    await talking.refuses(param, CHAT, messages=HELLO, **fields)
+WRONG = [
+    ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"function": {"name": "subtract"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "code": "x"}}]}, "tools[0]"),
+    ({"tools": TOOLS * 1025}, "tools"),
+    ({"tools": [{**TOOLS[0], "function": {"name": "x" * 70_000}}]}, "messages"),
+    ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs"),
+]
+
+
+async def test_what_cannot_be_is_refused_by_name(talking):
+    for fields, param in WRONG:
+        await talking.refuses(param, CHAT, messages=HELLO, **fields)
 
 
 FORCED = '[{"name": "add", "parameters": {"a": 27}}, {"name": "sub", "parameters": {}}]'
@@ -389,35 +388,24 @@ async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refus
         assert (error.details() or "").startswith("sampling.guide: no grammar")
 
 
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        ({"tools": ["{"]}, "messages.tools[0] is not a JSON object"),
-        ({"tools": ['{"type": "function"}']}, "messages.tools[0] is not a function"),
-        (
-            {"tools": [json.dumps(tool("f", parameters=3))]},
-            "messages.tools[0].function.parameters must be",
-        ),
-        ({"tools": [json.dumps(tool("f", strict=3))]}, "messages.tools[0].function.strict must be"),
-        ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
-        ({"template_settings": "[]"}, "messages.template_settings is not a JSON object"),
-        ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
-        ({"template_settings": '{"x": 1}'}, "chat_template_kwargs: this model's"),
-        ({"reasoning_effort": "high"}, "reasoning_effort: this model's"),
-    ],
-    ids=[
-        "half",
-        "no function",
-        "parameters",
-        "strict",
-        "many",
-        "a list",
-        "large",
-        "unknown",
-        "effort",
-    ],
-)
-async def test_over_grpc_too_what_cannot_be_is_refused(calling, fields, said):
+WRONG_OVER_GRPC = [
+    ({"tools": ["{"]}, "messages.tools[0] is not a JSON object"),
+    ({"tools": ['{"type": "function"}']}, "messages.tools[0] is not a function"),
+    (
+        {"tools": [json.dumps(tool("f", parameters=3))]},
+        "messages.tools[0].function.parameters must be",
+    ),
+    ({"tools": [json.dumps(tool("f", strict=3))]}, "messages.tools[0].function.strict must be"),
+    ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
+    ({"template_settings": "[]"}, "messages.template_settings is not a JSON object"),
+    ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
+    ({"template_settings": '{"x": 1}'}, "chat_template_kwargs: this model's"),
+    ({"reasoning_effort": "high"}, "reasoning_effort: this model's"),
+]
+
+
+async def test_over_grpc_too_what_cannot_be_is_refused(calling):
     async with router_for(calling, decode=[ABSENT]) as (client, _):
-        error = await fails(client.chat(**fields), StatusCode.INVALID_ARGUMENT)
-        assert (error.details() or "").startswith(said)
+        for fields, said in WRONG_OVER_GRPC:
+            error = await fails(client.chat(**fields), StatusCode.INVALID_ARGUMENT)
+            assert (error.details() or "").startswith(said)

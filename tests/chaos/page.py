@@ -34,7 +34,7 @@ def page(report: Report) -> ReportPage:
         title=f"Chaos, seed {report.seed}",
         lead=[
             f"{verdict} in {report.seconds / 60:.1f} minutes, {len(report.rounds)} rounds and "
-            f"{report.num_right} answers, all of which were compared.",
+            f"{report.num_right} answers, all of which were compared."
         ],
         headline=ReportTable(
             "Answers",

@@ -65,10 +65,7 @@ async def test_sleep_and_wake_call_one_node_or_the_router(name, method, output):
     fleet, request = RecordingFleet(None), getattr(router_pb2, f"{method}Request")
     assert await _output(fleet, name) == output
     assert await _output(fleet, name, "--only", "kv_cache", NODE) == output
-    assert fleet.calls == [
-        (ROUTER, method, request()),
-        (NODE, method, request(tags=["kv_cache"])),
-    ]
+    assert fleet.calls == [(ROUTER, method, request()), (NODE, method, request(tags=["kv_cache"]))]
 
 
 @pytest.mark.parametrize(

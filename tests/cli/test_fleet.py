@@ -18,11 +18,7 @@ PREFILL, DECODE = "127.0.0.1:100", "127.0.0.1:200"
 NODES = (
     ClusterNode(role="prefill", address=PREFILL, state="ready", instance_id=1),
     ClusterNode(
-        role="decode",
-        address=DECODE,
-        state="ready",
-        instance_id=2,
-        links=[LinkState(peer=PREFILL)],
+        role="decode", address=DECODE, state="ready", instance_id=2, links=[LinkState(peer=PREFILL)]
     ),
 )
 LATE = {

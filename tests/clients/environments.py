@@ -26,11 +26,7 @@ def wanted(name: str) -> Path:
 async def run(python: Path, script: Path, arguments: Sequence[str]) -> None:
     """Fails the test where the script fails, with the end of what it said."""
     client = await asyncio.create_subprocess_exec(
-        python,
-        script,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        python, script, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(WAIT_S):

@@ -70,6 +70,7 @@ def _rendered(name: str, workshop: Path) -> list[Object]:
         return manifests.base()
     if name in OVERLAYS:
         return manifests.rendered(KUBERNETES / "overlays" / name)
+    manifests.needs_kustomize()  # before the files are copied
     kustomization = _guide_example() if name not in MADE_HERE else _overlay_with(MADE_HERE[name])
     copy = shutil.copytree(KUBERNETES, workshop / "kubernetes")
     directory = copy / "overlays" / "of-a-user"

@@ -128,7 +128,7 @@ def base() -> list[Object]:
     objects = [
         each
         for name in kustomization["resources"]
-        for each in yaml.safe_load_all((directory / name).read_text())
+        for each in yaml.load_all((directory / name).read_text(), yaml.CSafeLoader)
     ]
     for generator in kustomization["configMapGenerator"]:
         files = [directory / name for name in generator.get("files", ())]
@@ -164,12 +164,18 @@ def kustomize_command() -> tuple[tuple[str, ...], str]:
     return ("kubectl", "kustomize"), ""
 
 
-def rendered(directory: Path) -> list[Object]:
-    """Return the objects that `kubectl apply -k` would apply. Skips the test without kustomize."""
+def needs_kustomize() -> tuple[str, ...]:
+    """Return the command that renders a directory. Skips the test where there is none."""
     command, reason = kustomize_command()
     if not command:
         pytest.skip(reason)
-    done = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=300)
+    return command
+
+
+def rendered(directory: Path) -> list[Object]:
+    """Return the objects that `kubectl apply -k` would apply."""
+    command = [*needs_kustomize(), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
 

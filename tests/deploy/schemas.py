@@ -133,10 +133,7 @@ _SCALED_OBJECT = _fields(
 )
 
 _ISSUER = {
-    "oneOf": [
-        _fields({"selfSigned": _fields({})}),
-        _fields({"ca": _fields({"secretName": _NAME})}),
-    ]
+    "oneOf": [_fields({"selfSigned": _fields({})}), _fields({"ca": _fields({"secretName": _NAME})})]
 }
 
 _HOURS: Schema = {"type": "string", "pattern": "^[0-9]+h$"}

@@ -106,8 +106,11 @@ def test_an_overlay_has_a_router_and_nodes_of_both_kinds(programs_of, name):
     assert {program.role for program in programs_of(name)} == {"router", "prefill", "decode"}
 
 
-def test_no_file_has_the_content_of_a_secret(objects):
+def test_no_object_is_a_secret(objects):
     assert not of_kind(objects, "Secret")
+
+
+def test_no_file_has_the_content_of_a_secret():
     for file in KUBERNETES.glob("**/kustomization.yaml"):
         assert "secretGenerator" not in yaml.safe_load(file.read_text())
 

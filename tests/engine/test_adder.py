@@ -5,43 +5,14 @@ from engine.scheduler.running import NewTokenRatio, missing_pages, missing_pages
 from tests.support.engine_rig import ints
 
 
-def _adder(*, reserved: int = 0, tokens: int = 1000, chunk: int | None = None) -> PrefillAdder:
-    return PrefillAdder(
-        page_size=16, reserved_pages=reserved, input_tokens=tokens, chunk_tokens=chunk
-    )
-
-
-def test_pages_reserved_for_growth_are_not_given_away():
-    adder = _adder(reserved=4)
-    assert adder.has_room(6, available=10)
-    assert not adder.has_room(7, available=10)
-    adder.reserve(2)
-    assert not adder.has_room(6, available=10)
-
-
-def test_a_prompt_within_the_budgets_is_not_cut():
-    assert _adder(chunk=64).cut(0, 64) == 64
-    assert _adder().cut(16, 900) == 900
-
-
-def test_a_prompt_is_cut_at_a_page_boundary_of_what_the_chunk_has_left():
-    adder = _adder(chunk=100)
-    assert adder.cut(0, 30) == 30
-    assert adder.cut(16, 500) == 16 + 64
-    assert adder.cut(0, 500) == 0
-
-
-def test_the_first_row_always_gets_something_done():
-    assert _adder(chunk=3).cut(32, 500) == 48
-    assert _adder(chunk=0).cut(32, 37) == 37
-    assert _adder(tokens=1).cut(0, 500) == 500
-
-
-def test_a_further_prompt_must_fit_the_input_tokens():
-    adder = _adder(tokens=100)
-    assert adder.cut(0, 60) == 60
-    assert adder.cut(0, 41) == 0
-    assert adder.cut(0, 40) == 40
+@pytest.mark.parametrize(
+    "limits, start, end, cut",
+    [((1000, 3), 32, 500, 48), ((1000, 0), 32, 37, 37), ((1, None), 0, 500, 500)],
+)
+def test_the_first_row_always_gets_something_done(limits, start, end, cut):
+    tokens, chunk = limits
+    adder = PrefillAdder(page_size=16, reserved_pages=0, input_tokens=tokens, chunk_tokens=chunk)
+    assert adder.cut(start, end) == cut
 
 
 @pytest.mark.parametrize("ratio", [0.098, 0.5, 1.0])

@@ -212,8 +212,7 @@ class Simulation:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize(
-    "seed",
-    [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 12))],
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 12))]
 )
 def test_logits_after_drafts_are_those_step_by_step(seed: int, overlap: bool) -> None:
     """Seen failing with drafts that stay counted, that are not counted, with accepted tokens that

@@ -37,6 +37,10 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, "none"),
     "int8": (torch.bfloat16, "int8"),
 }
+# Every block in every precision, and every family in one.
+OF_EACH_KIND = ("qwen3", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+CASES = [(family, "float32") for family in FAMILIES]
+CASES += [(family, precision) for family in OF_EACH_KIND for precision in ("bfloat16", "int8")]
 PROMPT = prompt(530)  # more than a segment of attention
 NUM_TOKENS = 13
 NUM_DRAFTS = 3
@@ -168,8 +172,7 @@ def check(model: Model) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, precision", CASES)
 def test_a_request_has_the_same_bits_however_it_is_computed(
     tmp_path, monkeypatch, family, precision
 ):

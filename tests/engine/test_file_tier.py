@@ -279,7 +279,7 @@ def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: in
 
 @pytest.mark.long
 @pytest.mark.parametrize("windows, state_pages", KINDS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_conversations_go_on_right_whatever_is_where(seed, tmp_path, windows, state_pages):
     talk(seed, tmp_path, windows, state_pages)
 

@@ -77,12 +77,7 @@ def test_a_torch_that_was_built_without_cuda_serves_on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, expected",
-    [
-        ("auto", [0, 1, 2]),
-        ("cuda", [0, 1, 2]),
-        ("cuda:1-3", [1, 2, 3]),
-        ("cuda:2,0-1", [2, 0, 1]),
-    ],
+    [("auto", [0, 1, 2]), ("cuda", [0, 1, 2]), ("cuda:1-3", [1, 2, 3]), ("cuda:2,0-1", [2, 0, 1])],
 )
 def test_each_rank_has_the_gpu_in_its_place(monkeypatch, name, expected):
     has(monkeypatch, gpus=4)

@@ -472,10 +472,7 @@ def test_a_dropped_forward_says_nothing_about_the_time_of_prompts():
     now = FakeClock()
     clock = StepClock(now)
     dropped = replace(
-        _batch(1, ForwardMode.SPLIT),
-        starts=ints([0]),
-        ends=ints([0]),
-        layers=LayerGroup(2, 2, 8),
+        _batch(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([0]), layers=LayerGroup(2, 2, 8)
     )
     clock.launched(dropped)
     now.now += 3.0

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +24,7 @@ from kernels.cpu.memory import empty_in_huge_pages, give_back, take
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import CPU, SOME, TOKENS, int8
 from tests.engine.test_runner_kv import LAYOUT
+from tests.support import fork_server
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import make_eagle
 from tests.support.virtual_memory import GARBAGE, UNIT, host_memory
@@ -200,27 +200,18 @@ def test_a_region_for_weights_takes_memory_as_it_gets_them():
     assert region.mapped_bytes == 160 << 20 and all(bool(each.all()) for each in tensors)
 
 
-COMPUTE = """
-import sys
-import torch
-from pathlib import Path
-from engine.models import open_checkpoint
-from engine.models.refill import relocated
-from tests.engine.test_model_precision import logits_of
-from tests.support.virtual_memory import host_memory
-servable = open_checkpoint(Path(sys.argv[1]))
-model = servable.load(torch.device("cpu"), torch.float32, "none")
-region = relocated(servable.tensors(model), host_memory())
-logits_of(model, [1] * 101)
-region.release()
-print("released", flush=True)
-logits_of(model, [1] * 101)
-"""
+def compute_without_weights(directory):
+    servable = open_checkpoint(Path(directory))
+    model = servable.load(CPU, torch.float32, "none")
+    region = relocated(servable.tensors(model), host_memory())
+    logits_of(model, TOKENS)
+    region.release()
+    print("released", flush=True)
+    logits_of(model, TOKENS)
 
 
 def test_a_step_without_weights_is_a_fault(tmp_path):
-    command = [sys.executable, "-c", COMPUTE, str(make_checkpoint(tmp_path))]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = fork_server.run(__spec__.name, str(make_checkpoint(tmp_path)))
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "released\n"), ended.stderr
 
 
@@ -403,3 +394,7 @@ def test_weights_on_a_gpu_without_a_region_stay(tmp_path):
     with pytest.raises(FailedPrecondition, match=r"--engine\.memory-saver"):
         update.check_drainable()
     update.close()
+
+
+if __name__ == "__main__":
+    compute_without_weights(sys.argv[1])

@@ -52,7 +52,7 @@ from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted
 from tests.support import fork_server
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import make_hybrid_mtp, make_mtp
 from tests.support.measuring_follower import FREE_BYTES
 from tests.support.specs import make_request
 from tests.support.tiny_models import make_tiny
@@ -238,6 +238,7 @@ def serve_given(serving: Serving) -> None:
     serving.run()
 
 
+# Further families and drafters: test_shares.py in threads, test_second_rank.py from bytes.
 QUICK = {"dense"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
@@ -248,20 +249,12 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         NUM_PAGES,
         serve_again,
     ),
-    "windows": (2, lambda root: {"model": str(make_checkpoint(root, "gemma2"))}, 40, serve_text),
-    "sinks": (2, lambda root: {"model": str(make_checkpoint(root, "gpt_oss"))}, 40, serve_text),
     "whole experts": (
         4,
         lambda root: {
             "model": str(make_checkpoint(root, "qwen2_moe")),
             "parallel": {"experts": "ep"},
         },
-        NUM_PAGES,
-        serve_text,
-    ),
-    "experts": (
-        2,
-        lambda root: {"model": str(make_checkpoint(root, "qwen3_moe"))},
         NUM_PAGES,
         serve_text,
     ),
@@ -277,30 +270,10 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         44,
         serve_again,
     ),
-    "eagle": (2, lambda root: drafting(root, "eagle", "llama", make_eagle), NUM_PAGES, serve_text),
-    "draft model": (
-        2,
-        lambda root: drafting(root, "draft_model", "llama", make_draft),
-        NUM_PAGES,
-        serve_text,
-    ),
-    "eagle 3": (
-        2,
-        lambda root: drafting(root, "eagle", "llama", make_eagle3, num_hidden_layers=7),
-        NUM_PAGES,
-        serve_text,
-    ),
     "adapters": (2, adapted, NUM_PAGES, serve_adapters),
     "input embeddings": (2, given, 40, serve_given),
     "transformers": (2, lambda root: borrowed(root, "granite"), NUM_PAGES, serve_two),
-    "transformers, biases": (2, lambda root: borrowed(root, "jais2"), NUM_PAGES, serve_text),
     "transformers, whole KV": (2, lambda root: borrowed(root, "olmo2"), NUM_PAGES, serve_again),
-    "transformers, experts": (
-        4,
-        lambda root: borrowed(root, "olmoe"),
-        NUM_PAGES,
-        serve_text,
-    ),
     "images": (
         2,
         lambda root: {"model": str(make_vision_checkpoint(root))},
@@ -338,7 +311,6 @@ def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None
     [
         (1, "qwen3", {}),
         pytest.param(1, "qwen3", {"cpu_kernels": "auto"}, marks=pytest.mark.long),
-        pytest.param(2, "qwen3", {}, marks=pytest.mark.long),
         pytest.param(2, "gemma2", {"num_pages": 40}, marks=pytest.mark.long),
         pytest.param(1, "deepseek_v3", {}, marks=pytest.mark.long),
         pytest.param(2, "qwen3_moe", {"parallel": {"experts": "ep"}}, marks=pytest.mark.long),

@@ -85,9 +85,7 @@ def test_one_call_multiplies_numbers_of_4_bits_as_they_are_stored(tmp_path, dtyp
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [F32, pytest.param(BF16, marks=pytest.mark.long)],
-    ids=["float32", "bfloat16"],
+    "dtype", [F32, pytest.param(BF16, marks=pytest.mark.long)], ids=["float32", "bfloat16"]
 )
 @pytest.mark.parametrize(
     "architecture, size",

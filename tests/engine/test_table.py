@@ -31,28 +31,6 @@ def test_a_slot_shows_its_request():
     assert set(table.stop_ids[slot].tolist()) == {9, 4, 5}
 
 
-def test_eos_is_no_stop_where_it_is_ignored():
-    table = SlotTable(2, 32, 16)
-    slot = table.acquire(_request(ignore_eos=True), eos_token_ids=(4,))
-    assert set(table.stop_ids[slot].tolist()) == {-1}
-
-
-def test_the_context_bounds_the_length():
-    table = SlotTable(1, 32, 16)
-    slot = table.acquire(_request(max_tokens=1000))
-    assert table.max_length[slot] == 32
-
-
-def test_there_are_only_so_many_slots():
-    table = SlotTable(2, 32, 16)
-    first = _request(1)
-    assert None not in (table.acquire(first), table.acquire(_request(2)))
-    assert table.acquire(_request(3)) is None
-    table.release(first)
-    assert table.acquire(_request(3)) is not None
-    table.check()
-
-
 def test_pages_are_counted_by_the_data_in_them():
     """A page counts once for each request with a slot, unless it lies behind a window."""
     table = SlotTable(3, 256, 16, windows=(None, 16, None), state_pages=2)
@@ -70,20 +48,6 @@ def test_pages_are_counted_by_the_data_in_them():
     assert table.pages_by_kind() == {"full": 4, "window": 2, "state": 2}
     plain = SlotTable(1, 32, 16)
     assert plain.pages_by_kind() == {"full": 0}
-
-
-def test_a_slot_is_not_free_before_every_launched_step_is_finished_with_it():
-    table = SlotTable(1, 32, 16)
-    request = _request()
-    slot = table.acquire(request)
-    table.hold(ints([slot]), step=1)
-    table.hold(ints([slot]), step=2)
-    table.release(request)
-    table.drop_step(1)
-    assert table.acquire(_request(2)) is None
-    table.check()
-    table.drop_step(2)
-    assert table.acquire(_request(2)) == slot
 
 
 def test_the_next_request_sees_nothing_of_the_one_before():

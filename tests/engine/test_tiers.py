@@ -433,7 +433,7 @@ QUICK_KINDS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("windows, state_pages", KINDS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages):
     talk(seed, windows, state_pages)
 

@@ -17,7 +17,6 @@ from tests.support.isolation import left_behind
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
-LONG = 2000  # tokens: many chunks, many steps
 MID_ANSWER = 160  # tokens: when five are out of each of several, all are far from their ends
 _LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 TURNS = ("--policy=round_robin",)
@@ -204,105 +203,6 @@ def _replay_told(received: ExplainResponse, doomed: Node, other: Node) -> bool:
     (silent,) = [node.address for node in received.nodes if node.problem]
     assert silent == doomed.address
     return True
-
-
-async def _until_free(cluster: Cluster, node: Node) -> None:
-    async def free() -> bool:
-        return not held(await node.describe())
-
-    await cluster.wait_until(free, f"{node.program.name} lets go of a cancelled request")
-
-
-@pytest.mark.long  # in one process: tests/pair/test_ends_in_every_state.py
-async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
-    make: Callable[..., Cluster],
-):
-    flags = ("--engine.scheduler.chunked-prefill-tokens=32",)
-    # Two seconds for a prefill: whoever looks again and again sees it.
-    async with make(node_flags=flags, environment=slowed(0.03)) as cluster:
-        (prefill,), (decode,) = cluster.prefill, cluster.decode
-        (long, other) = _prompts(2, length=LONG)
-
-        async def asked(prompt: list[int] = long) -> asyncio.Task[object]:
-            return asyncio.create_task(cluster.generate(prompt, max_tokens=LONG, ignore_eos=True))
-
-        async def gone(request: asyncio.Task[object], *nodes: Node) -> None:
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-            for node in nodes:
-                await _until_free(cluster, node)
-
-        async def waits_in(node: Node, *queues: str) -> bool:
-            lengths = (await node.describe()).queues
-            return any(lengths[queue] for queue in queues)
-
-        # Granted, and the prefill node has not looked at it.
-        cluster.freeze(prefill)
-        request = await asked()
-        await cluster.wait_until(lambda: waits_in(decode, "transfer"), "it is granted")
-        await gone(request, decode)
-        cluster.thaw(prefill)
-        await _until_free(cluster, prefill)
-
-        # Some of its chunks are computed, published and read, others not.
-        request = await asked()
-        await cluster.wait_until(lambda: waits_in(prefill, "chunked"), "it is being prefilled")
-        await gone(request, prefill, decode)
-
-        # All is published, and the decode node does not read. No chunk of it is in a cache, and the
-        # Grant has arrived: it may still be in the decode node while the request is in "transfer".
-        request = await asked(other)
-        await cluster.wait_until(lambda: waits_in(prefill, "chunked"), "it is granted again")
-        cluster.freeze(decode)
-        await cluster.wait_until(lambda: waits_in(prefill, "inflight"), "all is published")
-        request.cancel()
-        cluster.thaw(decode)
-        await gone(request, decode, prefill)
-
-        # It generates.
-        stream = cluster.stream(long, max_tokens=LONG, ignore_eos=True)
-        for _ in range(3):
-            await anext(stream)
-        await stream.aclose()
-        await _until_free(cluster, decode)
-        await _until_free(cluster, prefill)
-        # None of them has let go because it had ended, or lost its hand-off.
-        counters = (await decode.describe()).counters
-        assert counters["generated_tokens"] < LONG and not counters["local_prefills"]
-
-
-@pytest.mark.long  # in one process: tests/pair/test_prealloc_queue.py
-async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
-    make: Callable[..., Cluster],
-):
-    how: dict[str, Any] = {"environment": slowed(0.03)}  # half a minute for the answer
-    async with make(decode_flags=("--engine.cache.num-pages=128",), **how) as cluster:
-        (decode,) = cluster.decode
-        (large, other) = _prompts(2, length=1100)
-        runs = cluster.stream(large, max_tokens=900, ignore_eos=True)
-        await anext(runs)
-
-        async def landed() -> bool:  # a first token is out before its KV is there
-            return (await decode.describe()).counters["handoffs_completed"] == 1
-
-        await cluster.wait_until(landed, "the first request runs")
-        waiting = asyncio.create_task(cluster.generate(other, max_tokens=5, ignore_eos=True))
-
-        async def queued() -> bool:
-            return await _queued(decode, "prealloc") == 1
-
-        await cluster.wait_until(queued, "the second request waits for pages")
-        waiting.cancel()
-
-        async def left() -> bool:
-            described = await decode.describe()
-            held, queues = described.counters["handoffs_completed"], described.queues
-            assert held == 1 and not queues["transfer"], "it has not left: it has got pages"
-            return not queues["prealloc"]
-
-        await cluster.wait_until(left, "the second request leaves the queue")
-        await anext(runs)
-        await runs.aclose()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Nodes whose ranks are on several hosts, behind a router: answers are those of one rank."""
 
 import asyncio
-import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from pathlib import Path
@@ -180,24 +179,8 @@ async def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None
         assert await host.ended() == 1
 
 
-def kill_host(host: RankHost) -> None:
-    host.child.send(signal.SIGKILL)
-
-
-def kill_rank(host: RankHost) -> None:
-    os.kill(host.ranks[0], signal.SIGKILL)
-
-
-def freeze_rank(host: RankHost) -> None:
-    os.kill(host.ranks[0], signal.SIGSTOP)
-
-
-@pytest.mark.parametrize(
-    ("end", "code"), [(kill_host, -signal.SIGKILL), (kill_rank, 1), (freeze_rank, 1)]
-)
-async def test_a_host_that_ends_costs_no_answer(
-    tmp_path: Path, end: Callable[[RankHost], None], code: int
-) -> None:
+# A rank of it that ends or is lost: tests/node/test_hosts.py.
+async def test_a_host_that_ends_costs_no_answer(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (port,) = free_ports(1)
     colocated = ("--mode=colocated", "--engine.threads=1")
@@ -210,7 +193,6 @@ async def test_a_host_that_ends_costs_no_answer(
         decode_flags=(*colocated, "--engine.parallel.collective-s=5"),
         flags_of={"decode-0": flags},
         router_flags=("--policy=round_robin",),
-        patient=end is not freeze_rank,
         environment=slowed(0.02),  # or all answers could end before the host does
     )
     host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
@@ -235,12 +217,12 @@ async def test_a_host_that_ends_costs_no_answer(
         await cluster.wait_until(busy, "the node on two hosts has requests")
         engine, *_ = (await victim.describe()).pids[1:]
         ranks, relays = host.ranks, children_of(engine)
-        end(host)
+        host.child.send(signal.SIGKILL)
         assert await victim.child.ended() == 1
         victim.killed = True
         known = oracle(model)
         for each, tokens in zip(asked, await asyncio.gather(*answers), strict=True):
             assert tokens == known.tokens(each, NUM_TOKENS)
-        assert await host.ended() == code
+        assert await host.ended() == -signal.SIGKILL
         for pid in (*ranks, *relays):
             await_end(pid)

@@ -75,11 +75,9 @@ async def answered(directory: Path, tmp_path: Path, content: list[dict[str, Any]
             ]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
-async def test_an_image_is_answered_as_transformers_answers(
-    tmp_path: Path, model_type: str
-) -> None:
-    directory = make_vision_checkpoint(tmp_path / "model", model_type=model_type)
+# Other models: tests/pair/test_image_models.py, tests/api/images.
+async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl")
     noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
     image = Pillow.fromarray(noise)
     content = [

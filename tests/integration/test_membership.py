@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
 from tests.support.noise_model import write
 
-# In one process: tests/router/test_membership.py, tests/router/test_discovery.py.
+# In one process: tests/router/test_membership.py, tests/router/test_discovery.py. Nodes that end
+# under answers: tests/faults, test_roll.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 48
 NUM_CLIENTS = 4
-# Tokens of an answer that two nodes are restarted under: it would take longer than a test may.
-LONG, STEP_S = 3500, 0.2
 
 
 @pytest.mark.parametrize("rig", RIGS)
@@ -81,67 +79,6 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
         assert (
             await cluster.metric("baton_requests_replayed_total") <= NUM_CLIENTS
         )  # refused while draining
+        assert await cluster.metric("baton_requests_quarantined_total") == 0
     for prompt, tokens in answers:
         assert tokens == known.tokens(prompt, NUM_TOKENS)
-
-
-@pytest.mark.parametrize("rig", RIGS)
-async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_nobody_can_tell(
-    rig: Rig, tmp_path: Path
-):
-    """None of them is given the time to finish. That it is charged to nobody is shown by
-    tests/router/test_poison.py: these answers get on between the restarts."""
-    model = tmp_path / "model"
-    write(model)
-    known, source = oracle(model), random.Random(5)
-    prompts = [[source.randrange(256) for _ in range(30)] for _ in range(4)]
-    reported: list[list[int]] = [[] for _ in prompts]
-    how: dict[str, Any] = {
-        "router_flags": ("--policy=round_robin",),
-        "decode_flags": ("--server.drain-timeout-s=0.1", "--engine.cache.num-pages=1024"),
-        "environment": slowed(STEP_S),
-    }
-    async with Cluster(model, tmp_path, rig=rig, num_decode=2, **how) as cluster:
-
-        async def answer(number: int) -> None:
-            stream = cluster.stream(prompts[number], max_tokens=LONG, ignore_eos=True)
-            async with aclosing(stream) as responses:
-                async for response in responses:
-                    reported[number] += response.token_ids
-            raise AssertionError("an answer has ended before the last restart")
-
-        answers = [asyncio.create_task(answer(number)) for number in range(len(prompts))]
-
-        async def all_go_on() -> None:
-            before = [len(tokens) for tokens in reported]
-
-            async def more() -> bool:
-                for task in answers:
-                    assert not task.done() or task.result()
-                return all(len(tokens) > n + 2 for tokens, n in zip(reported, before, strict=True))
-
-            await cluster.wait_until(more, "all answers go on")
-
-        async def both_are_usable() -> bool:
-            (prefill,) = cluster.prefill
-            paired = [
-                node.state == "ready" and prefill.address in [link.peer for link in node.links]
-                for node in (await cluster.describe()).nodes
-            ]
-            return paired.count(True) == 2
-
-        await all_go_on()
-        for node in list(cluster.decode):
-            await cluster.drain(node)
-            await all_go_on()
-            await cluster.start_again(node)
-            await cluster.wait_until(both_are_usable, "it is back")
-        await all_go_on()
-        for task in answers:
-            task.cancel()
-        await asyncio.gather(*answers, return_exceptions=True)
-        moved = await cluster.metric("baton_migrations_total", outcome="completed")
-        assert moved + await cluster.metric("baton_requests_replayed_total") >= len(prompts)
-        assert await cluster.metric("baton_requests_quarantined_total") == 0
-    for prompt, tokens in zip(prompts, reported, strict=True):
-        assert tuple(tokens) == known.tokens(prompt, len(tokens))

@@ -16,6 +16,7 @@ from tests.support.cluster import Cluster, slowed
 
 NUM_TOKENS = 40
 TOGETHER = 4
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 STEP_S = 0.01  # added to each step, so that nodes are killed within responses
 
 
@@ -82,11 +83,9 @@ async def num_parted(cluster: Cluster, kills: int) -> int:
 @pytest.mark.parametrize(
     "family, kills",
     [
-        ("qwen3", 5),
         ("qwen3_moe", 5),
-        ("qwen3_next", 5),
-        pytest.param("qwen3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
-        pytest.param("deepseek_v3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+        *(pytest.param(*case, marks=NIGHTLY) for case in (("qwen3", 100), ("deepseek_v3", 100))),
+        pytest.param("qwen3_next", 5, marks=NIGHTLY),
     ],
 )
 async def test_kills_do_not_show_where_two_tokens_are_equally_likely(tmp_path, family, kills):

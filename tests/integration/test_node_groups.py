@@ -61,10 +61,8 @@ def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Clu
     )
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
-    tmp_path: Path, end: signal.Signals
-) -> None:
+# Quick, and of a frozen node: tests/engine/test_lockstep.py.
+async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path, collective_s=3) as cluster:
         await cluster.until_all_have_had_requests()
@@ -84,14 +82,12 @@ async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
 
         await cluster.wait_until(busy, "the node has requests")
         _, engine = (await victim.describe()).pids
-        os.kill(engine, end)
+        os.kill(engine, signal.SIGKILL)
         async with asyncio.timeout(WAIT_S):
             assert await other.child.ended() == 1
         other.killed = victim.killed = True
         for number, tokens in enumerate(await asked):
             assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
-        if end is signal.SIGSTOP:
-            os.kill(engine, signal.SIGCONT)
         assert await victim.child.ended() == 1
 
 

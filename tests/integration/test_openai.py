@@ -35,9 +35,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)
 async def cluster(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    model_directory: Path,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_directory: Path
 ) -> AsyncIterator[Cluster]:
     flags = (f"--served-model-name={NAME}",)
     logs = tmp_path_factory.mktemp("logs")

@@ -2,10 +2,8 @@
 
 One cluster per architecture. Over them data path, page size, overlap and the decode pool's size
 vary pairwise: every two values of two of these meet in some cluster. With overlap and a large pool
-decode nodes speculate. Three of the clusters, in which every value is once, are started wherever
-tests run; the others, and every architecture once more with the other value of each, where it may
-be long. The full cross of the axes runs in one process over loopback, in tests of the
-engine.
+decode nodes speculate. One of the clusters is started wherever tests run, the others where it may
+be long. More combinations run in one process over loopback: tests/pair/test_parity_cross.py.
 """
 
 import asyncio
@@ -67,11 +65,7 @@ def _axes(architecture: str, path: int, page_size: int, overlap: int, small_pool
 QUICK = 1  # the pairwise row that `make test` runs
 LONG = [pytest.mark.long]
 CASES = [
-    (
-        _axes(architecture, *(value ^ other for value in row)),
-        [] if number == QUICK and not other else LONG,
-    )
-    for other in (0, 1)
+    (_axes(architecture, *row), [] if number == QUICK else LONG)
     for number, (architecture, row) in enumerate(zip(ARCHITECTURES, PAIRWISE, strict=True))
 ]
 
@@ -91,11 +85,7 @@ class System:
     scope="module",
     loop_scope="module",
     params=[
-        pytest.param(
-            (axes, *rig.values),
-            id=f"{axes}-{rig.id}",
-            marks=[*rig.marks, *marks],
-        )
+        pytest.param((axes, *rig.values), id=f"{axes}-{rig.id}", marks=[*rig.marks, *marks])
         for axes, marks in CASES
         for rig in RIGS
     ],

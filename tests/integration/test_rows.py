@@ -134,7 +134,9 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return rig
 
 
-@pytest.fixture(params=[HiddenStates, RoutedExperts, InputEmbeddings])
+@pytest.fixture(
+    params=[HiddenStates, RoutedExperts, pytest.param(InputEmbeddings, marks=pytest.mark.long)]
+)
 def response(request: pytest.FixtureRequest, model: Path, experts: Path) -> Callable[[], Response]:
     """Return a function that makes an empty response."""
     of: type[Response] = request.param
@@ -154,17 +156,13 @@ async def test_rows_of_prompts_and_tokens_are_those_of_transformers(
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.parametrize("response", [HiddenStates], indirect=True)
 async def test_each_row_is_sent_once_although_the_decode_node_is_killed(
     response: Callable[[], Response], rig: Rig, tmp_path: Path
 ):
     one = response()
     async with Cluster(
-        one.model,
-        tmp_path,
-        rig=rig,
-        num_decode=2,
-        node_flags=[one.flag],
-        environment=slowed(0.02),
+        one.model, tmp_path, rig=rig, num_decode=2, node_flags=[one.flag], environment=slowed(0.02)
     ) as cluster:
         collecting = asyncio.create_task(one.collect(cluster, NUM_TOKENS))
 

@@ -180,11 +180,7 @@ def _check_timeline(timeline: dict[str, Any], collector: Collector) -> None:
     for phase in timeline["phases"]:
         assert 0.0 <= phase["start_s"] <= phase["end_s"] <= timeline["seconds"]
         by_where.setdefault(phase["where"], set()).add(phase["phase"])
-    assert by_where == {
-        "router": ROUTER_PHASES,
-        "decode": DECODE_PHASES,
-        "prefill": PREFILL_PHASES,
-    }
+    assert by_where == {"router": ROUTER_PHASES, "decode": DECODE_PHASES, "prefill": PREFILL_PHASES}
     assert sum(part["seconds"] for part in timeline["ttft"]) == pytest.approx(timeline["ttft_s"])
     marks = {mark["where"]: mark["at_s"] for mark in timeline["marks"]}
     assert 0.0 < marks["decode"] <= marks["router"] == timeline["ttft_s"]

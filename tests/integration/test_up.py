@@ -19,16 +19,13 @@ from unittest.mock import ANY
 import pytest
 
 from cli import client
-from cli.demo import DIRECTORY
 from cli.demo_model import write
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.cluster import children_of, free_ports, free_row
-from tests.support.data_ends import wait_for
 from tests.support.programs import Program, await_end, runs
-from tests.support.scrapes import scraped, value
 from tests.support.sockets import OpenSocket, sockets_of
 
 pytestmark = pytest.mark.slow
@@ -146,28 +143,6 @@ def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run,
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{shlex.split(curl)[1]}", b"{}")
     assert _run(up.line_with(" generate ")).strip() == "42"
-
-
-@pytest.mark.long  # in one process: tests/pair/test_draft_layers.py
-def test_a_draft_model_drafts_behind_prompts_of_another_node(run):
-    """The demo model drafts for itself, so that all drafts are accepted."""
-    metrics = free_row(3)
-    flags = f"--metrics-port={metrics[0]}", "--no-engine.speculative.adaptive"
-    up = run(f"--draft-model={DIRECTORY}", *flags)
-    _serving(up)
-    url = shlex.split(up.line_with("curl http"))[1]
-    body = {"prompt": "add 27 15 =", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
-    header = {"content-type": "application/json"}
-    with urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(body).encode(), header), timeout=START_S
-    ) as answer:
-        assert json.load(answer)["usage"]["completion_tokens"] == 60
-
-    def drafts(outcome: str) -> float:
-        return value(scraped(metrics[2]), "baton_spec_draft_tokens_total", outcome=outcome)
-
-    wait_for(lambda: drafts("accepted") >= 40, 60.0)
-    assert drafts("rejected") <= 5
 
 
 @pytest.mark.long

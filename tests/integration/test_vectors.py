@@ -5,7 +5,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 from protos.router_pb2 import EmbedRequest, Input, ScoreRequest, TokenIds
 from tests.support.checkpoints import make_checkpoint
@@ -93,26 +93,3 @@ async def test_prefill_nodes_alone_embed_and_score_as_transformers_does(tmp_path
         request = ScoreRequest(queries=[TEXTS[0]], documents=TEXTS)
         scores = (await stub.Score(request, timeout=60)).scores
         close(scores, torch.stack([expected[0] @ each for each in expected]))
-
-
-@pytest.mark.slow
-@pytest.mark.long  # in one process: tests/engine/test_pooling.py
-async def test_a_classifier_scores_pairs_and_generates_nothing(tmp_path):
-    directory = make_checkpoint(
-        tmp_path / "model",
-        "qwen2",
-        made_by=AutoModelForSequenceClassification,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
-    async with cluster_of(directory, tmp_path) as cluster:
-        port = cluster.http_port
-        fields = {"text_1": "who?", "text_2": TEXTS}
-        scores = [each["score"] for each in (await post(port, "/score", fields)).json["data"]]
-        with torch.no_grad():
-            expected = [model(torch.tensor([ids("who?" + text)])).logits[0, 0] for text in TEXTS]
-        close(scores, torch.stack(expected).sigmoid())
-        refused = await post(port, "/v1/embeddings", {"input": "x"})
-        assert refused.status == 400
-        assert "makes no embeddings" in refused.error["message"]

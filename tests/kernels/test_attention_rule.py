@@ -102,7 +102,7 @@ def test_decode_and_extend_give_the_same_bits(teams, dtype):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode_and_extend_give_the_same_bits_in_many_layouts(teams, dtype):
-    for seed in range(8, 342):
+    for seed in range(8, 120):
         compare(teams, seed, dtype)
 
 

@@ -60,21 +60,21 @@ LONG = ("window and many heads", "latents")
     ],
 )
 def test_a_query_has_the_same_bits_in_every_kind_of_step(shape, window):
-    assert differing(prompt_of(140, **shape), window=window) == NONE
+    assert differing(prompt_of(100, **shape), window=window) == NONE
 
 
 @pytest.mark.parametrize("window", [None, 80])
 def test_sinks_and_caps_change_no_bit(window):
     sinks = torch.randn(2, device=DEVICE)
     options = {"window": window, "soft_cap": 5.0, "sinks": sinks}
-    assert differing(prompt_of(140), **options) == NONE
+    assert differing(prompt_of(100), **options) == NONE
 
 
-@pytest.mark.parametrize("slots, multiprocessors", [(0, 3), (2, 1), (7, 3), (1000, 40)])
+@pytest.mark.parametrize("slots, multiprocessors", [(0, 3), (7, 3), (1000, 40)])
 def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multiprocessors):
     """From whole rows in one program to a program for each segment, with some rows whole."""
     prompt = prompt_of(200)
-    rows = [(0, 40), (90, 94), (199, 200), (100, 110), (64, 65), (150, 200)]
+    rows = [(0, 20), (90, 94), (199, 200), (100, 110), (64, 65), (180, 200)]
     expected = prompt.attend(rows)
     sinks = torch.randn(2, device=DEVICE)
     with_sinks = prompt.attend(rows, sinks=sinks)
@@ -88,7 +88,7 @@ def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multipro
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_rows_of_fixed_segments_are_right(window):
-    rows = [(40, 100), (0, 9), (4, 300), (2, 65), (1, 0), (3, 64), (1, 129), (1, 213), (1, 1)]
+    rows = [(20, 100), (0, 9), (4, 300), (2, 65), (1, 0), (3, 64), (1, 129), (1, 213), (1, 1)]
     case = Case(rows, heads=6)
     case.check(window)
     case.check(window, 2.0, torch.randn(6, device=DEVICE), atol=1e-5, rtol=1e-4)
@@ -114,7 +114,7 @@ def test_a_segment_has_the_full_size_by_default(monkeypatch):
 def test_rows_share_no_rounding_by_a_slack_of_their_tile(monkeypatch):
     """The kernel that has one is not used."""
     monkeypatch.setattr(extend, "_tile", lambda *size, **kind: AttentionTile(16, 16, 4, 2, slack=8))
-    prompt = prompt_of(150)
+    prompt = prompt_of(100)
     assert differing(prompt) == NONE
     device.use_batch_invariant(False)
     monkeypatch.setattr(paged, "lanes_of_items", lambda *sizes, **kinds: None)

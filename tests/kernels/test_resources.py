@@ -98,11 +98,7 @@ def _run(
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
     return subprocess.run(
-        [sys.executable, *command],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout_s
     )
 
 

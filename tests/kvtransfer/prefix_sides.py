@@ -200,11 +200,7 @@ def _tokens(count: int) -> Any:
 
 _MEMORY = Memory(1, PageTables(PAGE_SIZE))
 NO_TIERS = CacheTiers(  # nothing changes there: never copied
-    HostCache(0),
-    enabled=False,
-    cache=_MEMORY.cache,
-    pages=_MEMORY.pages,
-    tables=_MEMORY.tables,
+    HostCache(0), enabled=False, cache=_MEMORY.cache, pages=_MEMORY.pages, tables=_MEMORY.tables
 )
 
 

@@ -294,6 +294,7 @@ class GroupSimulation(PairSimulation):
 
 ONLY_LINKS = ("member", "cut", "cancel", "fail", "tick", "read is late")
 ONE, TWO = Plan((3,), (0,)), Plan((7,), (0,), only_faults=("member", "cancel"))  # reads
+FOUR = replace(ONE, only_faults=ONLY_LINKS)
 LONG = pytest.mark.long
 
 
@@ -304,7 +305,7 @@ LONG = pytest.mark.long
         pytest.param(ONE, 2, 1, 6_000, id="two-ranks"),
         pytest.param(TWO, 2, 1, 9_000, id="two-ranks-two-reads"),
         pytest.param(ONE, 2, 2, 60_000, id="two-ranks-two-faults", marks=LONG),
-        pytest.param(replace(ONE, only_faults=ONLY_LINKS), 4, 1, 700_000, id="four", marks=LONG),
+        pytest.param(FOUR, 4, 1, 700_000, id="four", marks=[LONG, pytest.mark.nightly]),
     ],
 )
 def test_every_order_of_the_members_of_a_link_keeps_the_invariants(plan, size, faults, states):

@@ -112,9 +112,7 @@ def test_a_path_that_is_not_proved_is_not_taken(ends, change, reason):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
         NixlBackend().connect(
-            _forged(producer, evidence=change),
-            producer.remote,
-            Memory(NUM_PAGES, PAGE_BYTES).pool,
+            _forged(producer, evidence=change), producer.remote, Memory(NUM_PAGES, PAGE_BYTES).pool
         )
 
 

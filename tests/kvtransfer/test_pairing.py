@@ -60,10 +60,7 @@ def test_an_older_node_is_refused_for_its_version_alone():
             "model is 'abc' here and 'xyz' there.",
         ),
         ({"fingerprint": {"page_size": "16"}}, "model is 'abc' here and unset there."),
-        (
-            {"fingerprint": {**OURS.fingerprint, "extra": "1"}},
-            "extra is unset here and '1' there.",
-        ),
+        ({"fingerprint": {**OURS.fingerprint, "extra": "1"}}, "extra is unset here and '1' there."),
         ({"state_pages": 2}, "state_pages is 0 here and 2 there."),
         ({**RANKS, "state_pages": 2}, "state_pages is 0 here and 2 there."),
         ({"pp": 2}, "tp is 1 and pp is 2, with pages of 1 ranks"),

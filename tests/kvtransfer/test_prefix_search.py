@@ -9,7 +9,7 @@ import pytest
 
 from common.config import TransferConfig
 from tests.kvtransfer.prefix_sides import PeersSimulation, PrefixPlan, PrefixSimulation
-from tests.kvtransfer.search import PATIENT, SILENT, search_in
+from tests.kvtransfer.search import PATIENT, SILENT, case, search_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
@@ -17,62 +17,30 @@ ONE, OTHER = b"", b"another's prompts"[:16]
 TWO_PRODUCERS = PrefixPlan((ONE, ONE), producers=("1", "2"))
 # The second prompt goes on where the first one ends: both are read at once.
 ONE_GOES_ON = TWO_PRODUCERS._replace(has=3, further=1, consumer_pages=6)
+BESIDE = PrefixPlan((ONE, OTHER))
+WIDE = PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=6)
+WIDER = WIDE._replace(consumer_pages=12, own=1, hinted=3, has=3)
+FEW_PAGES = BESIDE._replace(consumer_pages=2, loans=2)
+EVICTED = TWO_PRODUCERS._replace(only_faults=("evict",))
 
 
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        pytest.param(PrefixPlan(), PATIENT, 0, 10, id="no-fault"),
-        pytest.param(PrefixPlan(), PATIENT, 2, 2_000, id="two-faults"),
-        pytest.param(PrefixPlan(), SILENT, 1, 200, id="one-silence"),
-        pytest.param(PrefixPlan(hinted=4, own=1), PATIENT, 1, 250, id="less-than-was-told"),
-        pytest.param(PrefixPlan(has=1, own=1, hinted=3), PATIENT, 1, 150, id="nothing-more"),
-        pytest.param(PrefixPlan((ONE, ONE)), PATIENT, 1, 1_000, id="two-want-the-same"),
-        pytest.param(PrefixPlan((ONE, OTHER)), PATIENT, 0, 75, id="one-loan-at-once"),
-        pytest.param(
-            PrefixPlan((ONE, OTHER), consumer_pages=2, loans=2), PATIENT, 0, 40, id="pages-for-one"
-        ),
-        pytest.param(
-            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=6),
-            PATIENT,
-            1,
-            200,
-            id="windows-and-a-state",
-        ),
-        pytest.param(
-            TWO_PRODUCERS._replace(only_faults=("evict",)),
-            PATIENT,
-            1,
-            1_900,
-            id="one-of-two-producers",
-        ),
-        pytest.param(
-            ONE_GOES_ON, PATIENT, 1, 95_000, id="two-producers-any-fault", marks=pytest.mark.long
-        ),
-        pytest.param(
-            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=12, own=1, hinted=3, has=3),
-            PATIENT,
-            2,
-            2_000,
-            id="windows-and-states-two-faults",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            PrefixPlan(asynchronous=True),
-            PATIENT,
-            1,
-            2_000,
-            id="events-cross-commands",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            PrefixPlan((ONE, OTHER), loans=2),
-            PATIENT,
-            1,
-            3_000,
-            id="two-at-once-one-fault",
-            marks=pytest.mark.long,
-        ),
+        case("no-fault", PrefixPlan(), PATIENT, 0, 10),
+        case("two-faults", PrefixPlan(), PATIENT, 2, 2_000),
+        case("one-silence", PrefixPlan(), SILENT, 1, 200),
+        case("less-than-was-told", PrefixPlan(hinted=4, own=1), PATIENT, 1, 250),
+        case("nothing-more", PrefixPlan(has=1, own=1, hinted=3), PATIENT, 1, 150),
+        case("two-want-the-same", PrefixPlan((ONE, ONE)), PATIENT, 1, 1_000),
+        case("one-loan-at-once", BESIDE, PATIENT, 0, 75),
+        case("pages-for-one", FEW_PAGES, PATIENT, 0, 40),
+        case("windows-and-a-state", WIDE, PATIENT, 1, 200),
+        case("one-of-two-producers", EVICTED, PATIENT, 1, 1_900),
+        case("two-producers-any-fault", ONE_GOES_ON, PATIENT, 1, 95_000, long=True),
+        case("windows-and-states-two-faults", WIDER, PATIENT, 2, 2_000, long=True),
+        case("events-cross-commands", PrefixPlan(asynchronous=True), PATIENT, 1, 2_000, long=True),
+        case("two-at-once-one-fault", BESIDE._replace(loans=2), PATIENT, 1, 3_000, long=True),
     ],
 )
 def test_no_interleaving_of_fetches_breaks_an_invariant(
@@ -81,18 +49,15 @@ def test_no_interleaving_of_fetches_breaks_an_invariant(
     assert search_in(PrefixSimulation(plan, config), faults=faults).states > states
 
 
+FORGETFUL = ("read is late", "forget", "link breaks")
+
+
 @pytest.mark.parametrize(
     "only, free, states",
     [
         # What one needs is what it lends.
         pytest.param(("evict",), 2, 1_400, id="no-page-to-spare"),
-        pytest.param(
-            ("read is late", "forget", "link breaks"),
-            4,
-            4_200,
-            id="pages-for-both",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(FORGETFUL, 4, 4_200, id="pages-for-both", marks=pytest.mark.long),
         pytest.param((), 2, 38_000, id="any-fault", marks=pytest.mark.long),
     ],
 )

@@ -29,6 +29,8 @@ Rules 7 and 10 and the checks of violations have tests of their own. test_protoc
 rules 3, 5 and 8, with each break as a test.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.kvtransfer.search import PATIENT, SILENT, case, search
@@ -40,132 +42,66 @@ TWO = (0, 0)  # prefixes
 # A restart among two requests has five times as many states as all other faults together: in the
 # long ones.
 NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is late")
+TINY = Plan((3, 3), (0, 3), consumer_pages=2, producer_pages=1, admits=True, only_faults=NO_RESTART)
+SMALL = Plan((7, 3), (0, 3), consumer_pages=3, producer_pages=2, admits=True)
+WINDOWS = (None, 2, 5)
+MORE = Plan((7,), (4,), windows=(None, 5), state_pages=1, producer_state_pages=3)
+FEWER = Plan((7,), (4,), windows=(None, 5), state_pages=3, producer_state_pages=2)
+PRODUCERS = Plan((3,), (0,), producers=2, attempts=3)
+A_PAGE = replace(PRODUCERS, prompts=(1,), consumer_pages=1)
+
+
+def only(plan: Plan, *faults: str) -> Plan:
+    return replace(plan, only_faults=faults)
 
 
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        case("two-one-fault", Plan((3, 3), TWO, only_faults=NO_RESTART), PATIENT, 1, 35_000),
+        case("two-one-fault", only(Plan((3, 3), TWO), *NO_RESTART), PATIENT, 1, 35_000),
         case("two-one-fault-in-two-chunks", Plan((7, 3), TWO), PATIENT, 1, 160_000, long=True),
         case("one-silence", Plan((3,), (0,)), SILENT, 1, 1_000),
         case("one-two-silences", Plan((3,), (0,)), SILENT, 2, 44_000, long=True),
         case("two-one-silence", Plan((7, 3), TWO), SILENT, 1, 130_000, long=True),
-        case(
-            "full-prefix-hit-and-tiny-pools",
-            Plan(
-                (3, 3),
-                (0, 3),
-                consumer_pages=2,
-                producer_pages=1,
-                admits=True,
-                only_faults=NO_RESTART,
-            ),
-            PATIENT,
-            1,
-            20_000,
-            long=True,
-        ),
-        case(
-            "full-prefix-hit-and-small-pools",
-            Plan((7, 3), (0, 3), consumer_pages=3, producer_pages=2, admits=True),
-            PATIENT,
-            1,
-            100_000,
-            long=True,
-        ),
-        case("windows", Plan((7,), (4,), windows=(None, 2, 5)), PATIENT, 1, 1_000),
+        case("full-prefix-hit-and-tiny-pools", TINY, PATIENT, 1, 20_000, long=True),
+        case("full-prefix-hit-and-small-pools", SMALL, PATIENT, 1, 100_000, long=True),
+        case("windows", Plan((7,), (4,), windows=WINDOWS), PATIENT, 1, 1_000),
         case(
             "windows-and-a-prompt-of-one-token",
-            Plan((7, 1), (4, 0), windows=(None, 2, 5), only_faults=NO_RESTART),
-            PATIENT,
-            1,
-            35_000,
+            *(only(Plan((7, 1), (4, 0), windows=WINDOWS), *NO_RESTART), PATIENT, 1, 35_000),
             long=True,
         ),
         case("windows-of-a-full-hit", Plan((9,), (9,), windows=(None, 5)), PATIENT, 1, 1_000),
         case("windows-and-no-full-table", Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000),
         case("states", Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000),
-        case(
-            "more-pages-of-a-state-at-the-producer",
-            Plan((7,), (4,), windows=(None, 5), state_pages=1, producer_state_pages=3),
-            PATIENT,
-            1,
-            1_000,
-        ),
-        case(
-            "fewer-pages-of-a-state-at-the-producer",
-            Plan((7,), (4,), windows=(None, 5), state_pages=3, producer_state_pages=2),
-            PATIENT,
-            1,
-            900,
-        ),
+        case("more-pages-of-a-state-at-the-producer", MORE, PATIENT, 1, 1_000),
+        case("fewer-pages-of-a-state-at-the-producer", FEWER, PATIENT, 1, 900),
         case("state-of-a-full-hit", Plan((9,), (9,), state_pages=1), PATIENT, 1, 1_000),
         case(
             "windows-and-state-of-one-token",
-            Plan((1,), (0,), windows=(None, 5), state_pages=1),
-            PATIENT,
-            1,
-            500,
+            *(Plan((1,), (0,), windows=(None, 5), state_pages=1), PATIENT, 1, 500),
         ),
         case(
             "events-cross-commands",
-            Plan((7,), (0,), asynchronous=True),
-            PATIENT,
-            1,
-            17_000,
+            *(Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000),
             long=True,
         ),
         case("commands-cross-events", Plan((7,), (0,), late_producer=True), PATIENT, 1, 13_000),
         case(
             "two-producers-one-fault",
-            Plan((3,), (0,), producers=2, attempts=3, only_faults=("read is late", "fail", "cut")),
-            PATIENT,
-            1,
-            18_000,
+            *(only(PRODUCERS, "read is late", "fail", "cut"), PATIENT, 1, 18_000),
         ),
         case(
             "two-producers-and-a-page",
-            Plan(
-                (1,),
-                (0,),
-                consumer_pages=1,
-                producers=2,
-                attempts=3,
-                only_faults=("read is late", "fail", "link breaks"),
-            ),
-            PATIENT,
-            2,
-            33_000,
+            *(only(A_PAGE, "read is late", "fail", "link breaks"), PATIENT, 2, 33_000),
             long=True,
         ),
-        case(
-            "two-producers-any-fault",
-            Plan((3,), (0,), producers=2, attempts=3),
-            PATIENT,
-            1,
-            100_000,
-            long=True,
-        ),
-        case(
-            "two-producers-one-silence",
-            Plan((3,), (0,), producers=2, attempts=3),
-            SILENT,
-            1,
-            120_000,
-            long=True,
-        ),
+        case("two-producers-any-fault", PRODUCERS, PATIENT, 1, 100_000, long=True),
+        case("two-producers-one-silence", PRODUCERS, SILENT, 1, 120_000, long=True),
         case(
             "two-producers-two-faults",
-            Plan(
-                (3,),
-                (0,),
-                producers=2,
-                attempts=3,
-                only_faults=("read is late", "link breaks", "fail", "cancel"),
-            ),
-            PATIENT,
-            2,
-            140_000,
+            only(PRODUCERS, "read is late", "link breaks", "fail", "cancel"),
+            *(PATIENT, 2, 140_000),
             long=True,
         ),
     ],
@@ -174,41 +110,28 @@ def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
     assert search(plan, config, faults=faults).states > states
 
 
+NIGHTLY = pytest.mark.nightly
+BOTH = Plan((3, 3), TWO)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "plan, faults, states",
     [
-        pytest.param(Plan((3,), (0,), only_faults=NO_RESTART), 3, 110_000, id="one-three-faults"),
-        pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks"),
+        pytest.param(only(Plan((3,), (0,)), *NO_RESTART), 3, 110_000, id="one-three-faults"),
+        pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks", marks=NIGHTLY),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
-            2,
-            130_000,
-            id="links-and-cancels",
+            only(BOTH, "link breaks", "read is late", "cancel"), 2, 130_000, id="links-and-cancels"
+        ),
+        pytest.param(only(BOTH, "cut", "cancel"), 2, 440_000, id="cuts-and-cancels", marks=NIGHTLY),
+        pytest.param(only(BOTH, "cut", "tick"), 2, 280_000, id="cuts-and-deadlines", marks=NIGHTLY),
+        pytest.param(
+            only(BOTH, "fail", "cancel", "stop"), 2, 210_000, id="both-let-go", marks=NIGHTLY
         ),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("cut", "cancel")),
-            2,
-            440_000,
-            id="cuts-and-cancels",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            Plan((3, 3), TWO, only_faults=("cut", "tick")), 2, 280_000, id="cuts-and-deadlines"
-        ),
-        pytest.param(
-            Plan((3, 3), TWO, only_faults=("fail", "cancel", "stop")), 2, 210_000, id="both-let-go"
-        ),
-        pytest.param(
-            Plan(
-                (3,),
-                (0,),
-                asynchronous=True,
-                only_faults=("cut", "fail", "cancel", "stop", "tick"),
-            ),
-            2,
-            130_000,
+            only(Plan((3,), (0,), asynchronous=True), "cut", "fail", "cancel", "stop", "tick"),
+            *(2, 130_000),
             id="events-cross-commands",
         ),
     ],

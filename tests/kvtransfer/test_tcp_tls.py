@@ -213,12 +213,7 @@ def test_producers_and_consumers_that_do_not_agree_say_so(ends, producers, consu
 
 @pytest.mark.parametrize(
     "encrypt, tls, encrypted",
-    [
-        ("auto", False, False),
-        ("auto", True, True),
-        ("on", False, True),
-        ("off", True, False),
-    ],
+    [("auto", False, False), ("auto", True, True), ("on", False, True), ("off", True, False)],
 )
 def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypted):
     config = TransferConfig.model_validate({"encrypt": encrypt})

@@ -24,9 +24,7 @@ from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.frontend_messages import PairInput, PairOpened
 from kvtransfer.messages import (
-    CancelHandoff,
     GrantHandoff,
-    HandoffFailed,
     HandoffId,
     OpenHandoff,
     PagesReleased,
@@ -35,10 +33,8 @@ from kvtransfer.messages import (
 )
 from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
 from kvtransfer.ports import (
-    CancelCommand,
     ClosedEvent,
     CompletedEvent,
-    FailCommand,
     FailedEvent,
     FirstTokenEvent,
     GrantCommand,
@@ -48,7 +44,6 @@ from kvtransfer.ports import (
     ProducerDown,
     ProducerUp,
     PublishCommand,
-    QueuedCommand,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
@@ -298,79 +293,6 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
     assert sum(seconds.counts) == 2 and seconds.total > 0
 
 
-def test_two_handoffs_at_once_land_in_their_own_pages(rig):
-    for id, pages in ((ID, (1, 2)), (OTHER, (3, 4))):
-        rig.begin(id, pages)
-    rig.publish_last(OTHER)
-    rig.publish_last(ID)
-    events = [rig.consumer.next(object) for _ in range(6)]
-    assert {event.id for event in events if isinstance(event, CompletedEvent)} == {ID, OTHER}
-    assert rig.landed(9, 5, 9, 5)
-
-
-def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig):
-    rig.begin()
-    rig.pump.cut(1)
-    rig.consumer.next(ProducerDown)
-    lost = rig.consumer.next(FailedEvent)
-    assert lost.retryable and lost.may_return
-    rig.consumer.next(ReadsEndedEvent)
-    assert not rig.producer.next(ClosedEvent).held
-    # A new stream starts afresh, with a link of its own.
-    rig.pair()
-    rig.hand_over(OTHER)
-    assert rig.consumer.next(CompletedEvent).id == OTHER
-
-
-def test_a_cancel_frees_the_producer_at_once_and_the_consumer_after_its_read(rig):
-    faults = rig.producers["loopback"].faults
-    faults.freeze()
-    rig.begin()
-    assert faults.wait_until_resting(1, WAIT_S)
-    rig.consumer.post(CancelCommand(ID, "client"))
-    assert rig.producer.next(ClosedEvent).reason == "cancelled: client"
-    assert rig.consumer.transfer.take() == []  # its read may still land
-    faults.release()
-    assert rig.consumer.next(ReadsEndedEvent).id == ID
-
-
-def test_a_producer_that_lets_go_is_heard_and_nothing_is_held(rig):
-    rig.open()
-    rig.grant()
-    rig.producer.post(QueuedCommand(rig.serials[ID], 7, 0))
-    rig.producer.post(FailCommand(rig.serials[ID], "out of pages", False))
-    rig.producer.next(ClosedEvent)
-    rig.consumer.next(object)  # admitted
-    assert rig.consumer.next(FailedEvent) == FailedEvent(ID, "out of pages", False)
-    rig.consumer.next(ReadsEndedEvent)
-
-
-def test_the_budget_ends_it_on_both_sides(rig):
-    rig.open(budget_s=3.0)  # on a machine that may be busy for two of them
-    assert not rig.consumer.next(FailedEvent).retryable
-    assert not rig.producer.next(ClosedEvent).held
-    rig.pump.wait(lambda: any(isinstance(m, CancelHandoff | HandoffFailed) for m in rig.pump.sent))
-
-
-def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(make_rig):
-    rig = make_rig(TransferConfig(read_timeout_s=1.0))
-    rig.pair()
-    faults = rig.producers["loopback"].faults
-    faults.freeze()
-    rig.begin()
-    assert faults.wait_until_resting(1, WAIT_S)
-    torn = rig.landing.pages[1].copy()
-    rig.begin(OTHER, (3, 4))
-    rig.publish_last(OTHER)
-    heard = {type(event): event for event in (rig.consumer.next(object) for _ in range(3))}
-    assert heard[FirstTokenEvent].id == OTHER
-    assert heard[FailedEvent] == FailedEvent(ID, "a read passed its deadline", True)
-    assert heard[ReadsEndedEvent].id == ID
-    faults.release()
-    assert rig.consumer.next(CompletedEvent).id == OTHER  # over the link's successor
-    assert (rig.landing.pages[1] == torn).all()
-
-
 def test_a_producer_that_dies_costs_its_handoffs_and_not_the_consumer(rig):
     rig.begin()
     rig.producer.transfer.stop(WAIT_S)
@@ -409,11 +331,6 @@ def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_consumer):
     rig.pump.wait(lambda: beats[as_consumer] > still + 1)
 
 
-def test_done_of_what_the_producer_does_not_know_is_not_held(rig):
-    rig.pump.say(1, ReadsDone(ID), to_consumer=False)
-    rig.pump.wait(lambda: PagesReleased(ID, False) in rig.pump.sent)
-
-
 def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
     rig.open()
     rig.pump.say(1, PagesReleased(ID, True), to_consumer=True)
@@ -423,14 +340,6 @@ def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert rig.pump.ended[1].refused
     rig.pair()
-
-
-def test_nodes_that_do_not_fit_are_refused_field_by_field(make_rig):
-    rig = make_rig(model="another")
-    rig.pump.connect()
-    rig.pump.wait(lambda: 1 in rig.pump.ended)
-    assert rig.pump.ended[1].refused
-    assert "model is 'toy' here and 'another' there." in rig.pump.ended[1].reason
 
 
 class NoPath:

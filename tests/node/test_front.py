@@ -61,11 +61,7 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
         for rank in described.ranks
     ]
     engine = described.pids[1]
-    assert ranks == [
-        (0, engine, "cuda:2", 5, 0),
-        (1, 21, "cuda:3", 7, 2),
-        (2, 22, "cuda:0", 0, 0),
-    ]
+    assert ranks == [(0, engine, "cuda:2", 5, 0), (1, 21, "cuda:3", 7, 2), (2, 22, "cuda:0", 0, 0)]
     members = [
         (member.rank, member.producer_rank, member.path, member.gib_per_s)
         for member in described.links[0].members

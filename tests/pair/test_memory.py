@@ -6,8 +6,6 @@ import shutil
 import pytest
 
 from common.pausing import PauseMode
-from common.request import PrefixHint
-from kvtransfer.messages import ReadsDone
 from node.messages import (
     ContinueGeneration,
     PauseGeneration,
@@ -16,7 +14,6 @@ from node.messages import (
     ResumeMemory,
 )
 from tests.pair.test_pauses import call_node, computes_nothing, one_runs, resumed
-from tests.pair.test_prefixes import TWO, answered, prompt, rig_of
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
 
 __all__ = ["greedy", "rig", "shelf"]  # fixtures
@@ -75,31 +72,6 @@ def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
     taken_again(rig, tags=("weights",))
     rig.run()
     assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
-
-
-def test_what_is_lent_is_not_given_back_before_its_consumer_is_done(known):
-    with rig_of(known, prefill=TWO) as rig:
-        lender, _ = rig.prefill
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, prefill=[0]))
-        rig.flush(rig.decode[0])
-        rig.wires.hold_back(ReadsDone)
-        hint = PrefixHint(lender.front.address, 96)
-        asked = rig.ask([*prompt(100), *prompt(30, 7)], 5, prefill=[1], prefix_hints=[hint])
-        rig.until(lambda: lender.pages("publication"), "it is lent")
-        pause(rig, lender)
-        answers, before = lender.router.answers, len(lender.router.answers)
-        rig.tell(lender, ReleaseMemory(("kv_cache",)))
-        assert computes_nothing(rig) and len(answers) == before
-        assert lender.pages("publication") and lender.engine.pool.tensor.any()
-
-        rig.wires.let_go()
-        rig.until(lambda: len(answers) > before, "it is given back")
-        assert not answers[-1].error and not lender.engine.pool.tensor.any()
-        answered(rig, known, asked)
-        assert rig.prefill[1].count("prefix_fetches/completed") == 1
-        taken_again(rig, lender, tags=("kv_cache",))
-        resumed(rig, lender)
 
 
 def test_who_is_paused_meanwhile_stays_so(rig):

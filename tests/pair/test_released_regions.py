@@ -9,13 +9,11 @@ from contextlib import contextmanager
 import pytest
 
 from common.config import PrefixSharingConfig
-from common.pausing import PauseMode
 from common.request import PrefixHint
 from kvtransfer.messages import OpenHandoff, ReadsDone
 from kvtransfer.transfer import sides
 from node.messages import (
     ContinueGeneration,
-    PauseGeneration,
     PrepareRole,
     ReleaseMemory,
     ResumeMemory,
@@ -136,18 +134,6 @@ def test_peers_are_gone_before_memory_is_and_come_back_after_it(rig, log):
         assert "connect" in log[log.index("serve") :]
 
 
-def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
-    rig.until_free()
-    released(rig)
-    late = rig.ask(PROMPT, 8)
-    assert computes_nothing(rig) and not late.ended
-    taken_again(rig, tags=("weights",))
-    assert computes_nothing(rig) and not late.ended
-    taken_again(rig, tags=("kv_cache",))
-    rig.run()
-    assert late.tokens == greedy("old", PROMPT, 8)
-
-
 def test_a_second_release_and_a_second_allocation_are_no_error(rig, log, greedy):
     released(rig)
     log.clear()
@@ -239,12 +225,3 @@ def test_links_that_do_not_end_leave_the_memory_and_the_pairs(rig, log, greedy, 
     goes_on.set()
     rig.until_paired()
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
-
-
-def test_a_paused_node_stays_so(rig):
-    (node,) = rig.decode
-    released(rig, node)
-    assert not call_node(rig, node, PauseGeneration(PauseMode("retract"))).fresh
-    taken_again(rig, node)
-    assert node.role.scheduler.paused
-    resumed(rig, node)

@@ -158,8 +158,8 @@ class Walk:
     "seed, pauses",
     [
         (0, False),
-        *(pytest.param(seed, False, marks=pytest.mark.long) for seed in range(1, 10)),
-        *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(10, 30)),
+        *(pytest.param(seed, False, marks=pytest.mark.long) for seed in range(1, 5)),
+        *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(10, 20)),
     ],
 )
 def test_every_request_ends_once_and_rightly(known, seed, pauses):

@@ -403,8 +403,7 @@ def test_decode_nodes_alike_in_all_take_turns(rig):
 
 
 @pytest.mark.parametrize(
-    "slow, fast",
-    [((("tcp", 2.0),), (("rdma", 20.0),)), ((("tcp", 0.0),), (("nvlink", 0.0),))],
+    "slow, fast", [((("tcp", 2.0),), (("rdma", 20.0),)), ((("tcp", 0.0),), (("nvlink", 0.0),))]
 )
 def test_of_decode_nodes_about_equally_full_the_one_with_the_faster_link_is_taken(rig, slow, fast):
     rig.choices = [linked("d0", *slow), linked("d1", *fast)]

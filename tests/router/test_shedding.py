@@ -104,8 +104,7 @@ async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model):
 
 
 @pytest.mark.parametrize(
-    "told_s, retry_after",
-    [(6.5, "7"), (math.nan, "1"), (math.inf, "1"), (-5.0, "1"), (1e12, "1")],
+    "told_s, retry_after", [(6.5, "7"), (math.nan, "1"), (math.inf, "1"), (-5.0, "1"), (1e12, "1")]
 )
 async def test_a_nodes_own_refusal_says_when_to_come_again_if_that_can_be(
     model, told_s, retry_after

@@ -121,12 +121,7 @@ def test_prompts_wait_as_in_a_queue_with_one_server(tmp_path: Path, nodes: dict[
         options = {"engine.scheduler.max_prefill_requests": 1}
         report, arrivals = run(
             tmp_path,
-            cluster={
-                "gpu": gpu(tmp_path, service_s),
-                "model": MODEL,
-                "options": options,
-                **nodes,
-            },
+            cluster={"gpu": gpu(tmp_path, service_s), "model": MODEL, "options": options, **nodes},
             load={"rate": IN_ORDER.rate, "input": 100, "output": 1, "requests": 300},
             seed=seed,
         )

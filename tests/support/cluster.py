@@ -20,14 +20,13 @@ import sys
 import time
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -390,20 +389,6 @@ class Cluster:
         self._router = self._child(self._programs[0])
         async with asyncio.timeout(START_S):
             await self._until_serving(self._programs[0])
-
-    @asynccontextmanager
-    async def second_router(self) -> AsyncIterator[tuple[str, ChildProcess]]:
-        """One more of the same nodes, which is ready: its address and its program. Killed when the
-        block is left."""
-        program = self._router_program("second router", *free_ports(2))
-        child = self._child(program)
-        try:
-            async with asyncio.timeout(START_S):
-                await self._until_serving(program)
-            yield program.address, child
-        finally:
-            child.send(signal.SIGKILL)
-            await child.ended()
 
     async def join(self, role: str) -> Node:
         """Starts one more node, and tells the router of it once it serves."""

@@ -122,10 +122,7 @@ class GroupNode:
 
 @contextlib.contextmanager
 def running(
-    size: int,
-    directory: Path,
-    config_of: Callable[[], EngineConfig],
-    timeout_s: float = PATIENCE_S,
+    size: int, directory: Path, config_of: Callable[[], EngineConfig], timeout_s: float = PATIENCE_S
 ) -> Iterator[list[GroupNode]]:
     """Run the nodes of a group. A failure of one is raised at the end."""
     wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(size)]

@@ -240,11 +240,7 @@ class LoopbackBackend:
         return producer
 
     def connect(
-        self,
-        description: bytes,
-        remote: RemotePool,
-        pool: PagePool,
-        moves: Moves | None = None,
+        self, description: bytes, remote: RemotePool, pool: PagePool, moves: Moves | None = None
     ) -> LoopbackConnection:
         _check_host_memory(pool)
         reads = ReadMap(remote, pool, moves)

@@ -111,10 +111,7 @@ async def test_only_decode_nodes_that_have_it_are_asked(model):
 async def test_what_is_loaded_is_loaded_on_all_nodes_and_known_when_that_is_said(pair):
     prefill, decode = pair.prefill, pair.decode
     done = await pair.post(LOAD, lora_name="sql", lora_path="a/b")
-    assert (done.status, done.body) == (
-        200,
-        b"Success: LoRA adapter 'sql' added successfully.",
-    )
+    assert (done.status, done.body) == (200, b"Success: LoRA adapter 'sql' added successfully.")
     assert prefill.adapters == decode.adapters == pair.router.cluster.adapters.by_name()
     again = await pair.client.stub.LoadAdapter(
         router_pb2.LoadAdapterRequest(name="sql", path="a/b")

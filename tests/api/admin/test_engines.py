@@ -208,41 +208,40 @@ async def test_all_nodes_are_profiled_and_say_where_their_traces_are(pair):
     }
 
 
-@pytest.mark.parametrize(
-    "path, asked, param",
-    [
-        (PAUSE, {"mode": "wait"}, "mode"),
-        (PAUSE, {"mode": 1}, "mode"),
-        (PAUSE, {"mod": "abort"}, "mod"),
-        (CONTINUE, {"mode": "abort"}, "mode"),
-        *[
-            (path, {"tags": tags}, "tags")
-            for path in (RELEASE, RESUME)
-            for tags in (["cuda_graph"], ["weights"] * 9, "weights")
-        ],
-        (START_PROFILE, {"num_steps": 0}, "num_steps"),
-        (START_PROFILE, {"num_steps": 1001}, "num_steps"),
-        (START_PROFILE, {"output_dir": "/tmp"}, "output_dir"),
-        (START_PROFILE, {"with_stack": True}, "with_stack"),
-        (UPDATE, {}, "model_path"),
-        (UPDATE, {"model_path": ""}, "model_path"),
-        (UPDATE, {"model_path": "x" * 1025}, "model_path"),
-        (UPDATE, {"model_path": "x", "load_format": "gguf"}, "load_format"),
-        (UPDATE, {"model_path": "x", "flush_cache": False}, "flush_cache"),
-        (UPDATE, {"model_path": "x", "weight_version": "7"}, "weight_version"),
-        (LOAD, {"lora_path": "a"}, "lora_name"),
-        (LOAD, {"lora_name": "x"}, "lora_path"),
-        (LOAD, {"lora_name": "", "lora_path": "a"}, "lora_name"),
-        (LOAD, {"lora_name": "-x", "lora_path": "a"}, "lora_name"),
-        (LOAD, {"lora_name": "x" * 129, "lora_path": "a"}, "lora_name"),
-        (LOAD, {"lora_name": "x=y", "lora_path": "a"}, "lora_name"),
-        (LOAD, {"lora_name": "x", "lora_path": "a" * 1025}, "lora_path"),
-        (LOAD, {"lora_name": "x", "lora_path": "a", "load_inplace": True}, "load_inplace"),
+INVALID = [
+    (PAUSE, {"mode": "wait"}, "mode"),
+    (PAUSE, {"mode": 1}, "mode"),
+    (PAUSE, {"mod": "abort"}, "mod"),
+    (CONTINUE, {"mode": "abort"}, "mode"),
+    *[
+        (path, {"tags": tags}, "tags")
+        for path in (RELEASE, RESUME)
+        for tags in (["cuda_graph"], ["weights"] * 9, "weights")
     ],
-    ids=lambda value: str(value)[:40],
-)
-async def test_an_invalid_command_is_refused_by_name_and_reaches_no_node(api, path, asked, param):
-    assert await api.refused(path, **asked) == (400, param)
-    node = api.node
-    assert not (node.paused or node.away or node.prepared or node.adapters)
-    assert node.profiled is None
+    (START_PROFILE, {"num_steps": 0}, "num_steps"),
+    (START_PROFILE, {"num_steps": 1001}, "num_steps"),
+    (START_PROFILE, {"output_dir": "/tmp"}, "output_dir"),
+    (START_PROFILE, {"with_stack": True}, "with_stack"),
+    (UPDATE, {}, "model_path"),
+    (UPDATE, {"model_path": ""}, "model_path"),
+    (UPDATE, {"model_path": "x" * 1025}, "model_path"),
+    (UPDATE, {"model_path": "x", "load_format": "gguf"}, "load_format"),
+    (UPDATE, {"model_path": "x", "flush_cache": False}, "flush_cache"),
+    (UPDATE, {"model_path": "x", "weight_version": "7"}, "weight_version"),
+    (LOAD, {"lora_path": "a"}, "lora_name"),
+    (LOAD, {"lora_name": "x"}, "lora_path"),
+    (LOAD, {"lora_name": "", "lora_path": "a"}, "lora_name"),
+    (LOAD, {"lora_name": "-x", "lora_path": "a"}, "lora_name"),
+    (LOAD, {"lora_name": "x" * 129, "lora_path": "a"}, "lora_name"),
+    (LOAD, {"lora_name": "x=y", "lora_path": "a"}, "lora_name"),
+    (LOAD, {"lora_name": "x", "lora_path": "a" * 1025}, "lora_path"),
+    (LOAD, {"lora_name": "x", "lora_path": "a", "load_inplace": True}, "load_inplace"),
+]
+
+
+async def test_an_invalid_command_is_refused_by_name_and_reaches_no_node(api):
+    for path, asked, param in INVALID:
+        assert await api.refused(path, **asked) == (400, param)
+        node = api.node
+        assert not (node.paused or node.away or node.prepared or node.adapters)
+        assert node.profiled is None

@@ -215,10 +215,7 @@ def to_messages(content: bytes) -> tuple[str, dict[str, Any]]:
     data = base64.b64encode(content).decode()
     blocks = [
         {"type": "text", "text": "What is this?"},
-        {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/png", "data": data},
-        },
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
     ]
     return "/v1/messages", {"max_tokens": 8, "messages": [{"role": "user", "content": blocks}]}
 
@@ -311,25 +308,24 @@ async def test_the_same_image_has_the_same_tokens_and_another_has_others(api):
     assert len(asked[0].token_ids) == len(asked[2].token_ids)
 
 
-@pytest.mark.parametrize(
-    "parts, reason",
-    [
-        ([part(encoded(drawn(8, 8)))] * 4, "4 images, 3 allowed"),
-        ([part(b"no image at all")], "expected PNG, JPEG, WEBP, GIF"),
-        ([part(encoded(drawn(40, 40))[:400])], "damaged"),
-        ([part(encoded(drawn(10, 2500)))], "times as long"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "base64"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "base64"),
-        (
-            [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
-            "images.allow-urls",
-        ),
-        ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
-    ],
-    ids=["many", "none", "damaged", "long", "no_base64", "bad_base64", "address", "own_mark"],
-)
-async def test_what_cannot_be_is_refused_by_name(api, parts, reason):
-    assert reason in await refused(api, *parts)
+WRONG = [
+    ([part(encoded(drawn(8, 8)))] * 4, "4 images, 3 allowed"),
+    ([part(b"no image at all")], "expected PNG, JPEG, WEBP, GIF"),
+    ([part(encoded(drawn(40, 40))[:400])], "damaged"),
+    ([part(encoded(drawn(10, 2500)))], "times as long"),
+    ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "base64"),
+    ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "base64"),
+    (
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        "images.allow-urls",
+    ),
+    ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
+]
+
+
+async def test_what_cannot_be_is_refused_by_name(api):
+    for parts, reason in WRONG:
+        assert reason in await refused(api, *parts)
 
 
 async def test_all_images_of_a_request_fit_into_the_context(model):

@@ -206,8 +206,7 @@ async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint,
 
 async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api, wire):
     await wire.post(
-        CHAT,
-        {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}},
+        CHAT, {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
     )
     number = (await api.node.submitted()).number
     api.node.say({number: ids(" one")})
@@ -227,12 +226,7 @@ async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api
         }
     ]
     assert second["choices"] == [
-        {
-            "index": 0,
-            "delta": {"content": " two"},
-            "finish_reason": "length",
-            "logprobs": None,
-        }
+        {"index": 0, "delta": {"content": " two"}, "finish_reason": "length", "logprobs": None}
     ]
     assert (first["usage"], second["usage"], last["choices"]) == (None, None, [])
     num_answer = len(ids(" one")) + len(ids(" two"))
@@ -296,10 +290,7 @@ async def test_a_prediction_that_is_none_is_refused_by_its_name(api, prediction,
 async def test_openais_own_client_reads_a_stream(api):
     stream = asyncio.create_task(
         api.client.chat.completions.create(
-            model=api.model,
-            messages=HELLO,
-            stream=True,
-            stream_options={"include_usage": True},
+            model=api.model, messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
     )
     number = (await api.node.submitted()).number
@@ -351,12 +342,7 @@ async def test_a_stop_ends_the_answer_on_both_sides(api, fields):
 
 async def test_every_prompt_of_a_list_has_its_choices_in_order(api):
     asking = asyncio.create_task(
-        api.client.completions.create(
-            model=api.model,
-            prompt=["a", "b c"],
-            n=2,
-            seed=7,
-        )
+        api.client.completions.create(model=api.model, prompt=["a", "b c"], n=2, seed=7)
     )
     submits = [await api.node.submitted() for _ in range(4)]
     by_index = {submit.request_id.split("-")[1]: submit for submit in submits}

@@ -253,42 +253,39 @@ async def test_a_client_that_leaves_takes_its_calls_with_it(rig):
     await eventually(lambda: not rig.router.admission.num_live)
 
 
-@pytest.mark.parametrize(
-    "path, fields, said",
-    [
-        (EMBEDDINGS, {}, "input"),
-        (EMBEDDINGS, {"input": []}, "input is empty"),
-        (EMBEDDINGS, {"input": ["a", 5]}, "input mixes"),
-        (EMBEDDINGS, {"input": [[]]}, "empty"),
-        (EMBEDDINGS, {"input": ["a"] * 2049}, "2048 allowed"),
-        (EMBEDDINGS, {"input": [5] * CONTEXT_LENGTH}, "takes prompts of at most"),
-        (EMBEDDINGS, {"input": [VOCABULARY_SIZE]}, "out of the vocabulary"),
-        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
-        (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        (EMBEDDINGS, {"input": "a", "cache_salt": ""}, "cache_salt is empty"),
-        (EMBEDDINGS, {"input": "a", "model": "other"}, "there is no model"),
-        ("/v1/score", {"text_1": "a"}, "text_2 is missing"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_2"),
-        ("/v1/score", ONE_ITEM, "label_token_ids is missing"),
-        ("/v1/score", {"query": "a", "items": [[5]], "label_token_ids": [1]}, "both texts"),
-        ("/v1/score", {**ONE_ITEM, "label_token_ids": [VOCABULARY_SIZE]}, "label_token_ids"),
-        ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct is not supp"),
-    ],
-)
-async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(rig, path, fields, said):
-    answer = await rig.post(path, **fields)
-    assert answer.status in (400, 404)
-    assert said in answer.error["message"]
-    assert not rig.calls
+WRONG = [
+    (EMBEDDINGS, {}, "input"),
+    (EMBEDDINGS, {"input": []}, "input is empty"),
+    (EMBEDDINGS, {"input": ["a", 5]}, "input mixes"),
+    (EMBEDDINGS, {"input": [[]]}, "empty"),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, "2048 allowed"),
+    (EMBEDDINGS, {"input": [5] * CONTEXT_LENGTH}, "takes prompts of at most"),
+    (EMBEDDINGS, {"input": [VOCABULARY_SIZE]}, "out of the vocabulary"),
+    (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
+    (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    (EMBEDDINGS, {"input": "a", "cache_salt": ""}, "cache_salt is empty"),
+    (EMBEDDINGS, {"input": "a", "model": "other"}, "there is no model"),
+    ("/v1/score", {"text_1": "a"}, "text_2 is missing"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_2"),
+    ("/v1/score", ONE_ITEM, "label_token_ids is missing"),
+    ("/v1/score", {"query": "a", "items": [[5]], "label_token_ids": [1]}, "both texts"),
+    ("/v1/score", {**ONE_ITEM, "label_token_ids": [VOCABULARY_SIZE]}, "label_token_ids"),
+    ("/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct is not supp"),
+]
+
+
+async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(rig):
+    for path, fields, said in WRONG:
+        answer = await rig.post(path, **fields)
+        assert answer.status in (400, 404)
+        assert said in answer.error["message"]
+        assert not rig.calls
 
 
 async def test_a_router_without_prefill_nodes_says_that_it_has_none(node, router):
-    for path, fields in (
-        (EMBEDDINGS, {"input": "a"}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
-    ):
+    for path, fields in ((EMBEDDINGS, {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})):
         refused = await post(router.http_port, path, fields)
         assert refused.status == 400
         assert "made by prefill nodes, and this router has none" in refused.error["message"]

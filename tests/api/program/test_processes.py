@@ -125,19 +125,15 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
         await rig.ends()
 
 
-@pytest.mark.parametrize(
-    "flag, words, second",
-    [
-        ("--port", "baton serve router: --port: cannot listen", "1"),
-        ("--http-port", "baton serve router: --http-port: cannot", "2"),
-    ],
-)
-def test_another_router_on_the_port_of_several_is_one_clear_line(start, flag, words, second):
-    taken = str(Rig(start).port("address" if flag == "--port" else "http"))
-    other = start(flag, taken, "--processes", second)
-    assert other.exit_code() == 2
-    assert other.output.splitlines()[-1].startswith(words)
-    assert "Traceback" not in other.output
+def test_another_router_on_a_port_of_several_is_one_clear_line(start):
+    rig = Rig(start)
+    for flag, field, processes in (("--port", "address", "1"), ("--http-port", "http", "2")):
+        other = start(flag, str(rig.port(field)), "--processes", processes)
+        assert other.exit_code() == 2
+        assert other.output.splitlines()[-1].startswith(
+            f"baton serve router: {flag}: cannot listen"
+        )
+        assert "Traceback" not in other.output
 
 
 def test_what_no_process_can_start_with_is_said_once(start, tmp_path):

@@ -120,10 +120,7 @@ async def test_a_key_may_be_more_or_less_urgent_than_others(model, tmp_path):
     async with served(model, clients=clients) as (_, node, router):
         for name, priority in (("alice", 5), ("bob", -5)):
             asked = post(
-                router.http_port,
-                "/v1/completions",
-                {"prompt": "x"},
-                authorization=bearer(name),
+                router.http_port, "/v1/completions", {"prompt": "x"}, authorization=bearer(name)
             )
             answer = asyncio.create_task(asked)
             assert (await _submitted(node)).priority == priority

@@ -22,11 +22,7 @@ ROLES = ("prefill", "decode", "encode")
 
 def moving(gauges=None, distributions=None, links=()):
     return EngineStats(
-        steps=1,
-        gauges=gauges or {},
-        state="ready",
-        links=links,
-        distributions=distributions or {},
+        steps=1, gauges=gauges or {}, state="ready", links=links, distributions=distributions or {}
     )
 
 

@@ -20,10 +20,7 @@ assert streamed.content[1].input == used.input, streamed
 assert streamed.stop_reason == "tool_use"
 messages += [
     {"role": "assistant", "content": message.content},
-    {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "42"}],
-    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "42"}]},
 ]
 assert client.messages.create(**asked, messages=messages).content[-1].text == "It is 42."
 
