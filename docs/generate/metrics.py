@@ -93,7 +93,7 @@ The label `queue` of `baton_queue_requests` has these values:
 |---|---|---|
 | prefill and decode | `waiting` | wait for the computation of their prompt |
 | prefill and decode | `chunked` | have a prompt that is partly computed |
-| prefill and decode | `on_device` | are in the current chunk or the running batch |
+| prefill and decode | `on_device` | are computed now: in the current chunk or the running batch |
 | prefill and decode | `grammar` | wait for the compilation of their grammar |
 | prefill and decode | `adapter` | wait for a slot for their LoRA adapter |
 | prefill and decode | `offload_load` | wait for their prefix from an [offload tier](tiers.md) |
