@@ -15,6 +15,7 @@ from router import metrics as router
 
 FILE = Path(__file__).parents[1] / "metrics.md"
 _LISTED = 32  # values of a label
+_EXPLAINED = ("path", "queue")  # labels whose values the head of the page explains
 _HEAD = """# Metrics
 
 Use these Prometheus metrics for dashboards, alerts and capacity planning. Every process with
@@ -56,6 +57,8 @@ https://HOST/PATH`.
 
 - **Units** are base units, such as seconds and bytes. Counters end with `_total`. A histogram has
   `_bucket`, `_sum` and `_count`.
+- **Data paths.** The label `path` is the data path of a link: `nvlink`, `cuda_ipc`, `rdma`, `cma`
+  or `tcp`.
 - **Labels** have fixed values, without addresses or request ids. Only `key` has other values: the
   names in the present file of `--api-keys`.
 - **Series** exist from the start with the value 0, so that the first failure is visible as an
@@ -150,7 +153,9 @@ def _with_values(declared: MetricDeclaration) -> str:
 def _labels(declared: MetricDeclaration) -> str:
     shown = []
     for name, values in declared.labels.items():
-        is_explained = values and all(f". {value}: " in declared.help for value in values)
+        is_explained = name in _EXPLAINED or (
+            values and all(f". {value}: " in declared.help for value in values)
+        )
         shown.append(f"`{name}`" if is_explained else f"`{name}`: {_values(values)}")
     return "<br>".join(shown)
 
