@@ -269,7 +269,8 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_weight_read_seconds": counter(
         "baton_weight_read_seconds",
-        "Total seconds of these reads, including the checksums, without the update itself.",
+        "Total seconds of the reads in baton_weight_reads_total, including the checksums, "
+        "without the update itself.",
     ),
     "total_prompt_token_ways": counter(
         "baton_prompt_tokens_by_source",
@@ -304,7 +305,8 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_read_descriptors": counter(
         "baton_handoff_read_descriptors",
-        "Total transfer descriptors of these reads. One descriptor is a page or a part of a page.",
+        "Total transfer descriptors of the reads in baton_handoff_read_bytes_total. One "
+        "descriptor is a page or a part of a page.",
         path=PATHS,
     ),
     "read_seconds": histogram(
@@ -372,8 +374,8 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "rank_link_rate": gauge(
         "baton_rank_link_min_bytes_per_second",
-        "Rate at which this rank reads from the slowest rank of another node, as measured at "
-        "pairing. Only for links with several ranks.",
+        "Rate of the slowest part of a link that this rank has, as measured at pairing. Only for "
+        "links of nodes with several ranks.",
         rank=RANKS,
         sparse=True,
     ),
@@ -394,7 +396,8 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "baton_kernels_compiled", "Total kernels that were compiled while the node was serving."
     ),
     "total_kernel_compile_seconds": counter(
-        "baton_kernel_compile_seconds", "Total seconds of these compilations."
+        "baton_kernel_compile_seconds",
+        "Total seconds in which kernels were compiled while the node was serving.",
     ),
     "tier_pages": gauge("baton_offload_pages", "Current pages in an offload tier.", tier=TIERS),
     "total_tier_tokens": counter(
