@@ -249,7 +249,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "Total hand-offs, that is, transfers of KV to or from this node, by result. completed: "
         "all pages arrived and were confirmed. failed: all others. On prefill nodes this "
         "includes cancelled requests, and responses of one token, which need no transfer. "
-        "aborted: those of the failed ones that the prefill node ended.",
+        "aborted: failed ones that the prefill node ended. They also count as failed.",
         outcome=("completed", "failed", "aborted"),
     ),
     "total_weight_updates": counter(
