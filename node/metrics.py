@@ -51,26 +51,40 @@ RANKS = tuple(map(str, range(MAX_RANKS)))
 # Counted by the server process.
 REJECTED = counter(
     "baton_node_requests_rejected",
-    "Total requests or hand-offs that this node rejected or stopped. Late: the queue is longer "
-    "than their wait limit. Dropped: that limit expired before any computation. Adapter: their "
-    "adapter is not loaded. Paused: the node is paused. Weights: the consumer has another "
-    "weight version.",
+    "Total requests or hand-offs that this node rejected or stopped. invalid: a value was "
+    "wrong. draining: the node is draining. overloaded: a queue is full. late: they could "
+    "not start within their wait limit. dropped: their wait limit expired before any "
+    "computation. deadline: their total time expired. adapter: their LoRA adapter is not "
+    "loaded. paused: the node is paused. weights: the other node has another weight version.",
     reason=(*get_args(Refusal), "adapter", "paused", "weights"),
 )
-STREAMS = gauge("baton_streams", "Current open streams.", kind=get_args(StreamKind))
-STREAM_ENDS = counter("baton_streams_closed", "Total closed streams.", kind=get_args(StreamKind))
+STREAMS = gauge(
+    "baton_streams",
+    "Current open gRPC streams. router: to a router. pair: to a node with which this node "
+    "exchanges KV.",
+    kind=get_args(StreamKind),
+)
+STREAM_ENDS = counter(
+    "baton_streams_closed",
+    "Total closed gRPC streams. router: to a router. pair: to a node with which this node "
+    "exchanges KV.",
+    kind=get_args(StreamKind),
+)
 CUT_OFF = counter(
-    "baton_slow_peer_disconnects", "Total streams closed because the peer did not read."
+    "baton_slow_peer_disconnects",
+    "Total streams that this node closed because the other side did not read.",
 )
 PAIRINGS = counter(
     "baton_pairings",
-    "Total attempts to pair with a node to read from, by result.",
+    "Total attempts of this node to pair, that is, to connect to a node whose KV it reads. "
+    "up: succeeded. refused: the configurations are incompatible. failed: any other reason, "
+    "tried again.",
     outcome=get_args(Pairing),
 )
 STATE = gauge("baton_node_state", "1 for the current state of the node, else 0.", state=STATES)
 SILENCE = gauge(
     "baton_engine_heartbeat_age_seconds",
-    "Seconds without progress of the engine, beyond what its running step may take.",
+    "Seconds for which the engine has made no progress, beyond what its present step may take.",
 )
 SERVER = (STREAMS, STREAM_ENDS, CUT_OFF, PAIRINGS, STATE, SILENCE)
 
@@ -80,128 +94,145 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     "total_refused": REJECTED,
     "pages_": gauge(
         "baton_kv_pages",
-        "Current KV pages by holder. They add up to the pool. A page with several holders counts "
-        "for the first of request, step, read, publication, copy (to or from an offload tier) and "
-        "cache.",
+        "Current KV pages by holder. The values add up to the pool. A page with several holders "
+        "counts once, for the first of request, step, read, publication, copy and cache. free: "
+        "no holder. request: a request. step: a running forward pass. read: a read that writes "
+        "it. publication: another node may read it. copy: a copy to or from an offload tier. "
+        "cache: only the prefix cache.",
         holder=HOLDERS,
     ),
     "request_pages": gauge(
         "baton_request_pages",
-        "Current pages of requests with a slot, by the data in them. Full: keys and values, or "
-        "latents, of all tokens. Window: those of the last tokens. State: the state of linear "
-        "attention. Kinds that the model lacks are absent. A shared page counts for each of its "
-        "requests.",
+        "Current pages of requests in the running batch, by content. Only the kinds that the "
+        "model has. A shared page counts for each of its requests. full: keys and values, or "
+        "latents, of all tokens. window: those of the last tokens, in layers with a sliding "
+        "window. state: the state of recurrent layers.",
         kind=("full", "window", "state"),
         sparse=True,
     ),
     "simulated": gauge(
         "baton_simulated",
-        "1 if the device of this node is simulated: its times are modelled, not measured.",
+        "1 if the device of this node is simulated, so that its times are modelled and not "
+        "measured.",
         sparse=True,
     ),
     "simulation_lag": gauge(
         "baton_simulation_lag_seconds",
-        "Longest delay of a simulated step since the last report, because this host is busy.",
+        "Longest delay of a simulated step since the last report. It grows if this host is too "
+        "busy for the simulation.",
         sparse=True,
     ),
-    "swap_pages": gauge("baton_swap_pages", "Current host pages used by retracted requests."),
+    "swap_pages": gauge(
+        "baton_swap_pages",
+        "Current pages of host memory with the KV of retracted and preempted requests.",
+    ),
     "queue_": gauge(
         "baton_queue_requests",
-        "Current requests in each queue of the engine. The queue on_device has those in the "
-        "current chunk or the running batch.",
+        "Current requests in each queue of the engine. The section Queues explains the values.",
         queue=QUEUES,
         sparse=True,
     ),
     "queued": gauge(
         "baton_queue_wait_estimate_seconds",
-        "Estimated seconds until the waiting requests are served: prompts to be computed here, and "
-        "requests for pages on a decode node.",
+        "Estimated seconds until all waiting requests have been served. prompts: those with a "
+        "prompt to be computed on this node. pages: those that wait for pages on a decode node.",
         queue=("prompts", "pages"),
         sparse=True,
     ),
     "token_seconds": gauge(
         "baton_prefill_seconds_per_token",
-        "Recent time of a prompt token in seconds, cached or not, while prompts waited. "
-        "0: unknown.",
+        "Recent seconds for each token of a prompt, cached or not, while prompts waited. 0 if "
+        "unknown.",
     ),
     "waiting_": gauge(
         "baton_node_waiting_requests",
         "Current requests that wait for computation on this node, or for pages on a decode node, "
-        "by priority: below 0, 0, above 0.",
+        "by priority. low: below 0. normal: 0. high: above 0.",
         priority=CLASSES,
     ),
     "step_seconds": histogram(
         "baton_step_seconds",
-        "Time of a step on the device in seconds, from the end of the previous step, or its "
-        "launch, to its result. In mode split, a step is a group of layers of a prompt.",
+        "Seconds of a step on the device, by the kind of step. extend: prompts only. decode: one "
+        "token for each running request. mixed: both. verify: decode with draft tokens. split: a "
+        "group of layers of a prompt.",
         distribution.STEP_S,
         mode=MODES,
     ),
     "batch_requests": histogram(
-        "baton_batch_requests", "Requests in a step.", distribution.BATCH_REQUESTS, mode=MODES
+        "baton_batch_requests",
+        "Requests in a step, by the same kinds as in baton_step_seconds.",
+        distribution.BATCH_REQUESTS,
+        mode=MODES,
     ),
     "batch_tokens": histogram(
         "baton_batch_tokens",
-        "Tokens computed in a step with prompts or drafts.",
+        "Tokens that a step computes, for steps with prompts or draft tokens, by the same kinds.",
         distribution.BATCH_TOKENS,
         mode=("extend", "mixed", "verify", "split"),
     ),
     "total_waited": counter(
         "baton_engine_wait_seconds",
-        "Total time in seconds that the engine thread waited for the device, for work, or for the "
-        "other nodes of its group to begin a step.",
+        "Total seconds for which the engine thread waited. device: for the device. work: for "
+        "requests. group: for the other nodes of its data-parallel group to begin a step.",
         on=("device", "work", "group"),
     ),
     "total_idle_batches": counter(
         "baton_idle_batches",
-        "Total steps of a node in a data-parallel group in which it computed only for other nodes.",
+        "Total steps in which a node of a data-parallel group had no requests and computed only "
+        "its experts for the other nodes.",
     ),
     "total_delayed_prefills": counter(
         "baton_delayed_prefills",
-        "Total steps in which prompts waited for those of other nodes of the group.",
+        "Total steps in which prompts of a node of a data-parallel group waited, so that the "
+        "nodes compute prompts in the same steps.",
     ),
     "total_step_gap_seconds": counter(
         "baton_step_gap_seconds",
-        "Total time in seconds before launches in which no other step was launched: from the end "
-        "of the last step, or of a sleep of the engine thread, to the end of the launch. The "
-        "device had nothing to do although a step could be launched.",
+        "Total seconds for which the device had nothing to do, although the engine could have "
+        "launched a step. Time in which the engine had no work does not count.",
     ),
     "total_thread_cpu": counter(
         "baton_engine_thread_cpu_seconds",
-        "Total CPU time of the engine thread in seconds: scheduling, launching, finishing.",
+        "Total CPU seconds of the engine thread, which schedules, launches and finishes steps.",
     ),
     "total_process_cpu": counter(
         "baton_engine_cpu_seconds",
-        "Total CPU time of all threads of the engine process in seconds.",
+        "Total CPU seconds of all threads of the engine process.",
     ),
     "total_self_checks": counter(
         "baton_leak_checks",
-        "Total leak checks of an idle engine that found every page and slot accounted for. A "
-        "failed check ends the engine.",
+        "Total leak checks that an idle engine passed. If a page or slot is unaccounted for, the "
+        "engine ends instead.",
     ),
     "total_prompt_tokens": counter(
-        "baton_prompt_tokens", "Total prompt tokens of requests admitted for prefill here."
+        "baton_prompt_tokens",
+        "Total prompt tokens of requests whose prompts this node began to compute, with cached "
+        "ones.",
     ),
     "total_cached_tokens": counter(
         "baton_cached_tokens",
-        "Total tokens of baton_prompt_tokens_total whose KV was in the prefix cache.",
+        "Total prompt tokens, of those in baton_prompt_tokens_total, whose KV was in the prefix "
+        "cache.",
     ),
     "total_generated_tokens": counter("baton_sampled_tokens", "Total tokens sampled on this node."),
     "total_finished": counter(
-        "baton_finished_requests", "Total requests that have left the scheduler."
+        "baton_finished_requests", "Total requests that have ended on this node's engine."
     ),
     "total_deadlines": counter(
-        "baton_deadline_exceeded", "Total requests whose budget expired in the scheduler."
+        "baton_deadline_exceeded", "Total requests whose total time expired on this node."
     ),
     "total_retractions": counter(
-        "baton_retractions", "Total requests retracted from the device for lack of pages."
+        "baton_retractions",
+        "Total requests that were removed from the device for lack of pages. They continue later.",
     ),
     "total_recomputed": counter(
-        "baton_retraction_recomputes", "Total retracted requests whose KV was recomputed."
+        "baton_retraction_recomputes",
+        "Total retracted requests whose KV was recomputed, because host memory for it was full.",
     ),
     "total_preempted": counter(
         "baton_preemptions",
-        "Total requests preempted by a more urgent one, by their own priority.",
+        "Total requests that were preempted by a request of higher priority, by their own "
+        "priority. low: below 0. normal: 0. high: above 0.",
         priority=CLASSES,
     ),
     "total_pauses": counter(
@@ -214,235 +245,262 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_handoffs_": counter(
         "baton_handoffs",
-        "Total hand-offs by result. Completed: the consumer has all pages. Failed: on prefill "
-        "nodes this includes cancelled requests and responses of one token. Aborted: ended by the "
-        "producer, and also counted as failed.",
+        "Total hand-offs, that is, transfers of KV to or from this node, by result. completed: "
+        "all pages arrived and were confirmed. failed: all others. On prefill nodes this "
+        "includes cancelled requests, and responses of one token, which need no transfer. "
+        "aborted: failed ones that the prefill node ended. They also count as failed.",
         outcome=("completed", "failed", "aborted"),
     ),
-    "total_weight_updates": counter("baton_weight_updates", "Total updates of the weights."),
+    "total_weight_updates": counter(
+        "baton_weight_updates", "Total updates of the weights at run time."
+    ),
     "total_weight_bytes": counter(
         "baton_weight_bytes",
-        "Total bytes of weights that this node read from others (read) or provided to others "
-        "(lent).",
+        "Total bytes of weights that were copied between nodes. read: from other nodes. lent: to "
+        "other nodes.",
         copy=("read", "lent"),
     ),
     "total_weight_reads": counter(
         "baton_weight_reads",
-        "Total attempts to read the weights of another node. Completed: all arrived and their "
-        "checksums matched.",
+        "Total attempts to read the weights of another node. completed: all arrived, and their "
+        "checksums matched. failed: all others.",
         outcome=("completed", "failed"),
     ),
     "total_weight_read_seconds": counter(
         "baton_weight_read_seconds",
-        "Total time of these reads in seconds, including verification, without the update itself.",
+        "Total seconds of the reads in baton_weight_reads_total, including the checksums, "
+        "without the update itself.",
     ),
     "total_prompt_token_ways": counter(
         "baton_prompt_tokens_by_source",
-        "Total prompt tokens that this node had to provide, by the source of their KV. Fetched: "
-        "read from another node's cache.",
+        "Total prompt tokens by the source of their KV. own: this node's prefix cache. fetched: "
+        "the prefix cache of another node. computed: computed here.",
         source=("own", "fetched", "computed"),
     ),
     "total_prefix_fetches": counter(
         "baton_prefix_fetches",
-        "Total prefixes that another node was expected to have. Failed: rejected or too late. Not "
-        "tried: too_expensive (more than computing), no_capacity (no free pages) and unpaired (no "
-        "such node was paired).",
+        "Total prefixes that this node could have read from another node's cache, by result. "
+        "completed: read. failed: refused or too late. too_expensive: not tried, because "
+        "computing was faster. no_capacity: not tried, because no pages were free. unpaired: not "
+        "tried, because the nodes are not connected.",
         outcome=("completed", "failed", "too_expensive", "no_capacity", "unpaired"),
     ),
     "total_prefix_loans": counter(
         "baton_prefix_exports",
-        "Total prefixes that other nodes requested from this node. Refused: the prefix was "
-        "evicted, or too much was being exported.",
+        "Total prefixes that other nodes requested from this node's cache, by result. completed: "
+        "read. failed: the transfer failed. refused: the prefix was evicted, or too many were "
+        "being read.",
         outcome=("completed", "failed", "refused"),
     ),
     "total_forgotten_prefixes": counter(
         "baton_prefix_invalidations",
-        "Total prefixes whose KV gave NaN or Inf logits. Own: invalidated after a request of this "
-        "node. Asked: invalidated for a node that had read them here. Limited: not invalidated, "
-        "because requests exceeded the rate limit.",
+        "Total cached prefixes that were removed because their KV led to NaN or Inf in logits. "
+        "own: in a request of this node. asked: in a request of another node, which had read the "
+        "KV here. limited: not removed, because another node exceeded the rate limit.",
         cause=("own", "asked", "limited"),
     ),
     "total_read_bytes": counter(
-        "baton_handoff_read_bytes", "Total bytes read from other nodes.", path=PATHS
+        "baton_handoff_read_bytes", "Total bytes that this node read from other nodes.", path=PATHS
     ),
     "total_read_descriptors": counter(
         "baton_handoff_read_descriptors",
-        "Total transfer descriptors of these reads, one for each page or part of a page.",
+        "Total transfer descriptors of the reads in baton_handoff_read_bytes_total. One "
+        "descriptor is a page or a part of a page.",
         path=PATHS,
     ),
     "read_seconds": histogram(
         "baton_handoff_read_seconds",
-        "Time of one read in seconds. A read has the pages of one chunk.",
+        "Seconds of one read, which has the pages of one chunk.",
         distribution.READ_S,
         path=PATHS,
     ),
     "total_reads_refused": counter(
         "baton_handoff_reads_refused",
-        "Total reads that the producer rejected because it does not publish these pages.",
+        "Total reads that the other node refused, because it had not published these pages to "
+        "this node.",
         path=PATHS,
     ),
     "reads_in_flight": gauge(
-        "baton_handoff_reads_in_flight", "Current reads submitted to links and not finished."
+        "baton_handoff_reads_in_flight", "Current reads that have started and not ended."
     ),
     "total_pages_compared": counter(
         "baton_handoff_checksums",
-        "Total pages read whose checksum was compared with the producer's. Failed: they differed.",
+        "Total pages whose checksum was compared after reading. passed: equal. failed: the "
+        "content differs from what the other node published.",
         outcome=("passed", "failed"),
     ),
     "total_images": counter(
         "baton_images",
-        "Total images with tokens in a chunk of a prompt. Encoded: the image was encoded for it. "
-        "Kept: its embeddings were still cached.",
+        "Total images whose tokens were part of a computed chunk. encoded: the image was encoded "
+        "for it. kept: its embeddings were still cached.",
         embeddings=("encoded", "kept"),
     ),
     "total_image_seconds": counter(
         "baton_image_encoding_seconds",
-        "Total time of the image encoder's calls in seconds.",
+        "Total seconds of the image encoder's calls.",
     ),
     "total_image_batches": counter(
-        "baton_image_batches", "Total calls of the image encoder beside the steps of the engine."
+        "baton_image_batches",
+        "Total calls of the image encoder that ran beside the steps of the engine.",
     ),
     "images_waiting": gauge("baton_images_waiting", "Current images waiting to be encoded."),
     "image_bytes": gauge("baton_image_bytes", "Current size of cached image embeddings in bytes."),
     "adapters": gauge("baton_adapters", "Current LoRA adapters in host memory."),
     "adapter_bytes": gauge("baton_adapter_bytes", "Current host memory of LoRA adapters in bytes."),
     "adapter_slots": gauge(
-        "baton_adapter_slots_used", "Current device slots whose adapter is used by requests."
+        "baton_adapter_slots_used",
+        "Current slots of LoRA adapters on the device that requests use.",
     ),
     "total_adapter_fills": counter(
-        "baton_adapter_loads", "Total copies of an adapter into a slot."
+        "baton_adapter_loads",
+        "Total copies of a LoRA adapter from host memory to a slot on the device.",
     ),
     "total_adapters_evicted": counter(
-        "baton_adapters_evicted", "Total adapters evicted from host memory."
+        "baton_adapters_evicted", "Total LoRA adapters evicted from host memory."
     ),
     "rank_memory": gauge(
         "baton_rank_memory_bytes",
-        "Current resident memory of each rank in bytes. Only of nodes with several ranks.",
+        "Current resident memory of each rank in bytes. Only for nodes with several ranks.",
         rank=RANKS,
         sparse=True,
     ),
     "rank_behind": gauge(
         "baton_rank_steps_behind",
-        "Steps that rank 0 had begun and this rank had not finished, when the rank last reported. "
-        "Only of nodes with several ranks.",
+        "Steps that rank 0 had begun and this rank had not finished, at the last report of this "
+        "rank. Only for nodes with several ranks.",
         rank=RANKS,
         sparse=True,
     ),
     "rank_link_rate": gauge(
         "baton_rank_link_min_bytes_per_second",
-        "Rate of each rank's slowest part of a link, as measured at pairing. Only of links to or "
-        "from nodes with several ranks.",
+        "Rate of the slowest part of a link that this rank has, as measured at pairing. Only for "
+        "links of nodes with several ranks.",
         rank=RANKS,
         sparse=True,
     ),
     "expert_imbalance": gauge(
         "baton_expert_load_imbalance",
-        "Tokens of the rank whose experts got the most, divided by the mean of the ranks, over the "
-        "last period of engine.parallel.rebalance_steps. 1: equal. 0: experts are not moved.",
+        "Tokens of the busiest rank, divided by the mean of all ranks, over the last "
+        "engine.parallel.rebalance_steps. 1 means equal load. 0 means that experts are not "
+        "moved.",
     ),
     "total_expert_moves": counter(
-        "baton_expert_moves", "Total slots of ranks that got another expert."
+        "baton_expert_moves", "Total changes of an expert in a slot of a rank."
     ),
     "total_expert_move_seconds": counter(
         "baton_expert_move_seconds",
-        "Total time in which no step was computed because experts were moved, in seconds.",
+        "Total seconds in which no step was computed because experts were moved.",
     ),
     "total_kernels_compiled": counter(
-        "baton_kernels_compiled", "Total kernels that were compiled while serving."
+        "baton_kernels_compiled", "Total kernels that were compiled while the node was serving."
     ),
     "total_kernel_compile_seconds": counter(
-        "baton_kernel_compile_seconds", "Total time for these compilations in seconds."
+        "baton_kernel_compile_seconds",
+        "Total seconds in which kernels were compiled while the node was serving.",
     ),
     "tier_pages": gauge("baton_offload_pages", "Current pages in an offload tier.", tier=TIERS),
     "total_tier_tokens": counter(
         "baton_offload_tokens",
-        "Total prompt tokens that an offload tier saved from being computed or read from another "
-        "node. File: no other tier had them.",
+        "Total prompt tokens whose KV an offload tier had, so that they were not computed or "
+        "read from another node. host: host memory. file: only a file.",
         tier=TIERS,
     ),
     "total_tier_bytes": counter(
         "baton_offload_bytes",
-        "Total bytes saved to host memory and brought back from it, or written to files and read "
-        "back.",
+        "Total bytes copied to and from offload tiers. saved: to host memory. brought: back from "
+        "host memory. written: to files. read: back from files.",
         copy=("saved", "brought", "written", "read"),
     ),
     "total_tier_evicted": counter(
-        "baton_offload_evicted", "Total pages of tokens evicted from an offload tier.", tier=TIERS
+        "baton_offload_evicted", "Total pages evicted from an offload tier.", tier=TIERS
     ),
     "total_tier_faults": counter(
         "baton_offload_errors",
-        "Total pages that could not be written to a file (full, write) or read back. Damaged: the "
-        "content differs from what was written. They are recomputed.",
+        "Total pages that failed in the file tier. They are recomputed if needed. full: no space "
+        "to write. write: another error when writing. read: an error when reading. damaged: the "
+        "content differs from what was written.",
         fault=("full", "write", "read", "damaged"),
     ),
     # By path, not by peer: the set of addresses is unbounded. Describe lists each link.
     "links": gauge(
-        "baton_links", "Current usable links to nodes that this node reads from.", path=PATHS
+        "baton_links",
+        "Current usable connections over which this node reads KV from other nodes, by data path.",
+        path=PATHS,
     ),
     "link_rate": gauge(
         "baton_link_min_bytes_per_second",
-        "Rate of the slowest link of each path, as measured at pairing and since.",
+        "Rate of the slowest link of each data path, as measured at pairing and since.",
         path=PATHS,
         sparse=True,
     ),
 }
 DECODE_ENGINE: Mapping[str, MetricDeclaration] = {
-    "total_handoffs_opened": counter("baton_handoffs_opened", "Total attempts at hand-offs."),
+    "total_handoffs_opened": counter(
+        "baton_handoffs_opened",
+        "Total attempts at a hand-off, that is, requests to a prefill node for the KV of a prompt.",
+    ),
     "total_handoff_retries": counter(
-        "baton_handoff_retries", "Total hand-off attempts after a failed one of the same request."
+        "baton_handoff_retries",
+        "Total attempts at a hand-off after an earlier attempt for the same request failed.",
     ),
     "handoff_seconds": histogram(
         "baton_handoff_seconds",
-        "Time of a hand-off in seconds, from its opening until its pages are here and confirmed, "
-        "including the prefill.",
+        "Seconds from the start of a hand-off until all pages are here and confirmed. This "
+        "includes the prefill.",
         distribution.HANDOFF_S,
     ),
     "total_handoff_tokens": counter(
         "baton_handoff_prompt_tokens",
-        "Total tokens of completed hand-offs by the source of their KV: this node's cache, the "
-        "prefill node's cache, or computed.",
+        "Total prompt tokens of completed hand-offs by the source of their KV. local_cache: this "
+        "node's prefix cache. producer_cache: the prefill node's prefix cache. computed: "
+        "computed by the prefill node.",
         source=("local_cache", "producer_cache", "computed"),
     ),
-    "total_pages_read": counter("baton_kv_pages_read", "Total pages read by completed hand-offs."),
+    "total_pages_read": counter(
+        "baton_kv_pages_read", "Total pages that were read by completed hand-offs."
+    ),
     "total_local_prefills": counter(
         "baton_local_prefills",
-        "Total prompts that this decode node prefilled itself. Colocated: by configuration. Short: "
-        "below the configured length. Reason no_prefill_node: no candidate is paired. Exhausted: "
-        "all attempts failed.",
+        "Total prompts that this decode node computed itself. colocated: by its configuration. "
+        "short: the prompt is below --local-prefill-max-tokens. no_prefill_node: no prefill node "
+        "was connected. exhausted: all attempts at prefill nodes failed.",
         reason=("colocated", "short", "no_prefill_node", "exhausted"),
     ),
     "total_canaries": counter(
         "baton_canary_checks",
-        "Total canary checks of nodes at pairing. Failed: responses differ from this node's own, "
-        "and the node is not used. Unknown: no result yet. The node is used, unless its last "
-        "canary failed.",
+        "Total canaries, which compare tokens generated with a prefill node's KV and with this "
+        "node's own. passed: equal. failed: different, so this node does not use that prefill "
+        "node. unknown: no result yet. The prefill node is used, unless its last canary failed.",
         outcome=("passed", "failed", "unknown"),
     ),
     "total_link_changes": counter(
         "baton_link_changes",
-        "Total prefill nodes that became usable for this node (up), or unusable (down).",
+        "Total changes of prefill nodes for this node. up: it became usable. down: it became "
+        "unusable.",
         change=("up", "down"),
     ),
     "total_moves": counter(
         "baton_node_migrations",
-        "Total live migrations of running requests. Away: completed, to another node. Refused: "
-        "failed, and the request stays. Here: arrived on this node.",
+        "Total live migrations of running requests. away: to another node. refused: failed, and "
+        "the request stayed. here: from another node.",
         outcome=("away", "refused", "here"),
     ),
     "total_draft_tokens": counter(
         "baton_spec_draft_tokens",
-        "Total draft tokens computed with the newest token. Accepted: correct, and each saved one "
-        "step.",
+        "Total draft tokens of speculative decoding. accepted: correct, so each saved one step. "
+        "rejected: wrong.",
         outcome=("accepted", "rejected"),
     ),
     "total_prediction_tokens": counter(
         "baton_prediction_tokens",
-        "Total draft tokens from predictions that clients sent.",
+        "Total draft tokens from predictions that clients sent. accepted: correct. rejected: "
+        "wrong.",
         outcome=("accepted", "rejected"),
     ),
     "verified_tokens": histogram(
         "baton_spec_accepted_length",
-        "Tokens that a step with drafts yields for a request: the accepted drafts and one more.",
+        "Tokens that a step with draft tokens yields for a request: the accepted drafts and one "
+        "more.",
         distribution.RUN_TOKENS,
     ),
 }
@@ -452,13 +510,14 @@ PREFILL_ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_tokens_ahead": counter(
         "baton_prefill_ahead_tokens",
-        "Total prompt tokens computed while their decode node had no pages for them.",
+        "Total prompt tokens that this node computed before the decode node had pages for them.",
     ),
     "total_embedding_reads": counter(
         "baton_embedding_reads",
-        "Total images whose embeddings this node wanted to read from an encode node. All except "
-        "completed ones are encoded here. Failed: refused, or the node was lost. Unpaired: it was "
-        "not paired. No_capacity: no free pages.",
+        "Total images that this node wanted an encode node to encode. All except completed ones "
+        "are encoded here. completed: their embeddings were read. failed: refused, or the encode "
+        "node was lost. late: it took too long. unpaired: the nodes are not connected. "
+        "no_capacity: no pages were free.",
         outcome=("completed", "failed", "late", "unpaired", "no_capacity"),
     ),
 }
@@ -470,8 +529,9 @@ ENCODE_ENGINE: Mapping[str, MetricDeclaration] = {
     },
     "total_embedding_exports": counter(
         "baton_embedding_exports",
-        "Total images that prefill nodes wanted to be encoded here. Failed: the prefill node no "
-        "longer wanted it, or was lost. Refused: the queue was full, or encoding failed.",
+        "Total images that prefill nodes wanted this node to encode. completed: their embeddings "
+        "were read. failed: the prefill node no longer wanted it, or was lost. refused: the "
+        "queue was full, or encoding failed.",
         outcome=("completed", "failed", "refused"),
     ),
 }

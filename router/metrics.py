@@ -97,83 +97,95 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.
 
 REQUESTS = counter(
     "baton_requests",
-    "Total accepted requests by result.",
+    "Total accepted requests by result. stop: the model or a stop string ended the response. "
+    "length: max_tokens ended it. pooled: a result without tokens, such as an embedding. "
+    "cancelled: by the client. error: any error.",
     outcome=("stop", "length", "pooled", "cancelled", "error"),
 )
 REJECTED = counter(
     "baton_requests_rejected",
-    "Total requests rejected before they reached a node. Late: the queue of every node is "
-    "longer than their wait limit.",
+    "Total requests that the router rejected before they reached a node. invalid: a wrong "
+    "value. overloaded: the router has its maximum of requests. late: no node could start it "
+    "within its wait limit. limited: a rate limit or quota. no_node: no node was usable.",
     reason=get_args(Rejection),
 )
-WAITING = gauge("baton_waiting_requests", "Current requests that wait for a slot of the router.")
+WAITING = gauge(
+    "baton_waiting_requests", "Current requests that wait for one of the router's slots."
+)
 AUTH_REJECTED = counter(
     "baton_auth_rejected",
-    "Total calls rejected because of the caller's credentials, or the host name that they use.",
+    "Total calls rejected for their API key or host name. no_key: the key is missing. "
+    "unknown_key: the key does not exist. expired_key: the key has expired. no_operator: the "
+    "call needs an operator's key. host: the host name in the call is not allowed.",
     reason=get_args(RejectionReason),
 )
 KEY_REQUESTS = counter(
     "baton_api_key_requests",
-    "Total requests by API key, for the keys in the present file.",
+    "Total requests of each API key in the present file. accepted: served. limited: rejected "
+    "by a rate limit.",
     key=(),
     outcome=("accepted", "limited"),
     sparse=True,
 )
 KEY_TOKENS = counter(
     "baton_api_key_tokens",
-    "Total tokens by API key, for the keys in the present file.",
+    "Total tokens of each API key in the present file.",
     key=(),
     kind=("prompt", "generated"),
     sparse=True,
 )
-LIVE = gauge("baton_inflight_requests", "Current accepted requests in flight.")
+LIVE = gauge("baton_inflight_requests", "Current accepted requests that have not ended.")
 PROMPT_TOKENS = counter("baton_accepted_prompt_tokens", "Total prompt tokens of accepted requests.")
 TOKENS = counter("baton_generated_tokens", "Total tokens written to clients.")
 FIRST_TOKEN = histogram(
     "baton_time_to_first_token_seconds",
-    "Time in seconds from accepting a request to writing its first token.",
+    "TTFT: seconds from accepting a request to writing its first token.",
     _TTFT_S,
 )
 TTFT_PHASE = histogram(
     "baton_ttft_phase_seconds",
-    "Time to first token in seconds, by phase. The phases of a request add up to it.",
+    "Seconds of TTFT in each phase. The phases of a request add up to its TTFT.",
     _TTFT_PHASE_S,
     phase=tuple(phase.label for phase in TtftPhase),
 )
 NEXT_TOKEN = histogram(
     "baton_inter_token_latency_seconds",
-    "Time in seconds between two writes of a request's tokens, divided by the tokens of the "
-    "second one.",
+    "ITL: seconds between two writes of a request's tokens, divided by the number of tokens "
+    "in the second write.",
     _ITL_S,
 )
 REQUEST_SECONDS = histogram(
     "baton_request_seconds",
-    "Time in seconds from receiving a request to its end, for accepted requests.",
+    "Seconds from receiving an accepted request to its end.",
     _REQUEST_S,
 )
 READY = gauge(
     "baton_ready",
-    "1 while a request could be placed on a node, else 0. With several processes, the minimum.",
+    "1 while a request could be placed on a node, else 0.",
     together="least",
 )
 PROCESSES = gauge(
     "baton_router_processes",
-    "Current processes of this router, by whether they answered this scrape in time.",
+    "Current processes of this router. answering: it answered this scrape in time. silent: "
+    "it did not.",
     state=("answering", "silent"),
 )
 NODES = gauge(
     "baton_nodes",
-    "Current nodes that this router knows, by their last reported state.",
+    "Current nodes that this router knows, by role and last reported state.",
     kind=("prefill", "decode", "encode"),
     state=NODE_STATES,
     together="most",
 )
 STREAMS_LOST = counter(
     "baton_decode_streams_lost",
-    "Total streams to decode nodes that broke, except to nodes that had drained. All requests "
-    "on them were affected.",
+    "Total streams to decode nodes that broke, except to draining nodes. All requests on "
+    "such a stream are replayed or fail.",
 )
-REPLAYS = counter("baton_requests_replayed", "Total requests replayed on another decode node.")
+REPLAYS = counter(
+    "baton_requests_replayed",
+    "Total requests that continued on another decode node after a failure.",
+)
 MOVES = counter(
     "baton_migrations",
     "Total live migrations of running requests to another decode node, by result.",
@@ -181,8 +193,7 @@ MOVES = counter(
 )
 QUARANTINED = counter(
     "baton_requests_quarantined",
-    "Total requests replayed alone (quarantined), because a decode engine crashed while it "
-    "served them.",
+    "Total requests that were replayed alone, because an engine crashed while it served them.",
 )
 HTTP_CONNECTIONS = gauge("baton_http_connections", "Current open connections of HTTP clients.")
 HTTP_ANSWERS = counter(

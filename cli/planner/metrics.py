@@ -11,27 +11,28 @@ Decided = Literal["switch", "move", "add", "remove"]
 _ROLES = ("prefill", "decode")
 PRESSURE = gauge(
     "baton_planner_pressure",
-    "Current load of the nodes of a role, relative to the intended maximum of 1.",
+    "Current load of each role. 1 is the intended maximum.",
     kind=_ROLES,
 )
 WANTED = gauge(
     "baton_planner_target_nodes",
-    "Current number of nodes that a role should have after the last decision.",
+    "Number of nodes that each role should have after the last decision.",
     kind=_ROLES,
 )
 DECISIONS = counter(
     "baton_planner_decisions",
-    "Total decisions that differ from the one before.",
+    "Total decisions that differ from the one before. switch: change a node's role. move: "
+    "migrate a request. add: a role needs another node. remove: a node is superfluous.",
     decision=get_args(Decided),
 )
 SWITCHES = counter(
     "baton_planner_role_changes",
-    "Total requested role changes, by result.",
+    "Total role changes that the planner requested. done: succeeded. undone: refused or failed.",
     outcome=("done", "undone"),
 )
 MOVES = counter(
     "baton_planner_rebalances",
-    "Total requested live migrations, by result.",
+    "Total live migrations that the planner requested. done: succeeded. undone: refused or failed.",
     outcome=("done", "undone"),
 )
 DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)

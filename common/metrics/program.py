@@ -17,15 +17,16 @@ from common.metrics.declared import counter, gauge
 Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
 REFUSED = counter(
     "baton_peer_auth_rejected",
-    "Total failed authentications between processes: rejected callers, and callees of this "
-    "process's calls, by reason.",
+    "Total failed authentications between processes, by reason. caller: this process "
+    "rejected a caller. callee: this process rejected the process that answered its call.",
     side=SIDES,
     reason=REASONS,
 )
 CERTIFICATE_END = gauge(
     "baton_certificate_end_timestamp_seconds",
-    "Unix time at which certificates in use expire: the first one of a chain that this process "
-    "shows, or the last authority that verifies others.",
+    "Unix time at which the first certificate of a chain, or the last authority of a file, "
+    "expires. shown: --tls-cert. authority: --tls-ca. shown_to_nodes: --node-tls.cert. "
+    "authority_of_nodes: --node-tls.ca.",
     purpose=get_args(Purpose),
     sparse=True,
     together="least",

@@ -3,6 +3,7 @@
 `python -m docs.generate.metrics` writes the page.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from router import metrics as router
 
 FILE = Path(__file__).parents[1] / "metrics.md"
 _LISTED = 32  # values of a label
+_EXPLAINED = ("path", "queue")  # labels whose values the head of the page explains
 _HEAD = """# Metrics
 
-Every process with `--metrics-port` serves Prometheus metrics on that port, without a key. A router
-also serves them under `/metrics` of its HTTP port, to [operators](clients.md#permissions). Use them
-for dashboards, alerts and capacity planning.
+Use these Prometheus metrics for dashboards, alerts and capacity planning. Every process with
+`--metrics-port` serves them on that port, without a key. A router also serves them under
+`/metrics` of its HTTP port, where [operators](clients.md#permissions) may need a key.
 
 ```sh
 curl -s http://127.0.0.1:8000/metrics | grep ^baton_
@@ -26,9 +28,10 @@ curl -s http://127.0.0.1:8000/metrics | grep ^baton_
 
 ## Scrape configuration
 
-On Kubernetes, use the component `monitoring`. Elsewhere, start from `deploy/prometheus`. It has a
-scrape configuration and the alert rules as a plain file. List every process in the `targets` of its
-role. The scrape configuration adds the label `role`, which the series of nodes lack:
+On Kubernetes, use the component `monitoring`. Elsewhere, start from the files in
+`deploy/prometheus`: a scrape configuration and the alert rules. In the scrape configuration, list
+every process under the role that it has. The label `role` is needed, because the series of nodes
+do not have it themselves:
 
 ```yaml
 scrape_configs:
@@ -41,49 +44,76 @@ scrape_configs:
 
 | label | meaning |
 |---|---|
-| `namespace` | identifies the cluster in alerts and dashboards |
-| `instance` | identifies the process: the pod's name in Kubernetes, elsewhere the scraped address |
+| `namespace` | the cluster, for alerts and dashboards |
+| `instance` | the process: the name of its pod in Kubernetes, elsewhere the scraped address |
 | `role` | `router`, `prefill`, `decode` or `planner` |
 
-Dashboards are in `deploy/kubernetes/components/monitoring`. [The runbook](runbook.md) has a section
-for each alert, and each alert links to its section. To link to a site of your own, which has the
-output of `make docs`, run `python -m docs.generate.rules --site https://HOST/PATH`.
+Grafana dashboards are in `deploy/kubernetes/components/monitoring`. Each alert links to its
+section of [the runbook](runbook.md). If you publish your own copy of this documentation (the
+output of `make docs`), make the alerts link to it with `python -m docs.generate.rules --site
+https://HOST/PATH`.
 
 ## Conventions
 
-- Units are base units. Counters end with `_total`. A histogram has `_bucket`, `_sum` and `_count`.
-- Label values are a fixed list, without addresses or request ids. The values of `key` are the names
-  in the present file of `--api-keys`.
-- A series exists from the start with the value 0, so the first failure is an increase. Series
-  marked *sparse* appear with their first value.
-- A node's engine reports to its server process twice a second, between two steps. A value is
-  therefore at most as old as that, or as the running step is long.
+- **Units** are base units, such as seconds and bytes. Counters end with `_total`. A histogram has
+  `_bucket`, `_sum` and `_count`.
+- **Data paths.** The label `path` is the data path of a link: `nvlink`, `cuda_ipc`, `rdma`, `cma`
+  or `tcp`.
+- **Labels** have fixed values, without addresses or request ids. Only `key` has other values: the
+  names in the present file of `--api-keys`.
+- **Series** exist from the start with the value 0, so that the first failure is visible as an
+  increase. Series marked *sparse* appear only with their first value.
+- **Age.** A node's engine reports its values twice a second, but not during a step. Values are
+  therefore at most half a second old, or as old as the running step.
 
 ## Several models
 
-If a router serves [several models](multi-model.md), the series marked *by model* have the label
-`model`, with the name that clients request. With one model they do not have it.
+If a router serves [several models](multi-model.md), series marked *by model* also have the label
+`model`, the name that clients use.
 
 ## Several router processes
 
-A router with several `--processes` is one scrape target. Either port returns the metrics of all
-processes.
+If a router has several `--processes`, each of its metrics ports returns the metrics of all
+processes together:
 
-| type | value |
+| metrics | value |
 |---|---|
-| counters, histograms | the sum, including the last values of silent and ended processes |
-| gauges | the sum (such as `baton_inflight_requests`), except for the following |
-| `baton_nodes`, `process_start_time_seconds`, open descriptors | the maximum |
-| `baton_ready`, ends of certificates, limit of descriptors | the minimum |
+| counters, histograms | the sum, with the last values of ended and silent processes |
+| gauges, such as `baton_inflight_requests` | the sum, except for the following |
+| `baton_nodes`, `process_start_time_seconds`, open file descriptors | the maximum |
+| `baton_ready`, expiry of certificates, limit of file descriptors | the minimum |
 | CPU time, memory | the sum, including the parent process |
 
-Sums of counters never fall. Events between the last scrape and the end of a process are lost.
+A scrape waits at most 2 s for the processes. `baton_router_processes{state="silent"}` counts
+those that did not respond. Their gauges are missing in this scrape. Sums of counters never fall,
+but events between the last scrape and the end of a process are lost.
 
-A scrape asks every process and waits at most 2 s. `baton_router_processes{state="silent"}` counts
-the processes that did not answer. Their gauges are missing.
+## Queues
 
-The following tables are generated by `python -m docs.generate.metrics`. The metrics are declared in
-`router/metrics.py`, `node/metrics.py`, `cli/planner/metrics.py` and `common/metrics/`.
+The label `queue` of `baton_queue_requests` has these values:
+
+| nodes | queue | requests |
+|---|---|---|
+| prefill and decode | `waiting` | wait for the computation of their prompt |
+| prefill and decode | `chunked` | have a prompt that is partly computed |
+| prefill and decode | `on_device` | are computed now: in the current chunk or the running batch |
+| prefill and decode | `grammar` | wait for the compilation of their grammar |
+| prefill and decode | `adapter` | wait for a slot for their LoRA adapter |
+| prefill and decode | `offload_load` | wait for their prefix from an [offload tier](tiers.md) |
+| prefill and decode | `fetching` | wait until their prefix is read from another node |
+| prefill | `embeddings` | wait until an encode node has encoded their images |
+| prefill | `bootstrap` | wait until the decode node has pages for them |
+| prefill | `inflight` | are computed, and a decode node reads their pages |
+| prefill | `pooled` | are calls for embeddings or scores |
+| decode | `paused` | wait for the end of a [pause](pauses.md) |
+| decode | `unpaired` | wait for a prefill node that was just lost |
+| decode | `prealloc` | wait for pages on this node |
+| decode | `transfer` | have pages, and their KV is computed and read |
+| decode | `retracted` | lost their pages to others for now, and will return |
+| decode | `migrating` | are about to leave in a [live migration](moves.md) |
+
+`python -m docs.generate.metrics` generates the following tables from `router/metrics.py`,
+`node/metrics.py`, `cli/planner/metrics.py` and `common/metrics/`.
 """
 
 
@@ -107,13 +137,27 @@ def _table(title: str, declared: Sequence[MetricDeclaration]) -> Iterator[str]:
     yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
     for each in declared:
         name = each.name + ("_total" if each.kind == "counter" else "")
-        about = each.help + (" *Sparse.*" if each.sparse else "")
-        about += " *By model.*" if each in router.BY_MODEL else ""
-        yield f"| `{name}` | {each.kind} | {_labels(each)} | {_escaped(about)} |\n"
+        kind = each.kind + (", sparse" if each.sparse else "")
+        kind += ", by model" if each in router.BY_MODEL else ""
+        about = _escaped(_with_values(each))
+        yield f"| `{name}` | {kind} | {_labels(each) or '-'} | {about} |\n"
+
+
+def _with_values(declared: MetricDeclaration) -> str:
+    """Return the help text with each explained label value in a line of its own."""
+    values = sorted({value for each in declared.labels.values() for value in each}, key=len)
+    explained = re.compile(rf"(?<=[.] )({'|'.join(map(re.escape, reversed(values)))})(?=: )")
+    return explained.sub(r"<br> `\1`", declared.help) if values else declared.help
 
 
 def _labels(declared: MetricDeclaration) -> str:
-    return "<br>".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
+    shown = []
+    for name, values in declared.labels.items():
+        is_explained = name in _EXPLAINED or (
+            values and all(f". {value}: " in declared.help for value in values)
+        )
+        shown.append(f"`{name}`" if is_explained else f"`{name}`: {_values(values)}")
+    return "<br>".join(shown)
 
 
 def _values(values: Sequence[str]) -> str:
