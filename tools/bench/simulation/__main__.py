@@ -3,9 +3,10 @@
     python -m tools.bench.simulation                    about half an hour
     python -m tools.bench.simulation --parts clocks     some parts of it
 
-plans: the best layouts of ten loads by closed forms, against virtual time. clocks: one scenario in
-virtual time and on the real clock. predictions: a real cluster on this machine's processors,
-against its prediction from measured step times.
+plans: the best layouts of ten loads by closed forms, against virtual time. planner: the planner
+against fixed splits over a day that changes. clocks: one scenario in virtual time and on the real
+clock. predictions: a real cluster on this machine's processors, against its prediction from
+measured step times. lines: the share of shipped lines that runs in virtual time execute.
 """
 
 import argparse
@@ -15,13 +16,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.simulation import clocks, plans, predictions
+from tools.bench.simulation import clocks, lines, planner, plans, predictions
 from tools.bench.support.record import emit
 
 _Rows = list[dict[str, Any]]
 # Each part's measurement, whose files are in a directory, and what prints its rows.
 _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], None]]] = {
     "plans": (lambda options, _: plans.measure(options.verify, options.limit_s), plans.show),
+    "planner": (lambda _, made: planner.measure(made), planner.show),
     "clocks": (lambda _, made: asyncio.run(clocks.measure(made)), clocks.show),
     "predictions": (
         lambda options, made: asyncio.run(
@@ -29,6 +31,7 @@ _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], 
         ),
         predictions.show,
     ),
+    "lines": (lambda _, made: lines.measure(made), lines.show),
 }
 
 

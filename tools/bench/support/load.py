@@ -15,7 +15,14 @@ import numpy as np
 from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import WorkloadRequest
 from common.rpc import make_channel
-from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
+from protos.router_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    ChatPart,
+    GenerateRequest,
+    GenerateResponse,
+    TokenIds,
+)
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tools.bench.support.record import percentiles
@@ -66,7 +73,7 @@ class Client:
         budget_s = self._budgets_s.get(job.group)
         request = GenerateRequest(
             token_ids=TokenIds(ids=job.prompt),
-            sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=_greedy(job.max_tokens),
             timeout_s=budget_s,
         )
         longest_s = REQUEST_S if budget_s is None else 2 * budget_s
@@ -85,6 +92,15 @@ class Client:
         answer.ended = time.perf_counter() - start
         return answer
 
+    async def look(self, image: bytes, max_tokens: int) -> list[int]:
+        """Send a prompt of an image. Returns the tokens of its response."""
+        message = ChatMessage(role="user", parts=[ChatPart(image=image)])
+        request = GenerateRequest(
+            messages=ChatMessages(messages=[message]), sampling=_greedy(max_tokens)
+        )
+        pieces = self._stub.Generate(request, timeout=REQUEST_S)
+        return [token async for piece in pieces for token in piece.token_ids]
+
     async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
         """Run `streams` callers, each with one job in flight, until all are done. Returns job
         order."""
@@ -92,6 +108,10 @@ class Client:
         async with loop.load.measuring():
             await loop.load.closed_loop(iter(jobs), concurrency=streams)
         return loop.answers(jobs)
+
+
+def _greedy(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 class _InOrder:

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import grpc.aio
+
 from cli.client import until_serving
 from cli.local import plan
 from common.process.children import ChildProcess
 from common.rpc import make_channel
-from protos.router_pb2 import ClusterNode, GetClusterRequest
+from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
 from protos.router_pb2_grpc import RouterStub
 from tools.bench.support.record import ROOT
 
 READY_S = 90.0
 END_S = 15.0
+_PARTS = ("front", "engine")
 
 Mode = Literal["disaggregated", "colocated"]
 
@@ -33,11 +36,23 @@ class System:
     target: str
     router_pid: int
 
+    async def vocabulary(self) -> int:
+        async with make_channel(self.target) as channel:
+            model = await _router(channel).GetModel(GetModelRequest(), timeout=10)
+        return int(model.vocabulary_size)
+
     async def nodes(self) -> list[ClusterNode]:
         async with make_channel(self.target) as channel:
-            stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
-            cluster = await stub.GetCluster(GetClusterRequest(), timeout=10)
+            cluster = await _router(channel).GetCluster(GetClusterRequest(), timeout=10)
         return list(cluster.nodes)
+
+    async def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time so far of each process on this machine, by name."""
+        pids = {"router": self.router_pid}
+        for node in await self.nodes():
+            names = (f"{node.role} {part}" for part in _PARTS)
+            pids |= dict(zip(names, node.pids, strict=False))  # no pids: the node is unreachable
+        return {name: cpu_seconds_of(pid) for name, pid in pids.items()}
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +85,7 @@ async def as_up(
     *,
     device: str = "cpu",
     router_model: str = "",
+    num_encode: int = 0,
 ) -> AsyncIterator[System]:
     """Start a system with the flags of `baton up`.
 
@@ -79,8 +95,9 @@ async def as_up(
 
     Args:
         router_model: directory of the router's files. "": `model`.
+        num_encode: encode nodes.
     """
-    router, prefill, decode = (int(end.rpartition(":")[2]) for end in free_addresses(3))
+    router, prefill, decode, encode = (int(end.rpartition(":")[2]) for end in free_addresses(4))
     wish = plan.RequestedSystem(
         models=(
             plan.RequestedModel(
@@ -88,6 +105,7 @@ async def as_up(
                 plan.RequestedNodes(1 if mode == "disaggregated" else 0),
                 plan.RequestedNodes(1),
                 router_model=router_model,
+                encode=plan.RequestedNodes(num_encode),
             ),
         ),
         host=plan.HOST,
@@ -95,7 +113,7 @@ async def as_up(
         http_port=0,
         prefill_port=prefill,
         decode_port=decode,
-        encode_port=plan.ENCODE_PORT,
+        encode_port=encode,
         metrics_port=None,
         device=device,
         node_flags=tuple(node_flags),
@@ -158,6 +176,10 @@ async def _until_ready(programs: Sequence[plan.Program], children: Sequence[Chil
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _router(channel: grpc.aio.Channel) -> Any:
+    return RouterStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _programs(

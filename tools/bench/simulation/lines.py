@@ -1,0 +1,109 @@
+"""The share of shipped lines that runs in virtual time execute."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from simulation.virtual.process import environment
+from tools.bench.support.record import ROOT, say, table
+
+PARTS = (
+    "router/cluster",
+    "router/policy",
+    "router/generation.py",
+    "router/record.py",
+    "router/token_buffer.py",
+    "node/frontend",
+    "decode_node",
+    "prefill_node",
+    "kvtransfer/protocol",
+    "kvtransfer/transfer",
+    "engine/scheduler",
+)
+_GPU = {"gpu": "h100", "model": "llama-3-8b"}
+_SMALL_POOLS = {"engine.cache.num_pages": 300, "engine.cache.swap_pages": 300}
+SCENARIOS: Mapping[str, Mapping[str, Any]] = {
+    "failures": {
+        "cluster": {**_GPU, "prefill": 2, "decode": 3, "options": _SMALL_POOLS},
+        "load": {"rate": 20, "input": 400, "output": 120, "requests": 80},
+        "faults": [
+            {"kill": "decode/0", "at": 1.5},
+            {"freeze": "prefill/0", "at": 2, "seconds": 20},
+        ],
+        "operations": [
+            {"set_role": "decode/2", "role": "prefill", "at": 1},
+            {"migrate": "decode/1", "at": 0.8},
+        ],
+    },
+    "long prompts": {
+        "cluster": {**_GPU, "prefill": 2, "decode": 2},
+        "load": {"rate": 8, "input": 7000, "output": 40, "requests": 30},
+        "operations": [
+            {"drain": "decode/1", "at": 2},
+            {"set_role": "prefill/0", "role": "decode", "at": 3},
+        ],
+    },
+    "colocated": {
+        "cluster": {**_GPU, "colocated": 3},
+        "load": {"rate": 10, "input": 1500, "output": 40, "requests": 40},
+        "policy": "least_tokens",
+        "faults": [{"kill": "colocated/0", "at": 2}],
+    },
+}
+COLUMNS = {"part": "{part}", "executed": "{executed}", "lines": "{lines}", "share": "{share:.0%}"}
+
+
+def measure(directory: Path) -> list[dict[str, Any]]:
+    """Return a row for each part. `directory` is for files."""
+    executed: dict[str, set[int]] = {}
+    for name, scenario in SCENARIOS.items():
+        say(f"  {name}")
+        file, found = directory / "sim.yaml", directory / "lines.json"
+        file.write_text(json.dumps(scenario))
+        command = [sys.executable, "-m", "tools.bench.simulation.traced", str(found), str(file)]
+        command += (str(each) for part in PARTS for each in _files(part))
+        subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+        for path, lines in json.loads(found.read_bytes()).items():
+            executed.setdefault(path, set()).update(lines)
+    rows: list[dict[str, Any]] = []
+    for part in PARTS:
+        of_files = [(executed.get(str(file), set()), _lines(file)) for file in _files(part)]
+        rows.append(
+            {
+                "part": part,
+                "executed": sum(len(ran & lines) for ran, lines in of_files),
+                "lines": sum(len(lines) for _, lines in of_files),
+            }
+        )
+    total = {name: sum(row[name] for row in rows) for name in ("executed", "lines")}
+    rows.append({"part": "all", **total})
+    return [{**row, "share": row["executed"] / row["lines"]} for row in rows]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table(rows, COLUMNS)
+    say("Goal: 60 % of all.")
+
+
+def _files(part: str) -> Iterator[Path]:
+    where = ROOT / part
+    yield from (where,) if where.is_file() else sorted(where.rglob("*.py"))
+
+
+def _lines(file: Path) -> set[int]:
+    """Return the lines of a file that have instructions, without docstrings."""
+    text = file.read_text()
+    found, codes = set[int](), [compile(text, str(file), "exec")]
+    while codes:
+        code = codes.pop()
+        found |= {line for *_, line in code.co_lines() if line}
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
