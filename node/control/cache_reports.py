@@ -9,8 +9,7 @@ from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.kv_cache.cache_events import CacheChange, CacheEvents
-from engine.kv_cache.kv_events import KvEventLog
+from engine.kv_cache.kv_events import CacheChange, CacheEvents, KvEventLog
 from node.messages import CacheEventBatch, KvEvents, WatchCache
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
