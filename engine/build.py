@@ -27,7 +27,7 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
-from engine.loop.clock import StepClock
+from engine.loop.loop import StepClock
 from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.watchdog import end_process
 from engine.models import (

@@ -20,9 +20,8 @@ from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
 from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
-from engine.models.below import below
-from engine.models.checkpoint import FileStamps, content, file_stamps
-from engine.models.fingerprint import stored_of
+from engine.models.checkpoint import FileStamps, below, content, file_stamps
+from engine.models.choice import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots

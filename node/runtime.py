@@ -16,11 +16,9 @@ from common.process.ipc import FrameSocket, PeerGone
 from common.requests.namespace import NO_ADAPTER, SHARED, Namespace, made_with, within
 from engine.batch.batch import BatchRunner
 from engine.build import Engine
-from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.kv_events import KvEventLog
-from engine.loop.clock import Lateness, StepClock
+from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.loop.grouped import GroupedRole, GroupedRunner
-from engine.loop.loop import EngineRole, EventLoop
+from engine.loop.loop import EngineRole, EventLoop, Lateness, StepClock
 from engine.loop.rebalancing import RebalancingRole
 from engine.loop.watchdog import Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation, memory_of
@@ -33,7 +31,7 @@ from engine.meters import (
     VisionMetrics,
 )
 from engine.models.decoder import Decoder
-from engine.offload.tier_meter import TierMeter
+from engine.offload.cache_tiers import TierMeter
 from engine.profiler import Profiler
 from engine.ranks.lockstep import Stage
 from engine.runner.forwards import Forwards

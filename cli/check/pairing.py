@@ -11,7 +11,7 @@ from common.copy_map import NodeShape, RankPages, Slice, copy_map
 from common.errors import ConfigError, LayoutMismatch
 from engine.load import OpenedModel, layout_fields, model_fields
 from engine.models.checkpoint import content
-from engine.models.fingerprint import stored_of
+from engine.models.choice import stored_of
 from kvtransfer.pairing import PairHello, PoolRegion, compare
 
 Reads = Sequence[Sequence[Slice]]  # by table, and of the state at the end

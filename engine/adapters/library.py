@@ -24,7 +24,7 @@ from common.errors import (
 )
 from common.requests.namespace import AdapterId
 from engine.adapters.stored import AdapterLimits, LoraAdapter, read_adapter
-from engine.models.below import below
+from engine.models.checkpoint import below
 from engine.models.linear import Product
 
 _UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)

@@ -25,7 +25,7 @@ from common.page_tables import PageTables
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
-from engine.kv_cache.cache_events import CacheRecorder, StoredRun
+from engine.kv_cache.kv_events import CacheRecorder, StoredRun
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import (
     NO_STATE,

@@ -11,12 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
-from engine.loop.clock import StepClock
-from engine.loop.loop import EngineRole
+from engine.loop.loop import EngineRole, StepClock
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep, Stage, Turn
 from engine.runner.stream import StreamEvent
-from engine.scheduler.prefill_delayer import PrefillCounts, PrefillGate, decide
+from engine.scheduler.next_rows import PrefillCounts, PrefillGate, prefills_now
 from engine.scheduler.scheduler import Scheduler
 
 _NO_ROWS = np.empty(0, np.int32)
@@ -130,7 +129,7 @@ class DelayedPrompts:
             sum(turn.decodes for turn in turns),
             sum(turn.chunks for turn in turns),
         )
-        self._gate.is_open = decide(counts, self.waited)
+        self._gate.is_open = prefills_now(counts, self.waited)
         self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
         self.may_continue = self._gate.is_open and not was_open
 

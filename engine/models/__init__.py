@@ -6,8 +6,16 @@ import torch
 
 from common.config import ModelBackend, Quantize, SpeculativeConfig
 from engine.models.checkpoint import content
-from engine.models.choice import NO_DRAFTS, LoadableModel, Model, open_checkpoint
-from engine.models.fingerprint import constants, fingerprint, stored_of, tokenizer_hash
+from engine.models.choice import (
+    NO_DRAFTS,
+    LoadableModel,
+    Model,
+    constants,
+    fingerprint,
+    open_checkpoint,
+    stored_of,
+    tokenizer_hash,
+)
 from engine.models.spec import ModelSpec
 
 __all__ = [

@@ -1,24 +1,99 @@
 """The tensors of a safetensors checkpoint, in one file or in shards with an index.
 
-Knows names, shapes and bytes, but not their meaning.
+Knows names, shapes and bytes, but not their meaning. Each file is opened once.
 """
 
 import contextlib
 import copy
 import json
 import math
+import mmap
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidRequest
 from common.requests.namespace import WeightsId
-from engine.models.open_files import OpenFiles
+
+MOST_OPEN = 16  # shards: a model is read roughly in their order
+
+
+class OpenFiles:
+    """Files that stay open between reads. For any thread. Leaving the context closes them.
+
+    Args:
+        most: maximum of open files. Beyond it, the least recently read one is closed.
+    """
+
+    def __init__(self, most: int = MOST_OPEN) -> None:
+        self._most = most
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._close_beyond(0)
+
+    def map(self, path: Path, offset: int, num_bytes: int) -> memoryview:
+        """Return these bytes of the file, at least one, mapped copy-on-write.
+
+        Exactly these bytes stay mapped until the last reference to them is gone.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        page_start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        length = offset - page_start + num_bytes
+        with self._opened(path) as descriptor:
+            try:
+                mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=page_start)
+            except ValueError as error:
+                raise OSError(f"{path} is cut off") from error
+        return memoryview(mapped)[offset - page_start :]
+
+    def ask_for(self, path: Path, offset: int, num_bytes: int) -> None:
+        """Ask the system to read these bytes ahead.
+
+        Raises:
+            OSError: the file cannot be read, or its file system does not support such hints.
+        """
+        with self._opened(path) as descriptor:
+            os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
+        """Yield the file's descriptor, which stays open until the context is left."""
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors.move_to_end(path)
+            try:
+                yield self._descriptors[path]
+            finally:
+                self._close_beyond(self._most)
+
+    def _close_beyond(self, most: int) -> None:
+        while len(self._descriptors) > most:
+            os.close(self._descriptors.popitem(last=False)[1])
+
 
 _INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -313,3 +388,22 @@ def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
 def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a copy in its own memory, which later changes of the file do not affect."""
     return tensor.to(device=device, dtype=dtype, copy=True)
+
+
+def below(root: Path, path: str, field: str, flag: str) -> Path:
+    """Return the resolved path if it lies below `root`.
+
+    Args:
+        root: resolved.
+        path: absolute, or relative to `root`.
+        field, flag: names of the path and of the root in the error.
+    Raises:
+        InvalidRequest: the path lies outside `root`.
+    """
+    try:
+        directory = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):
+        raise InvalidRequest(f"{field}: not a path") from None
+    if root not in directory.parents:
+        raise InvalidRequest(f"{field}: it is outside {flag}")
+    return directory

@@ -1,5 +1,9 @@
-"""Choice of the model backend: native blocks, or the class in transformers."""
+"""Choice of the model backend: native blocks, or the class in transformers.
 
+The fingerprint of the model is compared by two nodes before one computes on the KV of the other.
+"""
+
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +16,9 @@ from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import RoutedExperts
-from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.layer import Layer
-from engine.models.blocks.protocol import AdaptedLinear
+from engine.models.blocks.protocol import AdaptedLinear, LateStates
+from engine.models.checkpoint import Checkpoint, StoredTensor, content
 from engine.models.drafting import DeviceDrafter
 from engine.models.families import FAMILIES
 from engine.models.fields import Fields
@@ -209,3 +213,50 @@ def open_checkpoint(
 
     because = "as requested" if backend == "transformers" else f"{kind} has no blocks here"
     return TransformersCheckpoint(directory, because)
+
+
+def fingerprint(
+    directory: Path,
+    backend: ModelBackend = "auto",
+    speculation: SpeculativeConfig = NO_DRAFTS,
+) -> dict[str, str]:
+    """Return field -> value. The result is equal for equal models, independent of their location
+    and shards.
+
+    It has the fields of `constants`, and `weights`, the hash of the weights. The compute dtype
+    belongs to the node and is not included.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    servable = open_checkpoint(directory, backend, speculation)
+    weights = content(stored_of(servable, directory))
+    return {**constants(servable), "weights": weights.hex()}
+
+
+def constants(servable: LoadableModel) -> dict[str, str]:
+    """Return the fields that do not change with the weights.
+
+    They are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
+    uses), and `drafter` (the draft layer that also has KV).
+    """
+    return {
+        "architecture": servable.spec.architecture,
+        "model_backend": servable.backend,
+        "config": servable.config_hash(),
+        "drafter": servable.drafter,
+    }
+
+
+def stored_of(servable: LoadableModel, directory: Path) -> dict[str, StoredTensor]:
+    """Return the stored tensors that make the model, by name. Raises ConfigError if they are
+    incomplete."""
+    tensors = Checkpoint(directory).tensors
+    return {name: tensors[name] for name in sorted(servable.stored())}
+
+
+def tokenizer_hash(directory: Path) -> str:
+    """Return the sha256 of tokenizer.json, as the router computes it, or "" if there is no such
+    file."""
+    path = directory / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

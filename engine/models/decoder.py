@@ -12,16 +12,19 @@ from engine.batch.forward import ForwardBatch
 from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
-from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.latent import LatentAttentionBlock
-from engine.models.blocks.layer import Layer, LayerSpec
-from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.protocol import AdaptedLinear, LayerSite, ModelStep
+from engine.models.blocks.layer import Layer, LayerSpec, Norm, RmsNorm
+from engine.models.blocks.protocol import AdaptedLinear, LateStates, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
-from engine.models.drafting import DeviceDrafter, DraftHead, DraftLayer, DraftLayerSpec
+from engine.models.drafting import (
+    DeviceDrafter,
+    DraftHead,
+    DraftLayer,
+    DraftLayerSpec,
+    ModelVectors,
+)
 from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
-from engine.models.quantized.plain import PLAIN
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import PLAIN, Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
 from engine.models.vision.seeing import ImageFeatures, ReceivingTower, VisionTower
@@ -293,7 +296,7 @@ class Decoder:
             x, residual, tapped = tap(self._run_layers, drafter.taps, x, step, pool)
         else:
             stack = self.stack if adapted is None else self._adaptable
-            x, residual = stack.forward(x, step, pool)
+            x, residual = stack.forward(x, None, step, pool, None)
         if norm is None:
             assert stage is not None
             hidden = x if residual is None else x + residual
@@ -304,7 +307,7 @@ class Decoder:
             x, _ = norm.forward(x, residual, rows=batch.sampled)
         else:
             x, _ = norm.forward(x, residual)
-            drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
+            drafter.follow(step, ModelVectors(x, tapped, embeddings), future_tokens, pool)
             x = x.index_select(0, batch.sampled)
         if stage is not None:
             stage.send_back(x, self._experts_of(batch.sampled))
@@ -409,7 +412,7 @@ class SplitForward:
         """Compute the next layers, up to number `past` - 1."""
         x, residual = self._held
         group = self._next, past
-        self._held = self._stack.forward(x, self._step, self._pool, residual=residual, group=group)
+        self._held = self._stack.forward(x, residual, self._step, self._pool, group)
         self._next = past
 
     def complete(self) -> Tensor:

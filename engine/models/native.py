@@ -18,7 +18,7 @@ from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
 from engine.models.families import read_decoder
-from engine.models.heads import as_stored
+from engine.models.families.common import as_stored
 from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput

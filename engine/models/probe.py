@@ -17,11 +17,10 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import NO_TABLE, KVLayout
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.delta_net import DeltaNetBlock
-from engine.models.blocks.dense import DenseBlock
-from engine.models.blocks.experts import ExpertsBlock
-from engine.models.blocks.late_states import LateStates
+from engine.models.blocks.experts import DenseBlock, ExpertsBlock
 from engine.models.blocks.latent import LatentAttentionBlock
 from engine.models.blocks.layer import Layer
+from engine.models.blocks.protocol import LateStates
 from engine.models.choice import Model
 from engine.models.linear import Linear
 from engine.ranks import Group

@@ -6,15 +6,14 @@ The structure of the layers decides, when the stack is made.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from engine.models.blocks.attention import AttentionBlock
-from engine.models.blocks.dense import DenseBlock
-from engine.models.blocks.layer import Layer
-from engine.models.blocks.norm import RmsNorm
+from engine.models.blocks.experts import DenseBlock
+from engine.models.blocks.layer import Layer, RmsNorm
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
@@ -30,6 +29,10 @@ from kernels.cpu.layers import (
     PanelMatrix,
 )
 from kernels.linear_attention.state_cells import CellView
+
+Residual: TypeAlias = Tensor | None
+# The number of the first layer of a group, and of the one after its last. None: all layers.
+LayerNumbers: TypeAlias = tuple[int, int] | None
 
 
 class PagedLayers(Protocol):
@@ -53,14 +56,8 @@ class PagedLayers(Protocol):
 
 class Stack(Protocol):
     def forward(
-        self,
-        x: Tensor,
-        step: ModelStep,
-        pool: PagedLayers,
-        *,
-        residual: Tensor | None = None,
-        group: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
+    ) -> tuple[Tensor, Residual]:
         """Run all layers, or a group of them.
 
         Args:
@@ -68,7 +65,6 @@ class Stack(Protocol):
                 stack takes ownership.
             residual: what that output is to be added to. None: before the first layer. The stack
                 takes ownership.
-            group: number of the first layer, and of the one after the last. None: all layers.
         Returns:
             The last layer's output, and the residual that it is to be added to.
         """
@@ -95,14 +91,8 @@ class LayerByLayer:
         self._layers = layers
 
     def forward(
-        self,
-        x: Tensor,
-        step: ModelStep,
-        pool: PagedLayers,
-        *,
-        residual: Tensor | None = None,
-        group: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
+    ) -> tuple[Tensor, Residual]:
         layers = zip(self._layers, pool.layers, pool.tables, pool.cells, strict=True)
         for layer, kv, table, cells in layers if group is None else islice(layers, *group):
             x, residual = layer.forward(x, residual, step, KeptStates(kv, table, cells))
@@ -121,35 +111,29 @@ class WithFeatures:
         self._num_layers = num_layers
 
     def forward(
-        self,
-        x: Tensor,
-        step: ModelStep,
-        pool: PagedLayers,
-        *,
-        residual: Tensor | None = None,
-        group: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
+    ) -> tuple[Tensor, Residual]:
         if not step.features:
-            return self._stack.forward(x, step, pool, residual=residual, group=group)
+            return self._stack.forward(x, residual, step, pool, group)
         first, end = (0, len(pool.layers)) if group is None else group
         middle = min(max(first, self._num_layers), end)
         for number in range(first, middle):
             one = number, number + 1
-            x, residual = self._stack.forward(x, step, pool, residual=residual, group=one)
+            x, residual = self._stack.forward(x, residual, step, pool, one)
             for image in step.features:
                 added = image.by_layer[:, number]
                 x[image.place : image.place + len(added)] += added
         if middle == end:
             return x, residual
-        return self._stack.forward(x, step, pool, residual=residual, group=(middle, end))
+        return self._stack.forward(x, residual, step, pool, (middle, end))
 
 
 def tap(
     layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: PagedLayers
-) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+) -> tuple[Tensor, Residual, Sequence[Tensor]]:
     """Run all layers like `Stack.forward`, and also return the inputs of the layers in `taps`,
     [num_tokens, hidden] each."""
-    residual: Tensor | None = None
+    residual: Residual = None
     tapped: dict[int, Tensor] = {}
     kept = zip(layers, pool.layers, pool.tables, pool.cells, strict=True)
     for number, (layer, kv, table, cells) in enumerate(kept):
@@ -182,16 +166,10 @@ class InOneCall:
         self._pools: WeakKeyDictionary[PagedLayers, CompiledPool] = WeakKeyDictionary()
 
     def forward(
-        self,
-        x: Tensor,
-        step: ModelStep,
-        pool: PagedLayers,
-        *,
-        residual: Tensor | None = None,
-        group: tuple[int, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
+    ) -> tuple[Tensor, Residual]:
         if pool.layers[0].dtype != x.dtype or (self._whole_images and step.batch.seen):
-            return self._one_by_one.forward(x, step, pool, residual=residual, group=group)
+            return self._one_by_one.forward(x, residual, step, pool, group)
         batch = step.batch
         compiled = CompiledStep(
             page_ids=batch.page_ids,

@@ -19,12 +19,13 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from common.distribution import HistogramCounts
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import PageHolding
-from engine.kv_cache.cache_events import CacheRecorder
+from engine.kv_cache.kv_events import CacheRecorder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
@@ -134,13 +135,15 @@ class CacheTiers:
 
     def copied(self) -> Iterator[Ints]:
         """Yield the device pages that are held for copies."""
-        yield from self.saves.copies.device_pages()
-        yield from self._brings.device_pages()
+        if self._enabled:
+            yield from self.saves.copies.device_pages()
+            yield from self._brings.device_pages()
 
     def copied_on_host(self) -> Iterator[Ints]:
-        yield from self.saves.copies.host_pages()
-        yield from self._brings.host_pages()
-        yield from self.files.host_pages()
+        if self._enabled:
+            yield from self.saves.copies.host_pages()
+            yield from self._brings.host_pages()
+            yield from self.files.host_pages()
 
     def poll(self) -> None:
         """Finish the jobs that are done.
@@ -161,7 +164,8 @@ class CacheTiers:
         """Raise EngineFault if pages and keys are inconsistent. O(host pages and slots of
         files)."""
         self.host.check()
-        self.files.check()
+        if self._enabled:
+            self.files.check()
 
     # Calls from the tree --------------------------------------------------------------------------
 
@@ -307,3 +311,33 @@ class _NoStore:
 
     def close(self) -> None:
         """Do nothing: there are no files."""
+
+
+class TierMeter:
+    """A meter of the offload tiers. Engine thread only. See Meter."""
+
+    def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
+        self._tiers = tiers
+        self._page_bytes = page_bytes
+
+    def gauges(self) -> Mapping[str, float]:
+        tiers, host, files = self._tiers, self._tiers.host, self._tiers.files
+        pages = {
+            "saved": tiers.saves.num_pages,
+            "brought": tiers.brought_pages,
+            "written": files.num_written,
+            "read": files.num_read,
+        }
+        return {
+            "tier_pages/host": float(host.num_cached),
+            "tier_pages/file": float(files.cache.num_filled),
+            "total_tier_tokens/host": float(tiers.host_tokens),
+            "total_tier_tokens/file": float(tiers.file_tokens),
+            **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
+            "total_tier_evicted/host": float(host.num_evicted),
+            "total_tier_evicted/file": float(files.cache.num_evicted),
+            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in FileFault},
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}

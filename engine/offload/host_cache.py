@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.cache_events import CacheRecorder
+from engine.kv_cache.kv_events import CacheRecorder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import PageKey
 from engine.offload.file_cache import FileCache, FiledPages

@@ -7,12 +7,17 @@ or which slot to use. Any thread may call it, but calls for the same slot must n
 An attacker with write access to a shared directory may create a symbolic link, a hard link or a
 file under a name that is opened later. Each is checked on the open descriptor, before anything is
 read or truncated.
+
+Nodes on several hosts may share a directory. Each locks its own part of it by flock. Some mounts
+keep these locks on their host, and then two nodes would write the same files. So `check_locks`
+refuses such mounts.
 """
 
 import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +39,72 @@ from engine.offload.file_cache import (
     packed,
     unpacked,
 )
-from engine.offload.file_locks import check_locks
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_NFS = frozenset({"nolock", "local_lock=all", "local_lock=flock"})
+_SMB = frozenset({"nobrl", "nolock"})
+# By file system: the options with which locks hold on one host alone.
+_LOCAL = {
+    "nfs": _NFS,
+    "nfs4": _NFS,
+    "cifs": _SMB,
+    "smb3": _SMB,
+    "lustre": frozenset({"localflock", "noflock"}),
+}
+_UNKNOWN = re.compile(r"fuse\b|virtiofs|9p")  # it depends on what is behind them
+
+log = logging.getLogger(__name__)
+
+
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    at: Path
+    kind: str
+    options: frozenset[str]
+
+
+def check_locks(directory: Path, mounts: str = "") -> None:
+    """Check the mount of an existing directory.
+
+    Args:
+        mounts: the contents of mountinfo. Empty: those of this process.
+    Raises:
+        ConfigError: locks hold on this host alone, and other hosts may have the directory.
+    """
+    mount = _mount_of(directory.resolve(), mounts or _MOUNTS.read_text())
+    if mount is None:
+        return
+    if found := sorted(mount.options & _LOCAL.get(mount.kind, frozenset())):
+        raise ConfigError(
+            f"{_FLAG}: {directory} is on {mount.kind} mounted with {found[0]}, so nodes on other "
+            "hosts do not see the lock of this node: mount it without that option, or choose a "
+            "directory of this host"
+        )
+    if _UNKNOWN.match(mount.kind):
+        log.warning(
+            "other hosts need other directories: locks may hold on this host alone %s",
+            kv(directory=str(directory), file_system=mount.kind),
+        )
+
+
+def _mount_of(directory: Path, text: str) -> Mount | None:
+    """Return the newest mount of those nearest to the directory."""
+    nearest = None
+    for mount in _parsed(text):
+        above = directory.is_relative_to(mount.at)
+        if above and (nearest is None or len(mount.at.parts) >= len(nearest.at.parts)):
+            nearest = mount
+    return nearest
+
+
+def _parsed(text: str) -> Iterator[Mount]:
+    for line in text.splitlines():
+        own, _, of_system = line.partition(" - ")
+        fields, (kind, _, options) = own.split(" "), of_system.split(" ", 2)
+        at = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+        yield Mount(Path(at), kind, frozenset(f"{fields[5]},{options}".split(",")))
+
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO may block for ever. It has no effect on regular files.
@@ -101,7 +171,6 @@ def _unsafe(path: Path, why: str) -> OSError:
 MOST_NODES = 64  # nodes that share a directory, each in its own subdirectory
 _FLAG = "engine.offload.disk_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-log = logging.getLogger(__name__)
 READERS = 4
 T = TypeVar("T")
 
@@ -259,7 +328,7 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
     """Return a subdirectory of `root` that no process uses, and its index file. The file is locked
     until it is closed. A subdirectory with the same header is preferred."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_locks(_FLAG, root)
+    check_locks(root)
     places = [root / str(number) for number in range(MOST_NODES)]
     for place in places:
         index = _lock(place) if os.path.lexists(place) else None

@@ -82,17 +82,20 @@ class _AskedJob:
     """A job whose replies are awaited."""
 
     def __init__(
-        self, num_ranks: int, on_done: "Callable[[Future[Sequence[bytes]]], None] | None"
+        self, num_followers: int, on_done: "Callable[[Future[Sequence[bytes]]], None] | None"
     ) -> None:
-        self._missing = num_ranks
+        self._missing = set(range(1, 1 + num_followers))
         self._on_done = on_done
         self._results: list[bytes] = []
         self._error = ""
         self.future: Future[Sequence[bytes]] = Future()
 
-    def take(self, reply: JobDone) -> bool:
-        """Note a reply, and return whether it was the last one."""
-        self._missing -= 1
+    def awaits(self, rank: int) -> bool:
+        return rank in self._missing
+
+    def take(self, rank: int, reply: JobDone) -> bool:
+        """Note the reply of a rank, and return whether it was the last one."""
+        self._missing.remove(rank)
         self._results.append(reply.result)
         self._error = self._error or reply.error
         if self._missing:
@@ -484,7 +487,10 @@ class Followers:
             packet = source.recv(MAX_PACKET_BYTES)
         match _from_follower.decode(packet) if packet else None:
             case JobDone(number=number) as reply:
-                if self._jobs[number].take(reply):
+                job = self._jobs.get(number)
+                if job is None or not job.awaits(rank):
+                    log.warning("a rank replied to no job %s", kv(rank=rank, job=number))
+                elif job.take(rank, reply):
                     del self._jobs[number]
             case RankReport(steps=steps, memory_bytes=memory_bytes):
                 ping.reported(rank)

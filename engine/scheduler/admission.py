@@ -25,10 +25,15 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
 from engine.kv_cache.radix_nodes import NO_STATE, stretch
-from engine.scheduler.arrivals import PageClaim, is_overdue
+from engine.scheduler.arrivals import (
+    ActivePrefills,
+    PageClaim,
+    SchedulePolicy,
+    WaitingQueue,
+    is_overdue,
+)
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
-from engine.scheduler.waiting import ActivePrefills, SchedulePolicy, WaitingQueue
 
 MANY_DECODE_ROWS = 10  # beside more of them a chunk is small, because they all wait for it
 SMALL_CHUNK_TOKENS = 512

@@ -168,7 +168,8 @@ class StepResults:
             slots, places, tokens = self._in_order(slots, places, result.runs)
         slots, places, tokens = self._chosen(slots, places, tokens)
         wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
-        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        inserted = {row.slot: row.end for row in step.extends}
+        slots, tokens = self._finish_tokens(slots, places, tokens, inserted, finished)
         if self._sliding:
             self._free_behind(computed, before)
         self.num_tokens += len(tokens)
@@ -298,12 +299,20 @@ class StepResults:
         return stops, odd, places + _ONE >= table.max_length[slots]
 
     def _finish_tokens(
-        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[FinishedRequest]
+        self,
+        slots: NDArray[np.intp],
+        places: Ints,
+        tokens: Ints,
+        inserted: Mapping[int, int],
+        finished: list[FinishedRequest],
     ) -> tuple[NDArray[np.intp], Ints]:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
 
         A row may have several tokens, in order. Only its last one may end its request.
+
+        Args:
+            inserted: number of tokens that this step has inserted into the tree, by slot.
         """
         table = self._table
         live = table.live[slots]
@@ -319,15 +328,17 @@ class StepResults:
         table.tokens[slots[kept], places[kept]] = tokens[kept]
         table.known[slots[kept]] = known[kept]
         for row in (stops.any(axis=1) | odd | last).nonzero()[0].tolist():
-            request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
+            slot, token = int(slots[row]), int(tokens[row])
+            request = self._residents.by_slot[slot]
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
-            num_generated = int(known[row]) - request.num_prompt
+            num_computed = int(places[row])
+            num_generated = num_computed + 1 - request.num_prompt
             corrupt = None
             if token == NOT_FINITE:
                 corrupt = self._residents.end_at_fault(request)
             else:
-                self._residents.end(request, learn=True)
+                self._residents.end(request, learn=inserted.get(slot) != num_computed)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
         return slots[kept], tokens[kept]
 

@@ -30,11 +30,11 @@ from engine.scheduler.assembly import DecodeRows, ScheduledStep, Speculation, St
 from engine.scheduler.next_rows import (
     NO_ROWS,
     Preemption,
+    PrefillGate,
     ReservedCapacity,
     RowSelector,
     SelectedRows,
 )
-from engine.scheduler.prefill_delayer import PrefillGate
 from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction

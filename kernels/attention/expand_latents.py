@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.attention.arguments import AttentionRows, Scoring
 from kernels.attention.expansion import TILE_TOKENS, ExpandedPlan, LatentExpansion
 from kernels.attention.extend import extend_attention
 from kernels.attention.tiles import block
@@ -27,7 +28,7 @@ class ExpandedRows(NamedTuple):
     """Rows of latents in pages, cut into tiles of `TILE_TOKENS` tokens for the expansion.
 
     Attributes:
-        page_ids, page_starts, lengths: see `plan_attention`.
+        page_ids, page_starts, lengths: see `AttentionRows`.
         tile_starts: int32 [num_rows + 1], row r has tiles [tile_starts[r], tile_starts[r + 1]).
     """
 
@@ -47,17 +48,19 @@ class _TritonPlan:
     """A plan of attention over expanded latents. All layers of a forward share it.
 
     Attributes:
-        tiles: int32 [num_tiles], 0, 1, 2 and so on: page ids for `extend_attention`, which reads a
-            tile as a page. The host computes the length without waiting for the device.
+        tiles: the same rows for `extend_attention`, which reads a tile as a page. Page ids are 0,
+            1, 2 and so on. The host computes their number without waiting for the device.
         heads_at_once, workspace_bytes: see `LatentExpansion`.
     """
 
     rows: ExpandedRows
-    query_starts: Tensor
-    tiles: Tensor
-    num_tokens: int
+    tiles: AttentionRows
     heads_at_once: int
     workspace_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tiles.num_tokens
 
     def attend(
         self, q: Tensor, latents: Tensor, expansion: LatentExpansion, out: Tensor, *, scale: float
@@ -65,7 +68,7 @@ class _TritonPlan:
         (num_tokens, heads, key_dim), value_dim = q.shape, expansion.values.shape[2]
         flat = out.view(num_tokens, heads * value_dim)
         space = q.new_empty(self.workspace_bytes // q.element_size())
-        width, num_tiles = key_dim + value_dim, len(self.tiles)
+        width, num_tiles = key_dim + value_dim, len(self.tiles.page_ids)
         for first in range(0, heads, self.heads_at_once):
             last = min(heads, first + self.heads_at_once)
             shape = (num_tiles, last - first, TILE_TOKENS, width)
@@ -76,25 +79,15 @@ class _TritonPlan:
                 q[:, first:last],
                 _as_pool(made, key_dim),
                 self.tiles,
-                self.rows.tile_starts,
-                self.query_starts,
-                self.rows.lengths,
                 flat[:, first * value_dim : last * value_dim],
-                num_rows=len(self.rows.lengths),
-                num_queries=num_tokens,
-                window=None,
-                scale=scale,
-                soft_cap=None,
-                sinks=None,
-                gate=None,
+                None,
+                Scoring(scale),
+                None,
             )
 
 
 def plan_triton(
-    page_ids: Tensor,
-    page_starts: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
+    rows: AttentionRows,
     latents: Tensor,
     expansion: LatentExpansion,
     chunks: Sequence[tuple[int, int]],
@@ -114,11 +107,13 @@ def plan_triton(
         return None
     num_tiles = sum(-(-length // TILE_TOKENS) for _, length in chunks)
     queries = sum(queries for queries, _ in chunks)
+    latents_of = ExpandedRows.of(rows.page_ids, rows.page_starts, rows.lengths)
+    tiles = torch.arange(num_tiles, dtype=torch.int32, device=latents.device)
     return _TritonPlan(
-        ExpandedRows.of(page_ids, page_starts, lengths),
-        query_starts,
-        torch.arange(num_tiles, dtype=torch.int32, device=latents.device),
-        queries,
+        latents_of,
+        AttentionRows(
+            tiles, latents_of.tile_starts, rows.query_starts, rows.lengths, queries, num_decodes=0
+        ),
         expansion.heads_at_once(chunks, rotated),
         expansion.workspace_bytes(queries, rotated),
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import device
+from kernels.attention.arguments import AttentionRows, Scoring
 from kernels.attention.expand_latents import plan_triton
 from kernels.attention.expansion import ExpandedPlan, LatentExpansion
 from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
@@ -66,10 +67,7 @@ class _CpuPlan:
 
 
 def plan_expanded(
-    page_ids: Tensor,
-    page_starts: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
+    rows: AttentionRows,
     latents: Tensor,
     expansion: LatentExpansion,
     chunks: Sequence[tuple[int, int]],
@@ -83,26 +81,26 @@ def plan_expanded(
     if not chunks:
         return None
     if device.uses_triton(latents):
-        return plan_triton(page_ids, page_starts, query_starts, lengths, latents, expansion, chunks)
+        return plan_triton(rows, latents, expansion, chunks)
     if not expansion.pays(chunks):
         return None
-    page_size, start, rows = latents.shape[3], 0, []
-    for place, (count, end) in zip(page_starts.tolist(), chunks, strict=True):
-        pages = page_ids[place : place + -(-end // page_size)]
+    page_size, start, planned = latents.shape[3], 0, []
+    for place, (count, end) in zip(rows.page_starts.tolist(), chunks, strict=True):
+        pages = rows.page_ids[place : place + -(-end // page_size)]
         parts = chunks_of(0, count, end - count, 0, None, latents.device)
         alone = tuple(
             torch.tensor(numbers, dtype=torch.int32) for numbers in ([0], [0], [0, count], [end])
         )
-        rows.append(_Row(start, start + count, end, pages, parts, alone))
+        planned.append(_Row(start, start + count, end, pages, parts, alone))
         start += count
-    return _CpuPlan(tuple(rows), start)
+    return _CpuPlan(tuple(planned), start)
 
 
 def _attend(queries: Tensor, kv: Tensor, row: _Row, scale: float, out: Tensor) -> None:
     for chunk in row.chunks:
         k, v = kv[0, :, :, chunk.first : chunk.last].unbind(1)
         asking = queries[chunk.start : chunk.end].unsqueeze(2)
-        found = attend_chunk(asking, k, v, chunk, scale, None, None)
+        found = attend_chunk(asking, k, v, chunk, Scoring(scale))
         out[chunk.start : chunk.end] = found[:, :, 0, : out.shape[2]]
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.attention.arguments import AttentionRows, Scoring
 from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.attention.tiles import (
     LOG2_E,
@@ -38,21 +39,13 @@ class AttentionTile(NamedTuple):
 def extend_attention(
     q: Tensor,
     kv: Tensor,
-    page_ids: Tensor,
-    page_starts: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
+    rows: AttentionRows,
     out: Tensor,
-    *,
-    num_rows: int,
-    num_queries: int,
     window: int | None,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
     gate: Tensor | None,
 ) -> None:
-    """Write the outputs of a batch's first rows, which have the first queries, into `out`.
+    """Write the outputs of the rows before the decode rows into `out`.
 
     Args:
         kv: as in `paged_attention`, or of heads whose keys are longer than their values: key and
@@ -65,7 +58,7 @@ def extend_attention(
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group, head_dim = heads // kv_heads, out.shape[1] // heads
     rest, apart = key_dim - head_dim, kv.stride(2) != 0  # a value is part of its latent
-    masked, widened = bool(window or soft_cap), kv.element_size() < q.element_size()
+    masked, widened = bool(window or scoring.soft_cap), kv.element_size() < q.element_size()
     tile = _tile(
         head_dim if apart else key_dim,
         q.element_size(),
@@ -77,19 +70,20 @@ def extend_attention(
     if group > tile.rows:
         raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
     early = early_launch.launches_early()
-    score_scale, score_cap = score_scales(scale, soft_cap)
-    num_tiles = num_queries // (tile.rows // group) + num_rows  # each row's last may be partial
+    score_scale, score_cap = score_scales(scoring.scale, scoring.soft_cap)
+    # Each row's last tile may be partial.
+    num_tiles = rows.num_queries // (tile.rows // group) + rows.num_extends
     _extend_kernel[(num_tiles, kv_heads)](
         q,
         kv,
-        page_ids,
-        page_starts,
-        query_starts,
-        lengths,
+        rows.page_ids,
+        rows.page_starts,
+        rows.query_starts,
+        rows.lengths,
         out,
-        sinks,
+        scoring.sinks,
         gate,
-        num_rows,
+        rows.num_extends,
         score_scale,
         score_cap,
         Q_STRIDE=q.stride(0),
@@ -111,7 +105,7 @@ def extend_attention(
         BLOCK_N=tile.keys,
         WINDOW=window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
-        SOFT_CAP=soft_cap is not None,
+        SOFT_CAP=scoring.soft_cap is not None,
         SLACK=tile.slack,
         UPCAST=device.INTERPRETED,
         EARLY=early,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import device
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.extend import extend_attention
 from kernels.attention.reference import gated, plan_reference
 from kernels.attention.split_kv import split_attention
@@ -45,159 +46,81 @@ class AttentionPlan(Protocol):
         """The planned numbers of a latent's value. None without latents."""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
         """Compute `paged_attention` of checked arguments."""
 
 
-def plan_attention(
-    page_ids: Tensor,
-    page_starts: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    kv: Tensor,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    num_decodes: int,
-    window: int | None = None,
-    value_dim: int | None = None,
-) -> AttentionPlan:
-    """Plan the attention of a batch whose rows are consecutive ranges of queries.
-
-    Row i's queries are the last `query_starts[i + 1] - query_starts[i]` of its lengths[i] tokens.
-    Each sees the keys up to its own token, limited to the last `window` if there is a window. A row
-    of length 0 is padding: its one query sees no key and its output is 0.
+def plan_attention(rows: AttentionRows, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
+    """Plan the attention of layers of one kind. Each query sees the keys up to its own token.
 
     Args:
-        page_ids: int32 [any]; page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
-            on. Entries past a row's last page are never followed. With a window, neither are
-            entries of pages whose keys the row's queries do not see.
-        page_starts: int32 [num_rows].
-        query_starts: int32 [num_rows + 1], ascending from 0.
-        lengths: int32 [num_rows], each at least the row's number of queries, or 0.
         kv: any layer of the pool that will be attended to, see `paged_attention`. The plan is valid
             for every layer of this shape.
-        num_heads: of queries.
-        num_tokens: query_starts[-1], known on the host.
-        num_decodes: number of last rows with one query each. All rows of a decode step.
-        value_dim: for latents: the first numbers of a key that are its value, shared by all heads.
-            None: keys and values are stored separately.
     Raises:
         ValueError: wrong shapes, or a window below 1.
     """
-    num_rows = lengths.shape[0]
-    if page_starts.shape != (num_rows,) or page_ids.ndim != 1:
-        raise ValueError(
-            f"page_starts: [{num_rows}] and page_ids: [any],"
-            f" got {tuple(page_starts.shape)} and {tuple(page_ids.shape)}"
-        )
-    if query_starts.shape != (num_rows + 1,):
-        raise ValueError(f"query_starts: [{num_rows + 1}], got {tuple(query_starts.shape)}")
-    if not 0 <= num_decodes <= num_rows or num_tokens < num_decodes:
-        raise ValueError(f"{num_decodes} decodes in {num_rows} rows of {num_tokens} tokens")
-    if window is not None and window < 1:
-        raise ValueError(f"window: at least 1, got {window}")
-    check_kv(kv, value_dim)
-    if num_heads % kv.shape[1]:
-        raise ValueError(f"{num_heads} heads do not fit kv {tuple(kv.shape)}")
-    if not device.uses_triton(kv):
-        columns = (page_ids, page_starts, query_starts, lengths)
-        compiled = device.compiled(kv)
-        if compiled is None or kv.dtype not in DTYPES.keys() | NARROW:
-            return plan_reference(
-                *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
-            )
-        plan = _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled, value_dim)
-        return _WidenedPlan.of(plan, kv) if kv.dtype in NARROW else plan
-    pool = kv if value_dim is None else latents_as_heads(kv, num_heads)
-    num_whole, splits = _divided(
-        query_starts,
-        lengths,
-        pool,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        num_decodes=num_decodes,
-        window=window,
-        value_dim=value_dim,
-    )
-    return _TritonPlan(
-        page_ids,
-        page_starts,
-        query_starts,
-        lengths,
-        num_tokens,
-        num_whole,
-        splits,
-        window,
-        value_dim,
-    )
+    rows.check()
+    if kind.window is not None and kind.window < 1:
+        raise ValueError(f"window: at least 1, got {kind.window}")
+    check_kv(kv, kind.value_dim)
+    if kind.heads % kv.shape[1]:
+        raise ValueError(f"{kind.heads} heads do not fit kv {tuple(kv.shape)}")
+    if device.uses_triton(kv):
+        pool = kv if kind.value_dim is None else latents_as_heads(kv, kind.heads)
+        return _TritonPlan(rows, kind, *_divided(rows, pool, kind))
+    compiled = device.compiled(kv)
+    if compiled is None or kv.dtype not in DTYPES.keys() | NARROW:
+        return plan_reference(rows, kv, kind)
+    plan = _CompiledPlan(rows, kind, compiled)
+    return _WidenedPlan.of(plan, kv) if kv.dtype in NARROW else plan
 
 
 def _divided(
-    query_starts: Tensor,
-    lengths: Tensor,
-    kv: Tensor,
-    *,
-    num_heads: int,
-    num_tokens: int,
-    num_decodes: int,
-    window: int | None,
-    value_dim: int | None,
-) -> tuple[int, tuple[SplitPlan, ...]]:
-    """Return how many first rows are computed without splitting their keys, and the plans of the
-    others.
+    rows: AttentionRows, kv: Tensor, kind: AttentionKind
+) -> tuple[bool, tuple[SplitPlan, ...]]:
+    """Return whether the keys of the rows before the decode rows are not split, and the plans of
+    the other rows.
 
     Rows that verify drafts share a plan with the decode rows beside them. If no row may affect the
     bits of another, all rows have fixed segments.
     """
-    num_rows, kv_heads = lengths.shape[0], kv.shape[1]
-    num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
-    plan = partial(plan_split, lengths, kv, num_heads=num_heads, window=window, value_dim=value_dim)
+    num_extends, num_decodes, kv_heads = rows.num_extends, rows.num_decodes, kv.shape[1]
+    plan = partial(plan_split, rows.lengths, kv, kind=kind)
     if device.batch_invariant():
         plan = partial(plan, segment=SEGMENT)
         splits = [plan(num_decodes, num_decodes)] if num_decodes else []
         if num_extends:
-            splits.append(plan(num_extends, num_queries, query_starts=query_starts))
-        return 0, tuple(splits)
+            splits.append(plan(num_extends, rows.num_queries, query_starts=rows.query_starts))
+        return False, tuple(splits)
     lanes = None
     if num_extends:
         lanes = lanes_of_items(
             num_extends,
-            num_queries,
-            group=num_heads // kv_heads,
+            rows.num_queries,
+            group=kind.heads // kv_heads,
             kv_heads=kv_heads,
             head_dim=kv.shape[4],
             element_size=kv.element_size(),
             multiprocessors=device.num_multiprocessors(kv.device),
         )
     if lanes is not None and lanes < MOST_LANES:
-        together = plan(num_rows, num_tokens, lanes=lanes, query_starts=query_starts)
-        return 0, (together,)
+        together = plan(rows.num_rows, rows.num_tokens, lanes=lanes, query_starts=rows.query_starts)
+        return False, (together,)
     splits = []
     if lanes is not None:
-        splits.append(plan(num_extends, num_queries, lanes=lanes, query_starts=query_starts))
+        splits.append(
+            plan(num_extends, rows.num_queries, lanes=lanes, query_starts=rows.query_starts)
+        )
     if num_decodes:
         splits.append(plan(num_decodes, num_decodes))
-    return num_extends if lanes is None else 0, tuple(splits)
+    return num_extends > 0 and lanes is None, tuple(splits)
 
 
 def paged_attention(
     q: Tensor,
     kv: Tensor,
     plan: AttentionPlan,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
     gate: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(scale * q k) v for every query of a plan, reading live pages only.
@@ -210,10 +133,6 @@ def paged_attention(
             caller applies. Any strides but the last (pages are addressed in int64). page_size is a
             power of two, at least 16. The contents of stale pages or tails, even NaN, have no
             effect.
-        scale: above 0.
-        soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
-        sinks: contiguous [heads] of any float dtype: the score of one more key that every query of
-            the head sees, whose value is zero.
         gate: as q, without latents: the rounded output is multiplied by its sigmoid.
     Returns:
         [num_tokens, heads * value_dim] of q's dtype.
@@ -231,8 +150,9 @@ def paged_attention(
         raise ValueError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
     if q.shape[0] != plan.num_tokens:
         raise ValueError(f"q has {q.shape[0]} tokens, the plan {plan.num_tokens}")
-    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"scale and soft_cap: above 0, got {scale} and {soft_cap}")
+    soft_cap, sinks = scoring.soft_cap, scoring.sinks
+    if scoring.scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale and soft_cap: above 0, got {scoring.scale} and {soft_cap}")
     if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_contiguous()):
         raise ValueError(f"sinks: contiguous [{q.shape[1]}], got {tuple(sinks.shape)}")
     if gate is not None and (
@@ -241,69 +161,40 @@ def paged_attention(
         or gate.stride(2) != 1
     ):
         raise ValueError(f"gate {gate.dtype} {tuple(gate.shape)} does not fit q {tuple(q.shape)}")
-    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks, gate=gate)
+    return plan.attend(q, kv, scoring, gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
     """A plan for Triton: first rows whose keys are not split, then the others, each by their kernel
-    into one output."""
+    into one output.
 
-    page_ids: Tensor
-    page_starts: Tensor
-    query_starts: Tensor
-    lengths: Tensor
-    num_tokens: int
-    num_whole: int
+    Attributes:
+        whole: the keys of the rows before the decode rows are not split.
+    """
+
+    rows: AttentionRows
+    kind: AttentionKind
+    whole: bool
     splits: tuple[SplitPlan, ...]
-    window: int | None
-    value_dim: int | None
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    @property
+    def value_dim(self) -> int | None:
+        return self.kind.value_dim
+
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
         num_tokens, heads, head_dim = q.shape
-        if self.value_dim is not None:
-            head_dim, kv = self.value_dim, latents_as_heads(kv, heads)
+        if self.kind.value_dim is not None:
+            head_dim, kv = self.kind.value_dim, latents_as_heads(kv, heads)
         out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
-        if self.num_whole:
-            extend_attention(
-                q,
-                kv,
-                self.page_ids,
-                self.page_starts,
-                self.query_starts,
-                self.lengths,
-                out,
-                num_rows=self.num_whole,
-                num_queries=num_tokens - (self.lengths.shape[0] - self.num_whole),
-                window=self.window,
-                scale=scale,
-                soft_cap=soft_cap,
-                sinks=sinks,
-                gate=gate,
-            )
+        if self.whole:
+            extend_attention(q, kv, self.rows, out, self.kind.window, scoring, gate)
         for split in self.splits:
-            split_attention(
-                q,
-                kv,
-                self.page_ids,
-                self.page_starts,
-                self.lengths,
-                split,
-                out,
-                scale=scale,
-                soft_cap=soft_cap,
-                sinks=sinks,
-                gate=gate,
-            )
+            split_attention(q, kv, self.rows, split, out, scoring, gate)
         return out
 
 
@@ -312,60 +203,49 @@ class _CompiledPlan:
     """A plan for the compiled library: extend rows first, then decode rows, each by their loop into
     one output. Over latents, the loop of extend rows computes all of them."""
 
-    page_ids: Tensor
-    page_starts: Tensor
-    query_starts: Tensor
-    lengths: Tensor
-    num_tokens: int
-    num_decodes: int
-    window: int | None
+    rows: AttentionRows
+    kind: AttentionKind
     operators: Operators
-    value_dim: int | None
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    @property
+    def value_dim(self) -> int | None:
+        return self.kind.value_dim
+
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
         if q.stride(1) != q.shape[2]:  # the loops read a token's heads consecutively
             q = q.contiguous()
-        num_rows, decodes, value_dim = self.lengths.shape[0], self.num_decodes, q.shape[2]
-        if self.value_dim is not None:
-            decodes, value_dim = 0, self.value_dim
-            kv = kv.expand(-1, _shares(q.shape[1], num_rows), 2, -1, -1)
-        out = q.new_empty(self.num_tokens, q.shape[1] * value_dim)
-        extends, queries = num_rows - decodes, self.num_tokens - decodes
+        rows, kind = self.rows, self.kind
+        extends, queries, value_dim = rows.num_extends, rows.num_queries, q.shape[2]
+        if kind.value_dim is not None:
+            extends, queries, value_dim = rows.num_rows, rows.num_tokens, kind.value_dim
+            kv = kv.expand(-1, _shares(q.shape[1], extends), 2, -1, -1)
+        out = q.new_empty(rows.num_tokens, q.shape[1] * value_dim)
         if extends:
             self.operators.extend_attention(
                 q[:queries],
                 kv,
-                self.page_ids,
-                self.page_starts[:extends],
-                self.query_starts[: extends + 1],
-                self.lengths[:extends],
+                rows.page_ids,
+                rows.page_starts[:extends],
+                rows.query_starts[: extends + 1],
+                rows.lengths[:extends],
                 out[:queries],
-                window=self.window,
-                scale=scale,
-                soft_cap=soft_cap,
-                sinks=sinks,
+                kind.window,
+                *scoring,
             )
-        if decodes:
+        if extends < rows.num_rows:
             self.operators.decode_attention(
                 q[queries:],
                 kv,
-                self.page_ids,
-                self.page_starts[extends:],
-                self.lengths[extends:],
+                rows.page_ids,
+                rows.page_starts[extends:],
+                rows.lengths[extends:],
                 out[queries:],
-                window=self.window,
-                scale=scale,
-                soft_cap=soft_cap,
-                sinks=sinks,
+                kind.window,
+                *scoring,
             )
         return gated(out, gate)
 
@@ -386,52 +266,40 @@ class _WidenedPlan:
     @classmethod
     def of(cls, plan: _CompiledPlan, kv: Tensor) -> "_WidenedPlan":
         """Return a plan over pages like those of `kv` that computes as `plan`."""
-        page_size, lengths, window = kv.shape[3], plan.lengths, plan.window
+        whole, window, page_size = plan.rows, plan.kind.window, kv.shape[3]
+        lengths = whole.lengths
         first = torch.zeros_like(lengths)
         if window is not None:
-            oldest = lengths - torch.diff(plan.query_starts)
+            oldest = lengths - torch.diff(whole.query_starts)
             first = (oldest - window + 1).clamp(min=0) // page_size
         counts = (lengths + page_size - 1) // page_size - first
         before = counts.cumsum(0) - counts
         most = max(1, WIDENED_BYTES // (kv.shape[1:].numel() * torch.float32.itemsize))
         _, sizes = torch.unique_consecutive(before // most, return_counts=True)
-        parts, begin, num_extends = [], 0, len(lengths) - plan.num_decodes
+        parts, begin = [], 0
         for size in sizes.tolist() or [0]:
-            rows, end = slice(begin, begin + size), begin + size
-            starts = plan.query_starts[begin : end + 1] - plan.query_starts[begin]
-            own = _CompiledPlan(
-                torch.arange(int(counts[rows].sum()), dtype=torch.int32),
-                (before[rows] - before[rows][:1] - first[rows]).int(),
+            of_part, end = slice(begin, begin + size), begin + size
+            starts = whole.query_starts[begin : end + 1] - whole.query_starts[begin]
+            own = AttentionRows(
+                torch.arange(int(counts[of_part].sum()), dtype=torch.int32),
+                (before[of_part] - before[of_part][:1] - first[of_part]).int(),
                 starts,
-                lengths[rows],
+                lengths[of_part],
                 int(starts[-1]),
-                end - max(begin, min(end, num_extends)),
-                window,
-                plan.operators,
-                plan.value_dim,
+                end - max(begin, min(end, whole.num_extends)),
             )
-            places = (plan.page_starts[rows] - own.page_starts).repeat_interleave(counts[rows])
-            parts.append((plan.page_ids[places + own.page_ids], own))
+            offsets = whole.page_starts[of_part] - own.page_starts
+            places = offsets.repeat_interleave(counts[of_part])
+            pages = whole.page_ids[places + own.page_ids]
+            parts.append((pages, _CompiledPlan(own, plan.kind, plan.operators)))
             begin = end
-        return cls(tuple(parts), plan.num_tokens, plan.value_dim)
+        return cls(tuple(parts), whole.num_tokens, plan.value_dim)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
         outputs, begin = [], 0
         for pages, plan in self.parts:
             wide = widened(as_stored(kv).index_select(0, pages), kv.dtype, q.dtype)
-            own = q[begin : begin + plan.num_tokens]
-            outputs.append(
-                plan.attend(own, wide, scale=scale, soft_cap=soft_cap, sinks=sinks, gate=None)
-            )
+            outputs.append(plan.attend(q[begin : begin + plan.num_tokens], wide, scoring, None))
             begin += plan.num_tokens
         return gated(outputs[0] if len(outputs) == 1 else torch.cat(outputs), gate)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.layers.output_gate import gate_heads
 from kernels.narrow import as_stored, widened
 
@@ -61,31 +62,13 @@ class ReferencePlan:
     num_tokens: int
     value_dim: int | None  # of latents
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         out = q.new_empty(num_tokens, heads * (self.value_dim or head_dim))
-        self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        self.attend_into(out, q, kv, scoring)
         return gated(out, gate)
 
-    def attend_into(
-        self,
-        result: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def attend_into(self, result: Tensor, q: Tensor, kv: Tensor, scoring: Scoring) -> None:
         """Compute `attend` into a contiguous [num_tokens, heads * value_dim]."""
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
@@ -96,7 +79,9 @@ class ReferencePlan:
         # The whole latent serves as value, because torch is fast where values are as wide as keys.
         value_dim = self.value_dim or head_dim
         out = result.view(*grouped.shape[:3], value_dim)
-        by_group = None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads)
+        if scoring.sinks is not None:
+            by_group = scoring.sinks.float().view(kv_heads, heads // kv_heads)
+            scoring = scoring._replace(sinks=by_group)
         if self.blind is not None:
             out[self.blind] = 0
         for row in self.rows:
@@ -108,9 +93,7 @@ class ReferencePlan:
                     k[:, chunk.first : chunk.last],
                     v[:, chunk.first : chunk.last],
                     chunk,
-                    scale,
-                    soft_cap,
-                    by_group,
+                    scoring,
                 )
                 out[chunk.start : chunk.end] = attended[..., :value_dim]
         for group in self.groups:
@@ -125,9 +108,7 @@ class ReferencePlan:
                 by_row[:, -1],
                 group.visible[:, None, None],
                 False,
-                scale,
-                soft_cap,
-                by_group,
+                scoring,
             )
             out[group.queries] = attended[..., :value_dim]
 
@@ -145,26 +126,16 @@ def gathered_tokens(
     return widened(by_head.index_select(2, pages).flatten(2, 3), kept_in, computed_in)
 
 
-def plan_reference(
-    page_ids: Tensor,
-    page_starts: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    kv: Tensor,
-    *,
-    num_tokens: int,
-    window: int | None,
-    value_dim: int | None = None,
-) -> ReferencePlan:
+def plan_reference(step: AttentionRows, kv: Tensor, kind: AttentionKind) -> ReferencePlan:
     """Plan as `plan_attention`, which has checked the arguments."""
-    page_size = kv.shape[3]
+    page_size, window = kv.shape[3], kind.window
     page_bytes = kv.shape[1:].numel() * kv.element_size()
-    starts = query_starts.tolist()
-    places = page_starts.tolist()
+    starts = step.query_starts.tolist()
+    places = step.page_starts.tolist()
     rows = []
     decode: list[tuple[int, int, int, int]] = []  # live pages, the first, its place, row
     blind: list[int] = []
-    for row, length in enumerate(lengths.tolist()):
+    for row, length in enumerate(step.lengths.tolist()):
         num_queries = starts[row + 1] - starts[row]
         if length == 0:
             blind += range(starts[row], starts[row + 1])
@@ -179,17 +150,17 @@ def plan_reference(
         chunks = chunks_of(
             starts[row], num_queries, oldest, first_page * page_size, window, kv.device
         )
-        rows.append(ReferenceRow(page_ids[place : place + size], chunks))
+        rows.append(ReferenceRow(step.page_ids[place : place + size], chunks))
     decode.sort()
     groups = []
     while decode:
         longest = decode[-1][0]
         num_rows = GROUP_BYTES // (longest * page_bytes)  # at least 2
         taken = torch.tensor(decode[-num_rows:], device=kv.device)
-        groups.append(_group(taken, longest, page_ids, query_starts, lengths, page_size, window))
+        groups.append(_group(taken, longest, step, page_size, window))
         del decode[-num_rows:]
     nowhere = torch.tensor(blind, device=kv.device) if blind else None
-    return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens, value_dim)
+    return ReferencePlan(tuple(rows), tuple(groups), nowhere, step.num_tokens, kind.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +231,15 @@ def chunks_of(
 def _group(
     taken: Tensor,
     num_pages: int,
-    page_ids: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
+    step: AttentionRows,
     page_size: int,
     window: int | None,
 ) -> _Group:
     _, first_pages, places, rows = taken.unbind(1)
-    ends = lengths[rows].unsqueeze(1)
+    ends = step.lengths[rows].unsqueeze(1)
     offsets = torch.arange(num_pages, device=taken.device)
     columns = first_pages.unsqueeze(1) + offsets
-    pages = page_ids[(places.unsqueeze(1) + offsets).clamp(max=page_ids.shape[0] - 1)]
+    pages = step.page_ids[(places.unsqueeze(1) + offsets).clamp(max=len(step.page_ids) - 1)]
     live = columns * page_size < ends
     pages = pages.where(live, pages[:, :1])  # entries past the end are undefined
     keys = columns.unsqueeze(2) * page_size + torch.arange(page_size, device=taken.device)
@@ -281,7 +250,7 @@ def _group(
     stale = (~visible & tailed.repeat_interleave(page_size, dim=1)).flatten().nonzero().flatten()
     if window:
         visible &= keys.flatten(1) >= ends - window
-    return _Group(pages.flatten(), query_starts[rows].long(), visible, stale)
+    return _Group(pages.flatten(), step.query_starts[rows].long(), visible, stale)
 
 
 def attend_chunk(
@@ -289,29 +258,27 @@ def attend_chunk(
     k: Tensor,
     v: Tensor,
     chunk: Chunk,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attend from a chunk's queries.
 
     Args:
         q: [queries, kv_heads, group, head_dim].
         k, v: [kv_heads, keys, head_dim].
-        sinks: [kv_heads, group].
+        scoring: sinks are [kv_heads, group].
     """
     if len(q) == 1:  # the group's heads are queries: keys are read once, not once per head
-        return _softmax_attention(q, k[None], v[None], None, False, scale, soft_cap, sinks)
+        return _softmax_attention(q, k[None], v[None], None, False, scoring)
     group = q.shape[2]
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.unsqueeze(-1))
     attended = _softmax_attention(
         q.permute(1, 2, 0, 3),
         k.unsqueeze(1).expand(-1, group, -1, -1),
         v.unsqueeze(1).expand(-1, group, -1, -1),
         chunk.mask,
         chunk.causal,
-        scale,
-        soft_cap,
-        None if sinks is None else sinks.unsqueeze(-1),
+        scoring,
     )
     return attended.permute(2, 0, 1, 3)
 
@@ -322,16 +289,15 @@ def _softmax_attention(
     v: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attend from [..., queries, head_dim] to [..., keys, head_dim].
 
     Args:
         causal: as many queries as keys.
-        sinks: float32 that broadcast to [..., queries].
+        scoring: sinks are float32 that broadcast to [..., queries].
     """
+    scale, soft_cap, sinks = scoring.scale, scoring.soft_cap, scoring.sinks
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale

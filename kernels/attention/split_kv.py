@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
+from kernels.attention.arguments import AttentionRows, Scoring
 from kernels.attention.split_plan import (
     SplitPlan,
     busy_programs,
@@ -42,15 +43,10 @@ FULL_TILE_LANES = 64  # from which on tiles that all queries see are computed wi
 def split_attention(
     q: Tensor,
     kv: Tensor,
-    page_ids: Tensor,
-    page_starts: Tensor,
-    lengths: Tensor,
+    rows: AttentionRows,
     plan: SplitPlan,
     out: Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
     gate: Tensor | None,
 ) -> None:
     """Write the outputs of the plan's rows into their places of `out`."""
@@ -63,22 +59,22 @@ def split_attention(
     block_h = min(used, max(1, COMBINE_NUMBERS // block_d))
     last_rows = plan.query_starts is None
     early = early_launch.launches_early()
-    score_scale, score_cap = score_scales(scale, soft_cap)
+    score_scale, score_cap = score_scales(scoring.scale, scoring.soft_cap)
     _split_kernel[(plan.num_programs, kv_heads)](
         q,
         kv,
-        page_ids,
-        page_starts,
+        rows.page_ids,
+        rows.page_starts,
         plan.query_starts,
-        lengths,
+        rows.lengths,
         plan.tile_starts,
         plan.partials,
         plan.logs,
         plan.arrivals,
         out,
-        sinks,
+        scoring.sinks,
         gate,
-        lengths.shape[0] - plan.num_rows if last_rows else 0,
+        rows.num_rows - plan.num_rows if last_rows else 0,
         num_tokens - plan.num_rows if last_rows else 0,
         plan.num_rows,
         plan.num_items,
@@ -108,7 +104,7 @@ def split_attention(
         SEGMENT=plan.segment,
         WINDOW=plan.window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
-        SOFT_CAP=soft_cap is not None,
+        SOFT_CAP=scoring.soft_cap is not None,
         FULL_TILES=plan.lanes >= FULL_TILE_LANES and not plan.window and not plan.segment,
         # With slack, a row's rounding depends on the other rows of its tile.
         SLACK=0 if plan.segment else tile.slack,

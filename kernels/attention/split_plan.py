@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.attention.arguments import AttentionKind
 from kernels.bound import bound
 
 # Starting points, to be tuned by tools/bench/gpu.
@@ -131,11 +132,9 @@ def plan_split(
     num_rows: int,
     num_queries: int,
     *,
-    num_heads: int,
-    window: int | None,
+    kind: AttentionKind,
     lanes: int | None = None,
     query_starts: Tensor | None = None,
-    value_dim: int | None = None,
     segment: int = 0,
 ) -> SplitPlan:
     """Plan rows whose keys are split. One launch, without waiting for it.
@@ -149,7 +148,7 @@ def plan_split(
         segment: keys of a fixed segment. 0: keys are divided evenly.
     """
     kv_heads, head_dim, element_size = kv.shape[1], kv.shape[4], kv.element_size()
-    group, size = num_heads // kv_heads, value_dim or head_dim
+    group, size = kind.heads // kv_heads, kind.value_dim or head_dim
     if lanes is None:
         fixed = fixed_lanes(group, head_dim, element_size)
         lanes = fixed if segment else _lanes_of_a_query(group)
@@ -182,7 +181,7 @@ def plan_split(
         num_programs=num_programs,
         min_tiles=1 if segment else MIN_TILES,
         tile=_tile(head_dim, element_size, lanes, single=queries == 1 and not segment),
-        window=window,
+        window=kind.window,
         segment=segment,
     )
     _plan_kernel[(1,)](
@@ -196,7 +195,7 @@ def plan_split(
         num_slots,
         kv_heads,
         queries,
-        window or 0,
+        kind.window or 0,
         segment or plan.tile.keys,
         segment > 0,
         PLAN_BLOCK if query_starts is None else ITEM_BLOCK,

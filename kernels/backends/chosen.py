@@ -3,40 +3,21 @@
 The engine sets the choice once for its process. Layers call what `operations` returns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor
 
 from kernels.attention import paged
+from kernels.attention.arguments import AttentionKind, AttentionRows
 from kernels.linear_attention import delta_rule
 from kernels.linear_attention.delta_rule import Gates
 from kernels.linear_attention.state_cells import CellView, StateRows
 
-
-class PlanAttention(Protocol):
-    """The signature of `kernels.attention.paged.plan_attention`."""
-
-    def __call__(
-        self,
-        page_ids: Tensor,
-        page_starts: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        kv: Tensor,
-        *,
-        num_heads: int,
-        num_tokens: int,
-        num_decodes: int,
-        window: int | None = None,
-        value_dim: int | None = None,
-    ) -> paged.AttentionPlan: ...
-
-
-class DeltaRule(Protocol):
-    """The signature of `kernels.linear_attention.delta_rule.delta_rule`."""
-
-    def __call__(self, x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor: ...
+# As `kernels.attention.paged.plan_attention` and `kernels.linear_attention.delta_rule.delta_rule`.
+PlanAttention: TypeAlias = Callable[[AttentionRows, Tensor, AttentionKind], paged.AttentionPlan]
+DeltaRule: TypeAlias = Callable[[Tensor, Gates, CellView, StateRows], Tensor]
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import AttentionPlan, check_kv
 from kernels.attention.reference import gated
 from kernels.backends.package import Package
@@ -53,30 +54,15 @@ class FlashInfer:
         """Import the package, and allocate the workspace. Raises Unavailable."""
         return cls(PACKAGE.load(), device)
 
-    def plan_attention(
-        self,
-        page_ids: Tensor,
-        page_starts: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        kv: Tensor,
-        *,
-        num_heads: int,
-        num_tokens: int,
-        num_decodes: int,
-        window: int | None = None,
-        value_dim: int | None = None,
-    ) -> AttentionPlan:
+    def plan_attention(self, step: AttentionRows, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
         """Plan attention, see `kernels.attention.paged.plan_attention`."""
-        check_kv(kv, value_dim)
-        rows = _Rows.of(page_ids, page_starts, query_starts, lengths, kv.shape[3], window)
-        if value_dim is not None:
-            return _LatentPlan(rows, num_tokens, value_dim, self._latent, self._metadata)
-        decodes = num_decodes == lengths.shape[0]
-        wrappers, plan = (
-            (self._decode, rows.plan_decode) if decodes else (self._extend, rows.plan_extend)
-        )
-        return _PagedPlan(num_tokens, wrappers, plan)
+        check_kv(kv, kind.value_dim)
+        rows = _Rows.of(step, kv.shape[3], kind.window)
+        if kind.value_dim is not None:
+            return _LatentPlan(rows, step.num_tokens, kind.value_dim, self._latent, self._metadata)
+        if step.num_extends:
+            return _PagedPlan(step.num_tokens, self._extend, rows.plan_extend)
+        return _PagedPlan(step.num_tokens, self._decode, rows.plan_decode)
 
 
 class _Wrappers:
@@ -117,17 +103,9 @@ class _Rows:
     window_left: int
 
     @classmethod
-    def of(
-        cls,
-        page_ids: Tensor,
-        page_starts: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        page_size: int,
-        window: int | None,
-    ) -> "_Rows":
-        num_rows = lengths.shape[0]
-        columns = torch.cat((query_starts, lengths, page_starts)).cpu()  # one wait
+    def of(cls, step: AttentionRows, page_size: int, window: int | None) -> "_Rows":
+        num_rows, page_ids = step.num_rows, step.page_ids
+        columns = torch.cat((step.query_starts, step.lengths, step.page_starts)).cpu()  # one wait
         starts, ends, places = torch.split(columns, [num_rows + 1, num_rows, num_rows])
         unseen = torch.zeros_like(ends)
         if window is not None:
@@ -197,20 +175,12 @@ class _PagedPlan:
     def value_dim(self) -> None:
         return None
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
-        wrapper = self.planned.get((scale, soft_cap))
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
+        key = scoring.scale, scoring.soft_cap
+        wrapper, sinks = self.planned.get(key), scoring.sinks
         if wrapper is None:
-            wrapper = self.planned[scale, soft_cap] = self.wrappers.acquire(self)
-            self.plan(wrapper, q, kv, sm_scale=scale, logits_soft_cap=soft_cap)
+            wrapper = self.planned[key] = self.wrappers.acquire(self)
+            self.plan(wrapper, q, kv, sm_scale=scoring.scale, logits_soft_cap=scoring.soft_cap)
         pages = (kv[:, :, 0], kv[:, :, 1])
         if sinks is None:
             return gated(wrapper.run(q, pages).flatten(1), gate)
@@ -231,24 +201,15 @@ class _LatentPlan:
     metadata: Any
     planned: dict[float, Any] = field(default_factory=dict)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        gate: Tensor | None,
-    ) -> Tensor:
-        if soft_cap is not None or sinks is not None:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
+        if scoring.soft_cap is not None or scoring.sinks is not None:
             raise ValueError("soft_cap and sinks are not supported with latents")
         if not self.num_tokens:
             return q.new_empty(0, q.shape[1] * self.value_dim)
-        wrapper = self.planned.get(scale)
+        wrapper = self.planned.get(scoring.scale)
         if wrapper is None:
             rows = self.rows
-            wrapper = self.planned[scale] = self.wrappers.acquire(self)
+            wrapper = self.planned[scoring.scale] = self.wrappers.acquire(self)
             wrapper.plan(
                 metadata=self.metadata.csr(
                     rows.query_starts, rows.page_starts, rows.page_ids, rows.lengths
@@ -258,7 +219,7 @@ class _LatentPlan:
                 head_dim_kpe=kv.shape[4] - self.value_dim,
                 page_size=rows.page_size,
                 causal=True,
-                sm_scale=scale,
+                sm_scale=scoring.scale,
                 q_data_type=q.dtype,
                 kv_data_type=kv.dtype,
             )

@@ -18,8 +18,7 @@ from common.errors import FailedPrecondition, ServingError
 from common.logs import kv
 from common.queueing import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
-from engine.kv_cache.cache_events import CacheChange, CacheEvents
-from engine.kv_cache.kv_events import KvEventLog
+from engine.kv_cache.kv_events import CacheChange, CacheEvents, KvEventLog
 from kvtransfer.ports import ProducerUp
 from node.control.pauses import ControlledRole
 from node.messages import (

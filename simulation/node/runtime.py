@@ -10,10 +10,9 @@ from typing import Protocol
 from common.config import NodeConfig
 from common.copy_map import ONE_RANK
 from common.process.ipc import FrameSocket, PeerGone
-from engine.kv_cache.cache_events import CacheEvents
-from engine.loop.clock import Lateness, StepClock
-from engine.loop.loop import EventLoop
-from engine.offload.tier_meter import TierMeter
+from engine.kv_cache.kv_events import CacheEvents
+from engine.loop.loop import EventLoop, Lateness, StepClock
+from engine.offload.cache_tiers import TierMeter
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort

@@ -37,7 +37,7 @@ from engine.adapters.library import (
 from engine.adapters.stored import AdapterLimits, LoraAdapter, LoraPair
 from engine.batch.table import SlotTable
 from engine.models import load
-from engine.models.open_files import OpenFiles
+from engine.models.checkpoint import OpenFiles
 from engine.scheduler.arrivals import SKIP_AHEAD_S
 from node.queues import AdapterQueue
 from tests.support.adapters import make_adapter

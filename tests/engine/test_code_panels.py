@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.models.linear import Matrix, StoredExpert, joined
+from engine.models.linear.choose import AsStoredForm
 from engine.models.linear.code_panels import CodePanelForm, CodePanels
 from engine.models.linear.dense import DenseForm, DenseLinear
 from kernels.quantised import QuantFormat
@@ -24,7 +25,7 @@ def form():
     operators = operators_here()
     if operators is None:
         pytest.skip("no C++ compiler")
-    return CodePanelForm(operators, DenseForm(CPU, F32))
+    return AsStoredForm(CodePanelForm(operators), DenseForm(CPU, F32))
 
 
 def matrix(outputs, inputs, group, kind):

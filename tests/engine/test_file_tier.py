@@ -14,9 +14,8 @@ from common.errors import ConfigError
 from common.requests.namespace import SHARED, page_names
 from engine.offload import page_files
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
-from engine.offload.file_locks import check_locks
 from engine.offload.file_tier import AFTER_FAULT_S
-from engine.offload.page_files import FileFault, PageFiles
+from engine.offload.page_files import FileFault, PageFiles, check_locks
 from tests.engine.test_tiers import (
     KINDS,
     QUICK_KINDS,
@@ -428,7 +427,7 @@ def test_mounts_that_hide_locks_from_other_hosts_are_refused(
     (shared / "pages").mkdir(parents=True)
     at = str(shared.resolve()).replace(" ", "\\040")
     mounts = f"{LOCAL}30 27 0:50 / {at} rw,relatime shared:1 - {kind} server:/x {options}\n"
-    check_locks("disk_dir", tmp_path, mounts)  # beside it
+    check_locks(tmp_path, mounts)  # beside it
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
-        check_locks("disk_dir", shared / "pages", mounts)
+        check_locks(shared / "pages", mounts)
     assert ("this host alone" in caplog.text) == kind.startswith("fuse")

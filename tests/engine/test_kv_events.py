@@ -13,8 +13,7 @@ import pytest
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from engine.batch.holding import PageHolding
 from engine.kv_cache import kv_events
-from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.kv_events import KvEventLog
+from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.kv_cache.pages import PageHolder
 from tests.engine.test_cache_events import Watched
 from tests.engine.test_radix import SIZE

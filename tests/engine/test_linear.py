@@ -12,7 +12,7 @@ from engine.models.families import read_decoder
 from engine.models.linear import Matrix, StoredExpert, form_of, onednn
 from engine.models.linear.dense import DenseForm, DenseLinear
 from engine.models.linear.int8 import Int8Form, rounded
-from engine.models.linear.packed import PackedForm
+from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.linear.weight_only import WeightOnlyForm
 from engine.models.weights import load_weights, weight_bytes

@@ -23,8 +23,8 @@ from engine.loop.grouped import DelayedPrompts
 from engine.ranks import node_group
 from engine.ranks.lockstep import Lockstep, Turn
 from engine.ranks.node_group import join_group
-from engine.scheduler import prefill_delayer
-from engine.scheduler.prefill_delayer import MAX_PASSES, PrefillCounts, decide
+from engine.scheduler import next_rows
+from engine.scheduler.next_rows import MAX_PASSES, PrefillCounts, prefills_now
 from tests.support import fork_server
 from tests.support.group_nodes import PATIENCE_S, join_all
 
@@ -210,10 +210,10 @@ def test_prompts_are_delayed_only_where_that_may_gain_something(size: int) -> No
     ]
     for nodes in itertools.combinations_with_replacement(per_node, size):
         counts = PrefillCounts(*(sum(column) for column in zip(*nodes, strict=True)))
-        delayed = not decide(counts, MAX_PASSES - 1)
+        delayed = not prefills_now(counts, MAX_PASSES - 1)
         assert delayed <= bool(counts.decoding and not counts.chunking)
         assert delayed <= (counts.ready < counts.with_room or not counts.with_room)
-        assert decide(counts, MAX_PASSES)
+        assert prefills_now(counts, MAX_PASSES)
 
 
 # A node in the search: whether it decodes, and the number of steps since its prompt has arrived.
@@ -226,7 +226,7 @@ def test_whatever_nodes_do_no_prompt_waits_longer_than_the_limit(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All reachable states of a group, in which prompts arrive and decode rows end at any time."""
-    monkeypatch.setattr(prefill_delayer, "MAX_PASSES", MAX_SEARCHED)
+    monkeypatch.setattr(next_rows, "MAX_PASSES", MAX_SEARCHED)
     choices = list(itertools.product((False, True), repeat=2 * size))
     first: State = (True, 0, ((False, 0),) * size)
     seen, states, num_delayed = {first}, [first], 0

@@ -19,7 +19,7 @@ from engine.load import check_group
 from engine.models import open_checkpoint
 from engine.ranks import Share
 from engine.ranks.expert_exchange import ExpertExchange
-from engine.scheduler.prefill_delayer import MAX_PASSES
+from engine.scheduler.next_rows import MAX_PASSES
 from node.control.operations import EngineOperations
 from node.messages import PrepareWeights, PutWeights, ReleaseMemory, TakeWeights
 from tests.engine.test_parallel_engine import Serving, config_of

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from common.errors import ConfigError
 from engine.models import load
-from engine.models.checkpoint import SINGLE, Checkpoint
-from engine.models.open_files import OpenFiles
+from engine.models.checkpoint import SINGLE, Checkpoint, OpenFiles
 from tests.support.checkpoints import make_checkpoint
 
 

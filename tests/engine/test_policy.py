@@ -9,7 +9,7 @@ from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.waiting import PolicyName, SchedulePolicy
+from engine.scheduler.arrivals import PolicyName, SchedulePolicy
 from tests.engine.test_radix import Books
 from tests.support.engine_rig import Rig
 from tests.support.fake_clock import FakeClock

@@ -7,9 +7,9 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.models.transformers_backend import attention
-from engine.models.transformers_backend.masks import MaskRange, seen_by
-from engine.models.transformers_backend.probe import probe
-from engine.models.transformers_backend.refused import UnsupportedModel
+from engine.models.transformers_backend.plan import UnsupportedModel
+from engine.models.transformers_backend.probe import MaskRange, probe, seen_by
+from kernels.attention.arguments import Scoring
 from tests.support.tiny_models import tiny_config
 
 LAYERS = 4
@@ -58,17 +58,17 @@ def test_what_pages_cannot_give_is_refused(said, reason):
 
 def test_scores_of_a_class_that_names_no_scale_have_the_usual_one():
     class Layer:
-        def attend(self, q, k, v, **asked):
-            self.asked = asked
+        def attend(self, q, k, v, scoring):
+            self.asked = scoring
             return v.transpose(0, 1)
 
     module, layer = torch.nn.Module(), Layer()
     attention.attach(module, layer)
     call = ALL_ATTENTION_FUNCTIONS[attention.NAME]
     call(module, *torch.zeros(3, 1, 2, 5, 16), None)
-    assert layer.asked == {"scale": 0.25, "soft_cap": None, "sinks": None}
+    assert layer.asked == Scoring(0.25)
     call(module, *torch.zeros(3, 1, 2, 5, 16), None, scaling=3.0, softcap=2.0)
-    assert layer.asked == {"scale": 3.0, "soft_cap": 2.0, "sinks": None}
+    assert layer.asked == Scoring(3.0, soft_cap=2.0)
 
 
 def causal(batch, head, query, key):

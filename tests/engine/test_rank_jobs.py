@@ -39,7 +39,7 @@ from engine.ranks.messages import (
     RestorePools,
     TransferJob,
 )
-from engine.ranks.processes import JobQueue
+from engine.ranks.processes import Followers, JobQueue
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
@@ -336,6 +336,21 @@ def test_jobs_of_an_ended_follower_are_an_error() -> None:
 def no_adapter(number: int) -> DropAdapter:
     """Return a job that changes nothing."""
     return DropAdapter(number, 99)
+
+
+def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen failing with the node's end, where the reply's job was looked up and not there."""
+    followers = Followers(config_of(2, model="none"), "tests.support.repeating_follower")
+    ended = threading.Event()
+    try:
+        followers.loaded()
+        followers.watch(ended.set)
+        for _ in range(3):
+            assert followers.ask(no_adapter).result(PATIENCE_S) == [b""]
+        assert not ended.is_set()
+    finally:
+        followers.close()
+    assert "replied to no job" in caplog.text
 
 
 def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ import os
 import torch
 
 from engine.models import load
-from engine.models.checkpoint import Checkpoint
-from engine.models.open_files import OpenFiles
+from engine.models.checkpoint import Checkpoint, OpenFiles
 from engine.models.weights import reader
 from tests.support.checkpoints import make_checkpoint
 

@@ -8,6 +8,7 @@ from engine.batch.batch import BatchResult, ForwardMode
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix import PrefixCache
 from tests.support.engine_rig import CHUNK_TOKENS, Rig, ints
 
 EOS = (5, 6, 7, 8, 9, 10)
@@ -160,6 +161,25 @@ def test_a_finished_request_leaves_its_output_in_the_cache_but_not_its_last_toke
     rig.run()
     assert follow_up.cached_tokens == 32
     rig.check_answers(follow_up)
+
+
+@BOTH
+def test_a_prompt_whose_first_token_ends_it_is_inserted_once(overlap, monkeypatch):
+    """Longer responses are inserted at their end, with all but the newest token."""
+    inserted, insert = [], PrefixCache.insert
+
+    def insert_noted(cache, token_ids, *rest, **how):
+        inserted.append(len(token_ids))
+        insert(cache, token_ids, *rest, **how)
+
+    monkeypatch.setattr(PrefixCache, "insert", insert_noted)
+    rig = Rig(overlap_schedule=overlap)
+    rig.add(range(40), max_tokens=1)
+    rig.complete()
+    assert inserted == [40]
+    again = rig.add(range(40), max_tokens=12)
+    rig.complete()
+    assert inserted == [40, 40, 51] and again.cached_tokens == 32
 
 
 def test_the_tree_learns_a_chunk_only_when_its_forward_is_done():

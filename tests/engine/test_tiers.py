@@ -13,7 +13,7 @@ import pytest
 from common.errors import EngineFault
 from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import Request
-from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.kv_events import CacheJournal
 from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY

@@ -2,9 +2,11 @@
 
 import math
 import random
+from dataclasses import replace
 
 import torch
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.narrow import narrowed
 from tests.kernels.conftest import DEVICE
@@ -71,21 +73,23 @@ class Case:
         self.q = q[:, :heads]
 
     def plan(self, **changes):
-        arguments = {
-            "page_ids": self.page_ids,
-            "page_starts": self.page_starts,
-            "query_starts": self.query_starts,
-            "lengths": self.lengths,
-            "kv": self.kv,
-            "num_heads": self.q.shape[1],
-            "num_tokens": self.q.shape[0],
-            "num_decodes": self.num_decodes,
-            "value_dim": self.value_dim,
-        }
-        window = changes.get("window")
-        if window:
-            arguments["page_ids"] = self._without_unseen(window)
-        return self.planner(**arguments | changes)
+        """Plan with changed fields of the rows or of the kind of layers."""
+        of_kind = {name: changes.pop(name) for name in AttentionKind._fields if name in changes}
+        kind = AttentionKind(self.q.shape[1], None, self.value_dim)._replace(**of_kind)
+        if kind.window:
+            changes["page_ids"] = self._without_unseen(kind.window)
+        return self.planner(replace(self.step, **changes), self.kv, kind)
+
+    @property
+    def step(self):
+        return AttentionRows(
+            self.page_ids,
+            self.page_starts,
+            self.query_starts,
+            self.lengths,
+            self.q.shape[0],
+            self.num_decodes,
+        )
 
     def _without_unseen(self, window):
         """Behind a window there are no pages any more."""
@@ -97,7 +101,7 @@ class Case:
 
     def attend(self, window=None, soft_cap=None, sinks=None):
         plan = self.plan(window=window)
-        return paged_attention(self.q, self.kv, plan, scale=SCALE, soft_cap=soft_cap, sinks=sinks)
+        return paged_attention(self.q, self.kv, plan, Scoring(SCALE, soft_cap, sinks))
 
     def expected(self, window=None, soft_cap=None, sinks=None):
         """In float64, every row by itself."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import device
+from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import SCALE, Case
 
@@ -82,7 +83,7 @@ def test_outputs_are_multiplied_by_the_sigmoids_of_gates(implementation, rows, k
     case = Case(rows, head_dim=24, kept_in=kept_in)
     both = torch.randn(*case.q.shape[:2], 2, 24, device=case.q.device)
     gate = both[:, :, 1]
-    attended = paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
+    attended = paged_attention(case.q, case.kv, case.plan(), Scoring(SCALE), gate=gate)
     expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
     torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
 
@@ -91,7 +92,7 @@ def test_gates_of_another_shape_are_refused():
     case = Case([(1, 5)])
     for gate in (case.q[:, :2], case.q.half()):
         with pytest.raises(ValueError, match="gate"):
-            paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
+            paged_attention(case.q, case.kv, case.plan(), Scoring(SCALE), gate=gate)
 
 
 def test_padding_rows_with_sinks_are_zero(implementation):
@@ -113,9 +114,9 @@ def test_rows_without_queries_take_no_part(implementation):
 def test_layers_of_one_plan_do_not_disturb_each_other(implementation):
     case = Case([(4, 20), (1, 70), (1, 3)])
     plan = case.plan()
-    first = paged_attention(case.q, case.kv, plan, scale=0.3)
-    paged_attention(-case.q, case.kv, plan, scale=0.1)
-    again = paged_attention(case.q, case.kv, plan, scale=0.3)
+    first = paged_attention(case.q, case.kv, plan, Scoring(0.3))
+    paged_attention(-case.q, case.kv, plan, Scoring(0.1))
+    again = paged_attention(case.q, case.kv, plan, Scoring(0.3))
     assert torch.equal(first, again)
 
 
@@ -174,17 +175,17 @@ def test_wrong_arguments_are_refused(implementation):
     with pytest.raises(ValueError, match="decodes"):
         case.plan(num_decodes=3)
     with pytest.raises(ValueError, match="heads"):
-        case.plan(num_heads=3)
+        case.plan(heads=3)
     plan = case.plan()
     with pytest.raises(ValueError, match="tokens"):
-        paged_attention(case.q[:1], case.kv, plan, scale=1.0)
+        paged_attention(case.q[:1], case.kv, plan, Scoring(1.0))
     with pytest.raises(ValueError, match="fit"):
-        paged_attention(case.q[:, :3], case.kv, plan, scale=1.0)
+        paged_attention(case.q[:, :3], case.kv, plan, Scoring(1.0))
     with pytest.raises(ValueError, match="kv"):
-        paged_attention(case.q, case.kv[:, :, 0], plan, scale=1.0)
+        paged_attention(case.q, case.kv[:, :, 0], plan, Scoring(1.0))
     with pytest.raises(ValueError, match="above 0"):
-        paged_attention(case.q, case.kv, plan, scale=0.0)
+        paged_attention(case.q, case.kv, plan, Scoring(0.0))
     with pytest.raises(ValueError, match="above 0"):
-        paged_attention(case.q, case.kv, plan, scale=1.0, soft_cap=0.0)
+        paged_attention(case.q, case.kv, plan, Scoring(1.0, soft_cap=0.0))
     with pytest.raises(ValueError, match="sinks"):
-        paged_attention(case.q, case.kv, plan, scale=1.0, sinks=torch.zeros(3))
+        paged_attention(case.q, case.kv, plan, Scoring(1.0, sinks=torch.zeros(3)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
 from kernels.backends.fla import FlashLinearAttention
 from kernels.backends.flashinfer import FlashInfer
@@ -55,7 +56,7 @@ def test_soft_caps_sinks_and_gates(case_of, rows):
     case.check(window=20, sinks=sinks)
     gate = torch.randn_like(case.q)
     found = paged_attention(
-        case.q, case.kv, case.plan(), scale=SCALE, soft_cap=0.7, sinks=sinks, gate=gate
+        case.q, case.kv, case.plan(), Scoring(SCALE, soft_cap=0.7, sinks=sinks), gate=gate
     )
     expected = case.expected(soft_cap=0.7, sinks=sinks) * gate.flatten(1).double().sigmoid()
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
@@ -80,14 +81,14 @@ def test_a_step_without_rows_over_latents(case_of):
     plan = case.plan(
         page_starts=empty, lengths=empty, query_starts=starts, num_tokens=0, num_decodes=0
     )
-    assert paged_attention(case.q[:0], case.kv, plan, scale=SCALE).shape == (0, 32)
+    assert paged_attention(case.q[:0], case.kv, plan, Scoring(SCALE)).shape == (0, 32)
 
 
 def test_layers_share_a_plan_and_steps_share_wrappers(case_of, package):
     case = case_of(EXTENDS)
 
     def attend(plan, scale=SCALE):
-        return paged_attention(case.q, case.kv, plan, scale=scale)
+        return paged_attention(case.q, case.kv, plan, Scoring(scale))
 
     first, second = case.plan(), case.plan(window=20)
     expected = attend(first)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import Operators
@@ -66,18 +67,16 @@ def test_what_a_query_sees_gives_the_same_to_the_bit_in_any_chunk(
     q = torch.randn(length, 6, 32).to(dtype)
 
     def attended(start: int, end: int) -> torch.Tensor:
-        plan = plan_attention(
+        rows = AttentionRows(
             torch.arange(kv.shape[0], dtype=torch.int32),
             torch.zeros(1, dtype=torch.int32),
             torch.tensor([0, end - start], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            kv,
-            num_heads=6,
             num_tokens=end - start,
             num_decodes=0,
-            window=window,
         )
-        return paged_attention(q[start:end], kv, plan, scale=0.2)
+        plan = plan_attention(rows, kv, AttentionKind(6, window))
+        return paged_attention(q[start:end], kv, plan, Scoring(0.2))
 
     whole = attended(0, length)
     for start, end in ((0, 1), (0, 100), (37, 230), (100, 101), (128, 300)):

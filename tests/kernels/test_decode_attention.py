@@ -6,6 +6,7 @@ from triton.runtime.jit import KernelInterface
 
 from kernels import device
 from kernels.attention import split_kv, split_plan
+from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import SCALE, Case
 
@@ -52,7 +53,7 @@ def test_a_long_row_is_spread_over_all_programs(monkeypatch):
     monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case([(1, 64), (1, 64 * 20), (1, 64)], heads=1, kv_heads=1)
     plan = case.plan()
-    paged_attention(case.q, case.kv, plan, scale=SCALE)
+    paged_attention(case.q, case.kv, plan, Scoring(SCALE))
     results = ~plan.splits[0].logs.isnan()
     assert results.sum() == 11
 
@@ -62,7 +63,7 @@ def test_a_row_that_a_program_has_whole_leaves_no_partial_result(monkeypatch):
     monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case(SKEWED, heads=2, kv_heads=1)
     plan = case.plan()
-    out = paged_attention(case.q, case.kv, plan, scale=SCALE)
+    out = paged_attention(case.q, case.kv, plan, Scoring(SCALE))
     assert not out.isnan().any()
     assert plan.splits[0].logs.isnan().all()
 
@@ -74,7 +75,7 @@ def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, 
     monkeypatch.setattr(split_plan, "MIN_TILES", 1)
     case = Case(SKEWED, heads=heads, kv_heads=kv_heads)
     plan = case.plan()
-    layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(2)]
+    layers = [paged_attention(case.q, case.kv, plan, Scoring(SCALE)) for _ in range(2)]
     torch.testing.assert_close(layers[0].double(), case.expected(), atol=2e-6, rtol=1e-5)
     assert torch.equal(*layers)
 

@@ -1,6 +1,7 @@
 """Latents: attention to what is key and value at once, and the write of it into pages."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,8 +176,8 @@ class Chunks:
 
     def plan(self):
         case = self.case
-        rows = (case.page_ids, case.page_starts, case.query_starts, case.lengths)
-        return plan_expanded(*rows, case.kv, self.expansion, case.rows)
+        rows = replace(case.step, num_decodes=0)
+        return plan_expanded(rows, case.kv, self.expansion, case.rows)
 
     def attended(self, plan):
         out = torch.full((*self.q.shape[:2], VALUE), math.nan, dtype=self.q.dtype)

@@ -19,6 +19,7 @@ from engine.models.linear.panels import PanelForm
 from kernels import device
 from kernels.adapters import low_rank
 from kernels.attention import paged
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import ACTIVATIONS, PANEL, Operators
 from kernels.experts import routing
@@ -277,18 +278,16 @@ def grouped_mlp(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 def attended(q: Tensor, kv: Tensor, rows: Tensor, value_dim: int | None) -> Tensor:
     """Return attention of decode rows. All rows share their first keys."""
     num_rows = len(rows)
-    plan = paged.plan_attention(
+    steps = AttentionRows(
         torch.arange(40, dtype=torch.int32),
         rows.int() * 0,
         torch.arange(num_rows + 1, dtype=torch.int32),
         rows.int() * 9 % 640 + 1,
-        kv,
-        num_heads=q.shape[1],
         num_tokens=num_rows,
         num_decodes=num_rows,
-        value_dim=value_dim,
     )
-    return paged.paged_attention(q, kv, plan, scale=0.2)
+    plan = paged.plan_attention(steps, kv, AttentionKind(q.shape[1], value_dim=value_dim))
+    return paged.paged_attention(q, kv, plan, Scoring(0.2))
 
 
 def pages_in_8_bits(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:

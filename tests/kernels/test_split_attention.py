@@ -9,6 +9,7 @@ import triton.language as tl
 
 from kernels import device
 from kernels.attention import paged, split_kv, split_plan
+from kernels.attention.arguments import AttentionKind, Scoring
 from kernels.attention.paged import paged_attention
 from kernels.attention.split_plan import (
     busy_programs,
@@ -57,7 +58,7 @@ def test_items_of_one_program_and_joined_ones_are_gated(monkeypatch, multiproces
     split(monkeypatch, 16, multiprocessors)
     case = Case(VERIFIED, heads=3, kv_heads=1, head_dim=24)
     gate = torch.randn(*case.q.shape[:2], 2, 24, device=DEVICE)[:, :, 1]
-    attended = paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
+    attended = paged_attention(case.q, case.kv, case.plan(), Scoring(SCALE), gate=gate)
     expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
     torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
 
@@ -78,7 +79,7 @@ def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, 
     split(monkeypatch, 16, 40)
     case = Case(VERIFIED, heads=heads, kv_heads=kv_heads)
     plan = case.plan()
-    layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(2)]
+    layers = [paged_attention(case.q, case.kv, plan, Scoring(SCALE)) for _ in range(2)]
     torch.testing.assert_close(layers[0].double(), case.expected(), atol=2e-6, rtol=1e-5)
     assert torch.equal(*layers)
 
@@ -158,8 +159,7 @@ def first_tiles(monkeypatch, lengths, drafts, heads, kv_heads):
         kv,
         rows,
         rows * (1 + drafts),
-        num_heads=heads,
-        window=None,
+        kind=AttentionKind(heads),
         lanes=16,
         query_starts=starts if drafts else None,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import Overloaded
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
-from engine.kv_cache.cache_events import CacheChange
+from engine.kv_cache.kv_events import CacheChange
 from node.control.engine_control import CacheReports
 from node.frontend.service import CacheFeed
 from node.messages import CacheEventBatch, WatchCache

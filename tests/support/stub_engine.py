@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.process.ipc import FrameSocket, PeerGone
 from common.request import PredictionUsage
 from engine.batch.holding import PageHolding
-from engine.kv_cache.cache_events import CacheEvents
+from engine.kv_cache.kv_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.frontend_messages import EngineHeartbeat, PairInput

@@ -31,8 +31,7 @@ from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
-from engine.loop.clock import StepClock
-from engine.loop.loop import EventLoop
+from engine.loop.loop import EventLoop, StepClock
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.record import emit, percentiles, say, table

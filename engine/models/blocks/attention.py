@@ -1,18 +1,59 @@
-"""Attention of one layer over paged keys and values."""
+"""Attention of a layer over paged keys and values, and the plan that layers of a forward share."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from engine.batch.forward import ForwardBatch
+from engine.batch.images import VisibleImage
 from engine.kv_cache.states import PagedKV, own_heads
-from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.plans import attention_plan, whole_image_plan
+from engine.models.blocks.layer import Norm, RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
-from kernels.attention.paged import paged_attention
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
+from kernels.attention.paged import AttentionPlan, paged_attention
+from kernels.attention.reference import KeySpan, ReferencePlan, plan_spans
+from kernels.backends.chosen import operations
 from kernels.narrow import KVScales
 from kernels.pages.rope_and_store import rope_and_store
+
+
+def rows_of(batch: ForwardBatch, table: int) -> AttentionRows:
+    """Return all rows of a batch with their pages of a page table."""
+    return AttentionRows(
+        batch.page_ids,
+        batch.page_starts[table],
+        batch.query_starts,
+        batch.lengths,
+        batch.token_ids.shape[0],
+        batch.num_decodes,
+    )
+
+
+def attention_plan(step: ModelStep, kept: KeptStates, kind: AttentionKind) -> AttentionPlan:
+    """Return the plan of all layers of a page table. They see the same tokens, with heads of the
+    same shape."""
+    return step.shared.get(
+        (kept.table, kind),
+        lambda: operations().plan_attention(rows_of(step.batch, kept.table), kept.view, kind),
+    )
+
+
+def whole_image_plan(step: ModelStep, kept: KeptStates, window: int | None) -> ReferencePlan:
+    """Return the plan of the step's image tokens, which see all tokens of their image. It attends
+    only for these, in place of `attention_plan`. No chunk ends within an image."""
+    batch = step.batch
+
+    def make() -> ReferencePlan:
+        spans = [
+            KeySpan(part.row, part.place, part.at, part.at + part.last - part.first)
+            for part in batch.seen
+            if isinstance(part, VisibleImage)
+        ]
+        return plan_spans(spans, batch.page_ids, batch.page_starts[kept.table], kept.view, window)
+
+    return step.shared.get(("images", kept.table, window), make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +141,11 @@ class AttentionBlock:
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         spec, scales = self.spec, self.kv_scales.where(kept.view.dtype)
         q, gate = self.keep(x, step, kept)
-        plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
-        scale = spec.scale * scales.key
-        x = paged_attention(
-            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks, gate=gate
-        )
+        plan = attention_plan(step, kept, AttentionKind(spec.heads, spec.window))
+        scoring = Scoring(spec.scale * scales.key, spec.soft_cap, self.sinks)
+        x = paged_attention(q, kept.view, plan, scoring, gate)
         if spec.whole_images and step.batch.seen:
-            whole = whole_image_plan(step, kept, window=spec.window)
-            whole.attend_into(
-                x, q, kept.view, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
-            )
+            whole_image_plan(step, kept, spec.window).attend_into(x, q, kept.view, scoring)
         if scales.value != 1.0:
             x = x * scales.value
         return step.product(self.output, x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import RecurrentState, StateCells
-from engine.models.blocks.norm import Norm, RmsNorm
+from engine.models.blocks.layer import Norm, RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear, Ranges, scaled

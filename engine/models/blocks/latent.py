@@ -7,18 +7,22 @@ length, so `in_one_way` gives that up.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache.states import PagedLatent
-from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.plans import latent_plans
+from engine.models.blocks.attention import attention_plan, rows_of
+from engine.models.blocks.layer import Norm, RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
-from kernels.attention.expansion import LatentExpansion
+from kernels.attention.arguments import AttentionKind, Scoring
+from kernels.attention.expanded import plan_expanded
+from kernels.attention.expansion import ExpandedPlan, LatentExpansion
 from kernels.attention.paged import AttentionPlan, paged_attention
+from kernels.backends.chosen import operations
 from kernels.layers.by_head import HeadMatrices
 from kernels.pages.store_latents import rope_and_store_latents
 
@@ -138,7 +142,9 @@ class LatentAttentionBlock:
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         spec = self.spec
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
-        plans = latent_plans(step, kept, self.expansion, heads=spec.heads, rank=spec.rank)
+        plans = _plans_of(
+            step, kept, self.expansion, AttentionKind(spec.heads, value_dim=spec.rank)
+        )
         if plans.chunks is None or self.expansion is None:
             queries, q = self._stored(x, step, kept, spec.rank)
             self._attend_to_latents(queries, q, kept, plans.rest, out)
@@ -181,7 +187,7 @@ class LatentAttentionBlock:
         """Attend from queries, with a buffer for them of a latent's width, into `out`."""
         spec = self.spec
         self.keys.multiply(queries[..., : spec.key_dim], q[..., : spec.rank])
-        seen = paged_attention(q, kept.view, plan, scale=spec.scale)
+        seen = paged_attention(q, kept.view, plan, Scoring(spec.scale))
         self.values.multiply(seen.view(len(q), spec.heads, spec.rank), out)
 
     def _projected(self, x: Tensor, step: ModelStep) -> tuple[Tensor, Tensor]:
@@ -193,6 +199,42 @@ class LatentAttentionBlock:
         if self.query_norm is not None and self.query_up is not None:
             queries = step.product(self.query_up, self.query_norm.forward(queries)[0])
         return queries.view(len(x), spec.heads, spec.query_dim), latents
+
+
+class _LatentPlans(NamedTuple):
+    """The two plans of a forward over latents.
+
+    Attributes:
+        chunks: attention of the step's first tokens by expanded keys and values. None: no row is
+            expanded.
+        rest: attention of all other tokens by latents.
+    """
+
+    chunks: ExpandedPlan | None
+    rest: AttentionPlan
+
+
+def _plans_of(
+    step: ModelStep, kept: KeptStates, expansion: LatentExpansion | None, kind: AttentionKind
+) -> _LatentPlans:
+    """Return the plans for latent attention, like `attention_plan`. Either all rows before the
+    decode rows are expanded, or none."""
+    if expansion is None:
+        return _LatentPlans(None, attention_plan(step, kept, kind))
+    return step.shared.get(
+        (kept.table, expansion.keys.shape),
+        lambda: _parted(step, kept, expansion, kind),
+    )
+
+
+def _parted(
+    step: ModelStep, kept: KeptStates, expansion: LatentExpansion, kind: AttentionKind
+) -> _LatentPlans:
+    rows = rows_of(step.batch, kept.table)
+    chunks = plan_expanded(rows.extends(), kept.view, expansion, step.batch.extends)
+    if chunks is None:
+        return _LatentPlans(None, attention_plan(step, kept, kind))
+    return _LatentPlans(chunks, operations().plan_attention(rows.decodes(), kept.view, kind))
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from engine.models.blocks.protocol import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
-from engine.models.drafting import DraftSteps, drawn, one_token, view_of
+from engine.models.drafting import DraftSteps, ModelVectors, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
-from engine.models.heads import as_stored
+from engine.models.families.common import as_stored
 from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
@@ -120,13 +120,7 @@ class DraftModel:
         self.decoder = decoder
 
     def follow(
-        self,
-        step: ModelStep,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        embeddings: Tensor,
-        future_tokens: Tensor,
-        pool: KVPool,
+        self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
         batch = step.batch
         if step.late is not None and step.late.guessed:
@@ -158,4 +152,4 @@ class DraftModel:
     ) -> tuple[Tensor, Tensor | None]:
         """Store the KV of a step's tokens. Return the output of the last layer, see Stack."""
         x = self.decoder.embedded(batch.token_ids, future_tokens)
-        return self.decoder.stack.forward(x, ModelStep(batch), view_of(pool))
+        return self.decoder.stack.forward(x, None, ModelStep(batch), view_of(pool), None)

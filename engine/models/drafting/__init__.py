@@ -1,12 +1,17 @@
 """Drafters on the device, and how they run over the model's pages: draft layers, which predict
 further tokens from a model's hidden states, and draft models."""
 
-from engine.models.drafting.block import DraftSpec, InnerNorms
-from engine.models.drafting.body import BodySpec
+from engine.models.drafting.block import BodySpec, DraftSpec, InnerNorms
 from engine.models.drafting.drawing import EagerDrafts, drawn, live_token, one_token, view_of
 from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
-from engine.models.drafting.protocol import DeviceDrafter, DraftLayer, DraftLayerSpec, DraftSteps
+from engine.models.drafting.protocol import (
+    DeviceDrafter,
+    DraftLayer,
+    DraftLayerSpec,
+    DraftSteps,
+    ModelVectors,
+)
 
 __all__ = [
     "BodySpec",
@@ -19,6 +24,7 @@ __all__ = [
     "EagerDrafts",
     "Eagle3Spec",
     "InnerNorms",
+    "ModelVectors",
     "drawn",
     "live_token",
     "one_token",

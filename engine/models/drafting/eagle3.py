@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.norm import RmsNorm
+from engine.models.blocks.layer import RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
-from engine.models.drafting.body import Body, BodySpec
+from engine.models.drafting.block import Body, BodySpec
 from engine.models.linear import Linear
 from kernels.sampling.bitmask import FORBIDDEN
 

@@ -16,7 +16,7 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DRAFT_TABLE, DraftView
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.drafting.drawing import drawn, view_of
-from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw
+from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw, ModelVectors
 from kernels.pages.store_kv import store_kv
 
 
@@ -43,21 +43,15 @@ class DraftHead:
         return self.layer.taps
 
     def follow(
-        self,
-        step: ModelStep,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        embeddings: Tensor,
-        future_tokens: Tensor,
-        pool: KVPool,
+        self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
         batch, view, page_size = step.batch, view_of(pool), pool.layout.page_size
-        own = self.layer.vectors(hidden, tapped, step)
+        own = self.layer.vectors(seen.hidden, seen.tapped, step)
         vectors = own.roll(1, 0)
         # Rows without tokens are the last ones. They start behind the last token.
         firsts = batch.query_starts[:-1].clamp(max=len(own) - 1)
         vectors[firsts] = _vectors_before(batch, view, page_size)
-        self.layer.keep(vectors, embeddings, step, _kept(view))
+        self.layer.keep(vectors, seen.embeddings, step, _kept(view))
         _store(own, _newest_of_pages(batch, page_size), view)
         if step.late is not None:
             locations = batch.locations[DRAFT_TABLE]

@@ -1,7 +1,7 @@
 """Protocols between a model and its drafter, and between a draft head and its layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -13,6 +13,20 @@ from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 # Draws int32 [n] draft tokens from logits [n, any] of the first n rows, given the number of the
 # draft. A draft is negative where logits are not finite.
 Draw: TypeAlias = Callable[[Tensor, int], Tensor]
+
+
+class ModelVectors(NamedTuple):
+    """The vectors of a step's tokens in the model, [num_tokens, hidden] each.
+
+    Attributes:
+        hidden: the input of the model's head.
+        tapped: the inputs of the layers that the drafter reads.
+        embeddings: of the tokens and images.
+    """
+
+    hidden: Tensor
+    tapped: Sequence[Tensor]
+    embeddings: Tensor
 
 
 class DeviceDrafter(Protocol):
@@ -27,21 +41,10 @@ class DeviceDrafter(Protocol):
     def taps(self) -> tuple[int, ...]: ...
 
     def follow(
-        self,
-        step: ModelStep,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        embeddings: Tensor,
-        future_tokens: Tensor,
-        pool: KVPool,
+        self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
         """Store the drafter's KV of a step's tokens. Called after the model's forward. In a step
-        with drafts, `step.late` receives the update that follows verification.
-
-        Args:
-            hidden, tapped: as in DraftLayer.
-            embeddings: [num_tokens, hidden], of the step's tokens and images in the model.
-        """
+        with drafts, `step.late` receives the update that follows verification."""
         ...
 
     def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:

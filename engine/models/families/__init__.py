@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from engine.models.decoder import DecoderSpec
+from engine.models.families.common import with_heads
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.dots1 import dots1
 from engine.models.families.gemma import gemma2, gemma3, gemma3_with_images
@@ -25,7 +26,6 @@ from engine.models.families.qwen3_hybrid import (
     qwen3_next,
 )
 from engine.models.fields import Fields, eos_token_ids
-from engine.models.heads import with_heads
 
 # By model_type. The second argument is the end-of-sequence token ids.
 FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from engine.models.blocks.experts import Experts
 from engine.models.blocks.latent import LatentAttention
-from engine.models.blocks.layer import LayerSpec
-from engine.models.blocks.norm import Norm
+from engine.models.blocks.layer import LayerSpec, Norm
 from engine.models.decoder import DecoderSpec
 from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from engine.models.families import common, moe

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.dense import DenseMlp
+from engine.models.blocks.experts import DenseMlp
 from engine.models.blocks.layer import LayerSpec
 from engine.models.blocks.rotation import Rope
 from engine.models.decoder import DecoderSpec

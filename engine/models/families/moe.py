@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from engine.models.blocks.dense import DenseMlp
-from engine.models.blocks.experts import Experts
+from engine.models.blocks.experts import DenseMlp, Experts
 from engine.models.families import common
 from engine.models.fields import Fields
 from kernels.experts.routing import Routing

@@ -2,10 +2,19 @@
 memory."""
 
 from engine.models.linear.choose import form_of, rounding_of, stays_stored
-from engine.models.linear.gathered import GatheredLinear, gathered, own_outputs
-from engine.models.linear.matrix import INT8, Matrix, StoredExpert, common_format, joined
-from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
-from engine.models.linear.product import Product
+from engine.models.linear.matrix import (
+    INT8,
+    NO_CUTS,
+    Matrix,
+    MatrixPart,
+    Ranges,
+    StoredExpert,
+    common_format,
+    joined,
+    kept,
+    scaled,
+)
+from engine.models.linear.product import GatheredLinear, Product, gathered, own_outputs
 from engine.models.linear.protocol import ExpertNet, Form, Linear, SlottedExperts
 
 __all__ = [

@@ -1,23 +1,73 @@
-"""Choice of the form of a model's matrices, by device, dtype and requested quantisation."""
+"""Choice of the form of a model's matrices, by device, dtype and requested quantisation.
 
-from typing import NoReturn
+The form may consist of two: one for matrices as they are stored, and one for the others.
+"""
+
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 import torch
+from torch import Tensor
 
 from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.linear import onednn
-from engine.models.linear.as_stored import AsStoredForm
 from engine.models.linear.code_panels import CodePanelForm
 from engine.models.linear.dense import DenseForm
-from engine.models.linear.int8 import Int8Form
-from engine.models.linear.matrix import INT8
-from engine.models.linear.packed import PackedForm
+from engine.models.linear.experts import SeparateLinear, each
+from engine.models.linear.int8 import Int8Form, RoundingForm
+from engine.models.linear.matrix import INT8, Matrix
+from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
-from engine.models.linear.protocol import Form
+from engine.models.linear.protocol import Form, Linear, StoredExperts
 from engine.models.linear.weight_only import WeightOnlyForm
 from kernels import device as devices
+from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat, widens
+
+
+class QuantisedForm(Protocol):
+    """A form for matrices of some quantised formats."""
+
+    def keeps(self, stored: QuantFormat, inputs: int) -> bool:
+        """Return whether matrices of a format with so many inputs stay as they are stored."""
+        ...
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        """Convert a matrix that this form keeps, see `Form`."""
+        ...
+
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        """Return the bytes of such a matrix, see `Form`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AsStoredForm(Form):
+    """A form that multiplies quantised matrices as they are if `quantised` keeps them, and holds
+    all other matrices in `rest`. CPU only."""
+
+    quantised: QuantisedForm
+    rest: Form
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        return self._form(matrix.format, matrix.numbers.shape[1]).hold(matrix, bias)
+
+    def tied(self, embedding: Tensor) -> Linear:
+        return self.rest.tied(embedding)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
+        return each(self, stored, gate)
+
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        return self._form(stored, columns).num_bytes(rows, columns, stored)
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return self.rest.tied_bytes(rows, columns)
+
+    def _form(self, stored: QuantFormat | None, inputs: int) -> QuantisedForm | Form:
+        kept = stored is not None and self.quantised.keeps(stored, inputs)
+        return self.quantised if kept else self.rest
 
 
 def form_of(
@@ -79,13 +129,13 @@ def _stored_form(device: torch.device, dtype: torch.dtype, stored: QuantFormat) 
         return WeightOnlyForm(device, dtype) if widens(stored, device) else None
     int8, compiled = _int8(device), devices.compiled_for(device)
     if stored == INT8 and int8 is not None:
-        return AsStoredForm(INT8, int8, _float_form(device, dtype))
+        return AsStoredForm(int8, _float_form(device, dtype))
     if stored.bits == 4 and compiled is not None:
-        return CodePanelForm(compiled, _float_form(device, dtype))
+        return AsStoredForm(CodePanelForm(compiled), _float_form(device, dtype))
     return None
 
 
-def _int8(device: torch.device) -> Form | None:
+def _int8(device: torch.device) -> RoundingForm | None:
     """Return the form that multiplies int8 here, if any."""
     if device.type != "cpu":
         return None

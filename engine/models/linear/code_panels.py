@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import CODES, PANEL, Operators
-from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
 
 
@@ -62,18 +59,17 @@ class CodePanels:
 
 @dataclass(frozen=True, slots=True)
 class CodePanelForm:
-    """A form that keeps matrices of 4 bits, and holds others in `rest`.
-
-    Matrices with groups that do not consist of whole words are others. A rank's part may have them.
-    """
+    """A form for matrices of 4 bits, whose groups must consist of whole words. A rank's part may
+    have others."""
 
     operators: Operators
-    rest: Form
 
-    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+    def keeps(self, stored: QuantFormat, inputs: int) -> bool:
+        return stored.bits == 4 and stored.group % CODES == inputs % CODES == 0
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> CodePanels:
         outputs, inputs = matrix.numbers.shape
-        if matrix.format is None or not keeps(matrix.format, inputs):
-            return self.rest.hold(matrix, bias)
+        assert matrix.format is not None
         zeros = _by_panel(matrix.zeros) if matrix.format.kind == "int4" else None
         codes, scales = self.operators.pack_codes(matrix.numbers), _by_panel(matrix.scales)
         shape = (outputs, inputs)
@@ -81,26 +77,9 @@ class CodePanelForm:
             self.operators, matrix.format, shape, codes, scales, zeros, matrix.order, bias
         )
 
-    def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix
-
-    def tied(self, embedding: Tensor) -> Linear:
-        return self.rest.tied(embedding)
-
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
-
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        if stored is None or not keeps(stored, columns):
-            return self.rest.num_bytes(rows, columns)
+        assert stored is not None
         return stored.num_bytes(rows, columns)
-
-    def tied_bytes(self, rows: int, columns: int) -> int:
-        return self.rest.tied_bytes(rows, columns)
-
-
-def keeps(stored: QuantFormat, inputs: int) -> bool:
-    return stored.bits == 4 and stored.group % CODES == inputs % CODES == 0
 
 
 def _by_panel(of_groups: Tensor) -> Tensor:

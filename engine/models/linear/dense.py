@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.models.linear.experts import StackedLinear, stack
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import StoredExperts
+from engine.models.linear.protocol import Form, StoredExperts
 from kernels.experts.grouped_mlp import Gate
 from kernels.layers.linear import linear
 from kernels.quantised import QuantFormat
@@ -37,7 +37,7 @@ class DenseLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseForm:
+class DenseForm(Form):
     """A form that holds matrices unpacked, in `dtype` on `device`."""
 
     device: torch.device
@@ -46,9 +46,6 @@ class DenseForm:
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> DenseLinear:
         own = matrix.floats().to(device=self.device, dtype=self.dtype, copy=True)
         return DenseLinear(own, bias)
-
-    def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix
 
     def tied(self, embedding: Tensor) -> DenseLinear:
         return DenseLinear(embedding)

@@ -5,6 +5,7 @@ multiply bytes.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from engine.models.linear import onednn
 from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import INT8, Matrix
-from engine.models.linear.protocol import StoredExperts
+from engine.models.linear.protocol import Form, StoredExperts
 from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
 
@@ -53,21 +54,14 @@ class Int8Channel:
         return y.to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Form:
+class RoundingForm(Form, Protocol):
     """A form that rounds stored numbers to the nearest of 255 values per channel."""
 
-    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Channel:
-        own = rounded(matrix)
-        scale = own.scales.flatten()
-        offset = row_sums(own.numbers) * scale * -ZERO
-        return Int8Channel(onednn.pack_int8(own.numbers), scale, offset, bias)
+    def keeps(self, stored: QuantFormat, inputs: int) -> bool:
+        return stored == INT8
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return rounded(matrix)
-
-    def tied(self, embedding: Tensor) -> Int8Channel:
-        return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
@@ -75,8 +69,16 @@ class Int8Form:
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * (columns + 2 * torch.float32.itemsize)
 
-    def tied_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
+
+@dataclass(frozen=True, slots=True)
+class Int8Form(RoundingForm):
+    """A form that holds int8 matrices in oneDNN's layout."""
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Channel:
+        own = rounded(matrix)
+        scale = own.scales.flatten()
+        offset = row_sums(own.numbers) * scale * -ZERO
+        return Int8Channel(onednn.pack_int8(own.numbers), scale, offset, bias)
 
 
 def rounded(matrix: Matrix) -> Matrix:

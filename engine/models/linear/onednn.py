@@ -1,13 +1,21 @@
-"""oneDNN's products with weights in the layout of its own kernels.
+"""oneDNN's products with weights in the layout of its own kernels, and the form that holds matrices
+in this layout. A product of few rows runs at memory bandwidth.
 
 torch has no public names for them, so all private names are in this file. Tests compare their
 results with plain products, on the installed torch. One layout serves any number of rows.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from engine.models.linear.experts import SeparateLinear, each
+from engine.models.linear.matrix import Matrix
+from engine.models.linear.protocol import Form, StoredExperts
+from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 _BFLOAT16 = torch.ops.mkldnn
 _BFLOAT16_NEEDED = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
@@ -61,3 +69,36 @@ def int8_product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor) -> Tens
 
 def _has(operators: object, names: tuple[str, ...]) -> bool:
     return all(hasattr(operators, name) for name in names)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A matrix in oneDNN's layout.
+
+    Attributes:
+        weight: opaque, [out, in].
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm(Form):
+    dtype: torch.dtype
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(pack(matrix.floats().to(self.dtype)), bias)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
+        return each(self, stored, gate)
+
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        return rows * columns * self.dtype.itemsize

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import SeparateLinear, each
-from engine.models.linear.int8 import ZERO, rounded, row_sums
+from engine.models.linear.int8 import ZERO, RoundingForm, rounded, row_sums
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Linear, StoredExperts
+from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import WORD_BYTES, Operators
 from kernels.experts.grouped_mlp import Gate
@@ -51,7 +51,7 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class PanelForm:
+class PanelForm(Form):
     """A form that holds matrices in panels.
 
     Args:
@@ -66,9 +66,6 @@ class PanelForm:
         packed = self.operators.pack_panels(stored.to(self.dtype))
         outputs, inputs = stored.shape
         return Panels(self.operators, packed, (outputs, inputs), bias)
-
-    def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
@@ -119,7 +116,7 @@ class Int8Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8PanelForm:
+class Int8PanelForm(RoundingForm):
     """A form that holds int8 matrices in panels, rounded as in `int8`."""
 
     operators: Operators
@@ -131,18 +128,3 @@ class Int8PanelForm:
         outputs, inputs = own.numbers.shape
         scales = own.scales.flatten()
         return Int8Panels(self.operators, packed, (outputs, inputs), scales, zeros, bias)
-
-    def rounded(self, matrix: Matrix) -> Matrix:
-        return rounded(matrix)
-
-    def tied(self, embedding: Tensor) -> Int8Panels:
-        return self.hold(Matrix(embedding))
-
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
-
-    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        return rows * (columns + 2 * torch.float32.itemsize)
-
-    def tied_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)

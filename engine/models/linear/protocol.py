@@ -78,12 +78,12 @@ class Form(Protocol):
     def rounded(self, matrix: Matrix) -> Matrix:
         """Return a matrix in the numbers that this form multiplies. A rank rounds whole rows before
         it cuts them, so that its numbers are those of the whole model."""
-        ...
+        return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding remains
         in use, and is shared if this form can compute with it."""
-        ...
+        return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
         """Convert `count` experts. Their matrices are read here and never again."""
@@ -96,4 +96,4 @@ class Form(Protocol):
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that `tied` allocates in addition to the embedding."""
-        ...
+        return self.num_bytes(rows, columns)

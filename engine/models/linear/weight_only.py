@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.models.linear.dense import DenseForm
 from engine.models.linear.experts import StackedLinear, stack
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Linear, StoredExperts
+from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.experts.grouped_mlp import Gate
 from kernels.layers.quantised_linear import quantised_linear
 from kernels.quantised import SMALLEST_GROUP, QuantFormat, Quantisation
@@ -35,7 +35,7 @@ class WeightOnlyLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightOnlyForm:
+class WeightOnlyForm(Form):
     """A form that keeps quantised matrices, and holds others in `dtype` on `device`.
 
     Matrices become floats if a group is too small for a product, because a rank's part cuts it.
@@ -50,9 +50,6 @@ class WeightOnlyForm:
         numbers, quantisation = matrix.quantised()
         own = quantisation.with_tensors(self._own)
         return WeightOnlyLinear(self._own(numbers), own, bias)
-
-    def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
         return self._rest.tied(embedding)

@@ -12,8 +12,7 @@ from engine.models.quantized.compressed import compressed_tensors
 from engine.models.quantized.fp8 import fbgemm_fp8, fp8
 from engine.models.quantized.gptq import gptq
 from engine.models.quantized.mxfp4 import mxfp4
-from engine.models.quantized.plain import PLAIN
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import PLAIN, Scheme
 
 # By quant_method.
 SCHEMES: Mapping[str, Callable[[Fields], Scheme]] = {

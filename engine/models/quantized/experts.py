@@ -7,8 +7,7 @@ from typing import Protocol
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix, MatrixPart, StoredExpert, common_format, joined
 from engine.models.quantized.mxfp4 import MXFP4, are_mxfp4, read_mxfp4, wanted_mxfp4
-from engine.models.quantized.plain import PLAIN
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import PLAIN, Scheme, storing
 from engine.ranks import ExpertPart
 from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat

@@ -11,7 +11,7 @@ import torch
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.plain import Plain
+from engine.models.quantized.protocol import Plain
 from kernels.quantised import QuantFormat
 
 _BLOCK = 32  # inputs, in 16 bytes

@@ -15,6 +15,8 @@ from transformers import AttentionInterface
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.attention import rows_of
+from kernels.attention.arguments import AttentionKind, Scoring
 from kernels.attention.paged import AttentionPlan, paged_attention
 from kernels.backends.chosen import operations
 from kernels.pages.store_kv import store_kv
@@ -31,7 +33,7 @@ class CurrentStep(threading.local):
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
         self._pool: KVPool | None = None
-        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+        self._plans: dict[tuple[int, AttentionKind], AttentionPlan] = {}
 
     @contextmanager
     def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
@@ -57,23 +59,12 @@ class CurrentStep(threading.local):
         assert self._pool is not None, "attention outside of a step"
         return self._pool.layout.places[layer].table
 
-    def plan(self, table: int, kv: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-        """Return the plan of a page table and a number of heads. Layers that share both have one
-        window."""
-        batch = self.batch
-        key = (table, num_heads)
+    def plan(self, table: int, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
+        """Return the plan of a page table and a kind of layers."""
+        key = (table, kind)
         if key not in self._plans:
-            self._plans[key] = operations().plan_attention(
-                batch.page_ids,
-                batch.page_starts[table],
-                batch.query_starts,
-                batch.lengths,
-                kv,
-                num_heads=num_heads,
-                num_tokens=batch.token_ids.shape[0],
-                num_decodes=batch.num_decodes,
-                window=window,
-            )
+            rows = rows_of(self.batch, table)
+            self._plans[key] = operations().plan_attention(rows, kv, kind)
         return self._plans[key]
 
 
@@ -91,29 +82,19 @@ class PagedLayer:
     stores: bool
     window: int | None
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Return [num_tokens, heads, v's head_dim].
 
         Args:
             q, k, v: [heads, num_tokens, head_dim], after norms and rotation. Each has its own
                 number of heads, and v's head_dim may differ.
-            sinks: [heads], scores of a key without a value.
         """
         kv, table = self.step.pages(self.place), self.step.table(self.place)
         if self.stores:
             store_kv(k.transpose(0, 1), v.transpose(0, 1), kv, self.step.batch.locations[table])
-        plan = self.step.plan(table, kv, q.shape[0], self.window)
+        plan = self.step.plan(table, kv, AttentionKind(q.shape[0], self.window))
         wide = F.pad(q, (0, kv.shape[4] - q.shape[2])).transpose(0, 1)
-        out = paged_attention(wide, kv, plan, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        out = paged_attention(wide, kv, plan, scoring)
         return out.view(q.shape[1], q.shape[0], kv.shape[4])[..., : v.shape[2]]
 
 
@@ -138,7 +119,7 @@ def _attend(
     layer: PagedLayer = getattr(module, _PLACE)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.flatten()
-    out = layer.attend(query[0], key[0], value[0], scale=scale, soft_cap=softcap, sinks=sinks)
+    out = layer.attend(query[0], key[0], value[0], Scoring(scale, softcap, sinks))
     return out.unsqueeze(0), None
 
 

@@ -15,12 +15,17 @@ from transformers import PreTrainedModel
 
 from engine.kv_cache.states import own_heads
 from engine.models.linear import own_outputs, scaled
-from engine.models.transformers_backend.refused import UnsupportedModel
 from engine.ranks import Share
 
 # Dimensions of a matrix [outputs, inputs], also in a stack of matrices.
 _OUTPUTS, _INPUTS = -2, -1
+
+
 # Names of products of an attention module whose outputs are KV heads.
+class UnsupportedModel(Exception):
+    """The class cannot be served. The text is the end of a sentence whose subject is the class."""
+
+
 _OF_KV = ("k_proj", "v_proj")
 
 

@@ -2,13 +2,17 @@
 
 The class is built without weights, on torch's meta device, and computes one token. Its attention
 calls then show each layer's parameters.
+
+A transformers class requests a mask once per forward and passes it to its layers. In a probe it
+gets a description of the keys that a query sees instead, derived from the rule that would fill the
+mask.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +21,80 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from engine.models.transformers_backend.masks import MaskRange, seen_by
-from engine.models.transformers_backend.refused import UnsupportedModel
+from engine.models.transformers_backend.plan import UnsupportedModel
+
+_FURTHEST = 1 << 17  # query that is probed, beyond which windows are not detected
+_QUERIES = (
+    *range(40),
+    *(
+        near
+        for exponent in range(6, 17)
+        for near in range((1 << exponent) - 2, (1 << exponent) + 3)
+    ),
+    _FURTHEST,
+)
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRange:
+    """The visible tokens of a query: its own and those before it, limited to a window if there is
+    one.
+
+    Attributes:
+        limit: number of tokens up to which that holds. None: no limit.
+    """
+
+    window: int | None = None
+    limit: int | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModel("its layers change their masks")
+
+
+def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
+    """Return which keys a mask rule makes visible.
+
+    Args:
+        rule: function of batch, head, query and key, like transformers' mask functions.
+        chunk: tokens per chunk that attends only to itself, if the configuration has such chunks.
+    Raises:
+        UnsupportedModel: the rule is not supported.
+    """
+    try:
+        counts = {query: _count(rule, query) for query in _QUERIES}
+    except (RuntimeError, IndexError):
+        reason = "its mask depends on more than positions"
+    else:
+        widest = counts[_FURTHEST]
+        if all(count == min(query + 1, widest) for query, count in counts.items()):
+            return MaskRange(window=widest if widest <= _FURTHEST else None)
+        reason = "its mask is neither causal nor a window"
+    if chunk is None:
+        raise UnsupportedModel(reason)
+    return MaskRange(limit=chunk)
+
+
+def _count(rule: Rule, query: int) -> int:
+    """Return the number of keys that the query sees.
+
+    Raises:
+        UnsupportedModel: it sees a key after its own token, or other keys than the last ones before
+            it.
+    """
+    zero = torch.zeros((), dtype=torch.int64)
+    keys = torch.arange(query + 2)
+    visible = rule(zero, zero, torch.tensor(query), keys).expand(keys.shape)
+    count = int(visible.count_nonzero())
+    if bool(visible[query + 1]) or not bool(visible[query + 1 - count : query + 1].all()):
+        raise UnsupportedModel(
+            "its queries see tokens after their own, or not the last ones before it"
+        )
+    return count
+
 
 NAME = "baton_probe"
 _MAX_HEAD_DIM = 256  # of the attention kernels

@@ -17,12 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from common.errors import ConfigError
 from engine.kv_cache.states import PagedKV, own_heads
+from engine.models.families.common import CLASSIFIER
 from engine.models.fields import Fields
-from engine.models.heads import CLASSIFIER
 from engine.models.transformers_backend.parts import ShapeGroup, connect, cut
-from engine.models.transformers_backend.plan import TensorPlan
+from engine.models.transformers_backend.plan import TensorPlan, UnsupportedModel
 from engine.models.transformers_backend.probe import AttentionProbe, Probe, probe
-from engine.models.transformers_backend.refused import UnsupportedModel
 from engine.ranks import Share
 
 # Field names under which configurations give the context length.

@@ -17,7 +17,7 @@ from common.config import Quantize
 from common.logs import kv
 from common.process.resources import trim
 from engine.models.blocks.placed_experts import PlacedExperts
-from engine.models.checkpoint import Checkpoint, StoredTensor, own_copy
+from engine.models.checkpoint import Checkpoint, OpenFiles, StoredTensor, own_copy
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.linear import (
     NO_CUTS,
@@ -32,10 +32,8 @@ from engine.models.linear import (
     joined,
     kept,
 )
-from engine.models.open_files import OpenFiles
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
-from engine.models.quantized.plain import PLAIN
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import PLAIN, Scheme, storing
 from engine.models.refill import found, refill
 from engine.models.weights.survey import TensorNeeds, form_for, survey
 from engine.ranks import WHOLE, ExpertPart, Share

@@ -26,8 +26,7 @@ from engine.models.linear import (
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
-from engine.models.quantized.plain import PLAIN
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import PLAIN, Scheme, storing
 from engine.ranks import WHOLE, ExpertPart, Share
 from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices, packed_bytes

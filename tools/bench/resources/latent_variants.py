@@ -11,6 +11,7 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedLatent
 from kernels import device
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.expanded import plan_expanded
 from kernels.attention.expansion import LatentExpansion
 from kernels.attention.paged import paged_attention, plan_attention
@@ -68,7 +69,12 @@ class LatentModel:
         )
         each, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         chunks = ((queries, queries),)
-        plan = plan_expanded(each, each, starts, each, self.pool.layers[1], expansion, chunks)
+        plan = plan_expanded(
+            AttentionRows(each, each, starts, each, queries, num_decodes=0),
+            self.pool.layers[1],
+            expansion,
+            chunks,
+        )
         assert plan is not None
         q = self.tensor(queries, self.heads, KEY_DIM + ROTATED)
         out = self.tensor(queries, self.heads, KEY_DIM)
@@ -85,16 +91,7 @@ class LatentModel:
     def _attend(self, num_decodes: int, num_tokens: int) -> None:
         latents = self.pool.layers[1]
         starts, each = (torch.zeros(num_decodes + rows, dtype=torch.int32) for rows in (2, 1))
-        plan = plan_attention(
-            each,
-            each,
-            starts,
-            each,
-            latents,
-            num_heads=self.heads,
-            num_tokens=num_tokens,
-            num_decodes=num_decodes,
-            value_dim=RANK,
-        )
+        step = AttentionRows(each, each, starts, each, num_tokens, num_decodes)
+        plan = plan_attention(step, latents, AttentionKind(self.heads, value_dim=RANK))
         q = self.tensor(num_tokens, self.heads, RANK + ROTATED)
-        paged_attention(q, latents, plan, scale=192**-0.5)
+        paged_attention(q, latents, plan, Scoring(192**-0.5))

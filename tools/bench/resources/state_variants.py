@@ -10,7 +10,8 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models.blocks.delta_net import ByKeyHead, DeltaNet
-from engine.models.blocks.norm import Norm
+from engine.models.blocks.layer import Norm
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.experts.shared_expert import add_gated
 from kernels.linear_attention.causal_conv import causal_conv
@@ -63,11 +64,10 @@ class HybridModel:
         for prompt in (0, PROMPT_TOKENS, 4096):
             num_tokens, rows = n + prompt, n + (prompt > 0)
             starts, each = (torch.zeros(rows + more, dtype=torch.int32) for more in (1, 0))
-            plan = plan_attention(
-                each, each, starts, each, kv, num_heads=HEADS, num_tokens=num_tokens, num_decodes=n
-            )
+            step = AttentionRows(each, each, starts, each, num_tokens, num_decodes=n)
+            plan = plan_attention(step, kv, AttentionKind(HEADS))
             q, gate = self._store(num_tokens)
-            paged_attention(q, kv, plan, scale=ATTENTION.head_dim**-0.5, gate=gate)
+            paged_attention(q, kv, plan, Scoring(ATTENTION.head_dim**-0.5), gate)
         x, weight = self.tensor(n, HIDDEN), self.tensor(1, HIDDEN)
         add_gated(x, x, x, weight)
 

@@ -18,6 +18,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from kernels import device, early_launch
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.experts.grouped_kernels import MANY_PAIRS
 from kernels.experts.grouped_mlp import ExpertMatrices, Gate, grouped_mlp
@@ -271,19 +272,16 @@ class _Model:
         shape = self.shape
         q = self.tensor(num_tokens, shape.heads, shape.head_dim)
         for window in dict.fromkeys((None, shape.window)):
-            plan = plan_attention(
+            step = AttentionRows(
                 _ints(num_rows * 64),
                 _ints(num_rows),
                 _ints(num_rows + 1),
                 _ints(num_rows),
-                self.kv,
-                num_heads=shape.heads,
-                num_tokens=num_tokens,
-                num_decodes=num_decodes,
-                window=window,
+                num_tokens,
+                num_decodes,
             )
-            scale = shape.head_dim**-0.5
-            paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
+            plan = plan_attention(step, self.kv, AttentionKind(shape.heads, window))
+            paged_attention(q, self.kv, plan, Scoring(shape.head_dim**-0.5, shape.soft_cap))
 
     def pack(self, n: int) -> None:
         """Pack the half of every page that one of two tensor-parallel ranks has."""

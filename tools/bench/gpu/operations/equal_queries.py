@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.narrow import narrowed
 from tools.bench.gpu.operations.equal_rows import Compared
@@ -23,7 +24,7 @@ class AttentionShape:
     """The shape and the numbers of a comparison of attention.
 
     Attributes:
-        value_dim: see `plan_attention`.
+        value_dim: see `AttentionKind`.
         kept_in: dtype of keys and values in pages. None: that of queries.
         sharpness: factor of the scores.
         zeros: all values are zeros, of either sign.
@@ -66,24 +67,22 @@ class Prompt:
 
         Args:
             decode: plan rows of one token as decode rows.
-            given: to `paged_attention`.
+            given: `soft_cap`, `sinks` and `gate`, as `paged_attention` takes them.
         """
         counts = [end - start for start, end in rows]
         starts = [sum(counts[:row]) for row in range(len(rows) + 1)]
-        plan = plan_attention(
+        step = AttentionRows(
             self._pages,
             self._ints([0] * len(rows)),
             self._ints(starts),
             self._ints(end for _, end in rows),
-            self.kv,
-            num_heads=self.q.shape[1],
             num_tokens=starts[-1],
             num_decodes=len(rows) if decode else 0,
-            window=window,
-            value_dim=self._value_dim,
         )
+        kind = AttentionKind(self.q.shape[1], window, self._value_dim)
+        plan, gate = plan_attention(step, self.kv, kind), given.pop("gate", None)
         q = torch.cat([self.q[start:end] for start, end in rows])
-        return paged_attention(q, self.kv, plan, scale=self.q.shape[2] ** -0.5, **given)
+        return paged_attention(q, self.kv, plan, Scoring(self.q.shape[2] ** -0.5, **given), gate)
 
     def _ints(self, numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32, device=self.q.device)

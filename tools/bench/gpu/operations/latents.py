@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.expanded import plan_expanded
 from kernels.attention.expansion import LatentExpansion
 from kernels.attention.paged import paged_attention, plan_attention
@@ -59,19 +60,19 @@ class Latents:
         return 2.0 * self.rows.num_seen * heads * size
 
     def attention(self, planner: PlanAttention = plan_attention) -> Work:
-        decodes = max(self.rows.queries) == 1
-        plan = planner(
+        kind = AttentionKind(self.q.shape[1], value_dim=self.value_dim)
+        plan = planner(self.step(), self.pool, kind)
+        return partial(paged_attention, self.q, self.pool, plan, Scoring(SCALE))
+
+    def step(self) -> AttentionRows:
+        return AttentionRows(
             self.page_ids,
             self.page_starts,
             self.query_starts,
             self.lengths,
-            self.pool,
-            num_heads=self.q.shape[1],
             num_tokens=self.rows.num_tokens,
-            num_decodes=len(self.rows.queries) if decodes else 0,
-            value_dim=self.value_dim,
+            num_decodes=len(self.rows.queries) if max(self.rows.queries) == 1 else 0,
         )
-        return partial(paged_attention, self.q, self.pool, plan, scale=SCALE)
 
     def error(self, planner: PlanAttention = plan_attention) -> float:
         found = self.attention(planner)()
@@ -114,10 +115,7 @@ class Expanded:
     def attention(self) -> Work:
         rows, latents = self.latents.rows, self.latents
         plan = plan_expanded(
-            latents.page_ids,
-            latents.page_starts,
-            latents.query_starts,
-            latents.lengths,
+            latents.step(),
             latents.pool,
             self.expansion,
             tuple(zip(rows.queries, rows.lengths, strict=True)),

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
 from kernels.backends.chosen import PlanAttention
 from tools.bench.gpu.clock import Work
@@ -91,24 +92,23 @@ class Paged:
 
     def plan(self, planner: PlanAttention = plan_attention) -> AttentionPlan:
         decodes = self.rows.queries == (1,) * len(self.rows.queries)
-        return planner(
+        step = AttentionRows(
             self.page_ids,
             self.page_starts,
             self.query_starts,
             self.lengths,
-            self.kv,
-            num_heads=self.heads.heads,
             num_tokens=self.rows.num_tokens,
             num_decodes=len(self.rows.queries) if decodes else 0,
         )
+        return planner(step, self.kv, AttentionKind(self.heads.heads))
 
     def attention(self, planner: PlanAttention = plan_attention) -> Work:
         """Return the call that a layer makes, with a plan made now."""
-        return partial(paged_attention, self.q, self.kv, self.plan(planner), scale=self.scale)
+        return partial(paged_attention, self.q, self.kv, self.plan(planner), Scoring(self.scale))
 
     def error(self, planner: PlanAttention = plan_attention) -> float:
         """Return the error of some queries, spread over all, against float64."""
-        found = paged_attention(self.q, self.kv, self.plan(planner), scale=self.scale)
+        found = paged_attention(self.q, self.kv, self.plan(planner), Scoring(self.scale))
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
         exact = torch.stack([self._exact(place) for place in places])
