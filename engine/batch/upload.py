@@ -67,6 +67,9 @@ class PaddedBlock:
 
     Args:
         tensors: in host memory, contiguous, all of them padding.
+
+    Attributes:
+        num_tensors: number of these tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -75,6 +78,7 @@ class PaddedBlock:
         padding = memoryview(packed.tobytes())
         self._paddings = [padding[start:end] for start, end in pairwise(starts)]
         self._num_bytes = len(packed)
+        self.num_tensors = len(tensors)
 
     def upload(
         self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor

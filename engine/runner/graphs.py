@@ -376,20 +376,20 @@ class StepGraphs:
         self,
         shape: GraphShape,
         batch: ForwardBatch,
-        adapters: Sequence[Tensor],
+        given: Sequence[Tensor],
         beside: Sequence[Tensor],
     ) -> tuple[ForwardBatch, list[Tensor]]:
         """Copy a step to the inputs of a graph. Return the step without padding and the tensors in
         `beside`, on the device. All of it is valid until the next `upload`.
 
         Args:
-            adapters: of an adapted shape.
+            given: parameters of sampling, if not all rows are greedy, and adapters of an adapted
+                shape.
         """
         own, inputs = batch.tensors(), self._graphs[shape].inputs
-        fixed = _fixed(shape, batch)
-        sent = inputs.padding.upload(
-            [*_NO_CHOICE, *adapters, *fixed], [*own[-NUM_VARYING:], *beside], self._block
-        )
+        fixed = [*given, *_fixed(shape, batch)]
+        greedy = [_NOTHING] * (inputs.padding.num_tensors - len(fixed))
+        sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
         views = [
             padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
             for padded, tensor in zip(inputs.fixed, own, strict=False)
@@ -417,9 +417,22 @@ class StepGraphs:
         drafter.vectors[: len(before)].copy_(before)
         return GraphDrafts(batch.token_ids, graph, drafter)
 
-    def choose(self, batch: ForwardBatch) -> bool:
-        """Return whether there is a graph for the choice of a step's tokens."""
-        return self._choice.fits(batch.slots.shape[0])
+    def chooses(self, num_tokens: int) -> bool:
+        """Return whether there is a graph for the choice of so many tokens."""
+        return self._choice.fits(num_tokens)
+
+    def choose(self, num_tokens: int, early: Tensor | None) -> Tensor:
+        """Choose the tokens after the first hidden states of the newest forward. They are stored
+        for no slot.
+
+        Args:
+            early: see HiddenStates.
+        Returns:
+            int32 [num_tokens], valid until the next step.
+        """
+        if early is not None:
+            self._choice.move(early)
+        return self._choice.replay(num_tokens)
 
     def run(
         self,
