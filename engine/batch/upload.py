@@ -11,6 +11,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # for every tensor: kernels are compiled for it, and load 16 bytes at a time
 _GAP = bytes(_ALIGNMENT)
+ONLY_PADDING = torch.empty(0)  # in place of a tensor in PaddedBlock
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
@@ -106,8 +107,11 @@ class PaddedBlock:
         """Copy the same tensors, without views of `others`, for which there must be room."""
         parts: list[Any] = []
         for tensor, padding in zip(tensors, self._paddings, strict=True):
-            array = tensor.numpy()
-            parts += array, padding[array.nbytes :]
+            if tensor is ONLY_PADDING:
+                parts.append(padding)
+            else:
+                array = tensor.numpy()
+                parts += array, padding[array.nbytes :]
         for tensor in others:
             array = tensor.numpy()
             parts += array, _GAP[: -array.nbytes % _ALIGNMENT]

@@ -25,7 +25,7 @@ from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
 from engine.batch.forward import NUM_VARYING, ForwardBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
-from engine.batch.upload import PaddedBlock, packed_bytes, upload
+from engine.batch.upload import ONLY_PADDING, PaddedBlock, packed_bytes, upload
 from engine.models.blocks.late_states import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
@@ -42,8 +42,7 @@ _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a s
 # Runs the model. Its arguments are those of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
-_NOTHING = torch.empty(0)  # in place of a tensor that is only padding
-_NO_CHOICE = [_NOTHING] * NUM_INPUTS
+_NO_CHOICE = [ONLY_PADDING] * NUM_INPUTS
 
 
 class Graph(Protocol):
@@ -388,7 +387,7 @@ class StepGraphs:
         """
         own, inputs = batch.tensors(), self._graphs[shape].inputs
         fixed = [*given, *_fixed(shape, batch)]
-        greedy = [_NOTHING] * (inputs.padding.num_tensors - len(fixed))
+        greedy = [ONLY_PADDING] * (inputs.padding.num_tensors - len(fixed))
         sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
         views = [
             padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
@@ -478,10 +477,10 @@ def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
         starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
         return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]
     each = batch.token_ids, batch.positions, batch.lengths
-    states = (_NOTHING,) * 4
+    states = (ONLY_PADDING,) * 4
     if batch.state_reads.shape[1]:
         states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
-    return [*batch.locations, *batch.page_starts, *each, _NOTHING, _NOTHING, *states]
+    return [*batch.locations, *batch.page_starts, *each, ONLY_PADDING, ONLY_PADDING, *states]
 
 
 def _kind(shape: GraphShape) -> _Kind:
