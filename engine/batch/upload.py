@@ -11,6 +11,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # for every tensor: kernels are compiled for it, and load 16 bytes at a time
 _GAP = bytes(_ALIGNMENT)
+ONLY_PADDING = torch.empty(0)  # in place of a tensor in PaddedBlock
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
@@ -67,6 +68,9 @@ class PaddedBlock:
 
     Args:
         tensors: in host memory, contiguous, all of them padding.
+
+    Attributes:
+        num_tensors: number of these tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -75,6 +79,7 @@ class PaddedBlock:
         padding = memoryview(packed.tobytes())
         self._paddings = [padding[start:end] for start, end in pairwise(starts)]
         self._num_bytes = len(packed)
+        self.num_tensors = len(tensors)
 
     def upload(
         self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor
@@ -102,8 +107,11 @@ class PaddedBlock:
         """Copy the same tensors, without views of `others`, for which there must be room."""
         parts: list[Any] = []
         for tensor, padding in zip(tensors, self._paddings, strict=True):
-            array = tensor.numpy()
-            parts += array, padding[array.nbytes :]
+            if tensor is ONLY_PADDING:
+                parts.append(padding)
+            else:
+                array = tensor.numpy()
+                parts += array, padding[array.nbytes :]
         for tensor in others:
             array = tensor.numpy()
             parts += array, _GAP[: -array.nbytes % _ALIGNMENT]

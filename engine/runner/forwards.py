@@ -114,12 +114,14 @@ class _Forward:
     Attributes:
         sent: tensors of the sampling work, on the device.
         late: pending state updates, if rows have drafts.
+        chooses: a graph chooses the tokens.
     """
 
     step: SettledDrafts
     states: HiddenStates
     sent: Sequence[Tensor]
     late: LateStates | None = None
+    chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +132,7 @@ class _Prepared:
         sent: tensors of the sampling work.
         graph: shape of the graph that computes the forward. None: none does.
         guessed: the device has drawn its drafts.
+        chooses: a graph chooses the tokens.
     """
 
     step: SettledDrafts
@@ -138,6 +141,7 @@ class _Prepared:
     adapted: AdapterStep | None = None
     graph: GraphShape | None = None
     guessed: bool = False
+    chooses: bool = False
 
 
 class LayersInGroups(Protocol):
@@ -277,7 +281,7 @@ class Forwards:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
-        if parameters is None or not graphs.choose(rows):
+        if parameters is None or not graphs.chooses(rows.slots.shape[0]):
             return False
         step.adapters.fill(self._bank)
         tokens = graphs.run(step.graph, rows, step.adapters.tensors(), parameters)
@@ -422,13 +426,17 @@ class Forwards:
         speculated, adapters, heads = step.speculated, step.adapters, step.heads
         adapters.fill(self._bank)
         parts = [sampling.tensors(), speculated.tensors(), heads.tensors()]
+        chooses = False
         if step.graph is None:
             parts.append(adapters.tensors())
             uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
         else:
             assert self._graphs is not None
-            beside = [*chain(*parts)]
-            uploaded, sent = self._graphs.upload(step.graph, rows, adapters.tensors(), beside)
+            parameters = sampling.parameters()
+            chooses = parameters is not None and self._graphs.chooses(rows.sampled.shape[0])
+            uploaded, sent = self._graphs.upload(
+                step.graph, rows, [*(parameters or ()), *adapters.tensors()], [*chain(*parts)]
+            )
         of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
@@ -437,7 +445,7 @@ class Forwards:
             settled = self._guessed(settled, step, draw)
         on_device = settled, heads.on_device(of_heads), of_rows
         if step.graph is not None:
-            return _Prepared(*on_device, graph=step.graph)
+            return _Prepared(*on_device, graph=step.graph, chooses=chooses)
         adapted = adapters.adapted(self._bank, *of_adapters)
         return _Prepared(*on_device, adapted, guessed=bool(speculated.to_guess))
 
@@ -455,7 +463,7 @@ class Forwards:
         settled, heads = prepared.step, prepared.heads
         sampled, early = settled.batch.sampled, settled.early_chosen
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
-        return _Forward(settled, states, prepared.sent, late)
+        return _Forward(settled, states, prepared.sent, late, prepared.chooses)
 
     def _guessed(self, settled: SettledDrafts, step: Step, draw: Draw) -> SettledDrafts:
         """Return a step with guessed drafts."""
@@ -485,11 +493,17 @@ class Forwards:
 
     def _sample(self, forward: _Forward, sampling: TokenSampling, output: StepOutput) -> None:
         """Choose the tokens, store them for the next step, and copy them to the host."""
-        sampled = sampling.sample(forward.states, forward.sent)
+        states, to_host = forward.states, _to_host
+        if forward.chooses:
+            assert self._graphs is not None
+            sampled = SampledTokens(self._graphs.choose(states.num_samples, states.early))
+            to_host = _copied_to_host
+        else:
+            sampled = sampling.sample(states, forward.sent)
         tokens = sampled.tokens
-        if forward.states.inputs.chosen:
+        if states.inputs.chosen:
             tokens = self._keep(forward, tokens, output)
-        output.tokens = _to_host(tokens)
+        output.tokens = to_host(tokens)
         output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
         output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]

@@ -25,7 +25,7 @@ from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
 from engine.batch.forward import NUM_VARYING, ForwardBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
-from engine.batch.upload import PaddedBlock, packed_bytes, upload
+from engine.batch.upload import ONLY_PADDING, PaddedBlock, packed_bytes, upload
 from engine.models.blocks.protocol import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
@@ -42,8 +42,7 @@ _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a s
 # Runs the model. Its arguments are those of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
-_NOTHING = torch.empty(0)  # in place of a tensor that is only padding
-_NO_CHOICE = [_NOTHING] * NUM_INPUTS
+_NO_CHOICE = [ONLY_PADDING] * NUM_INPUTS
 
 
 class Graph(Protocol):
@@ -376,20 +375,20 @@ class StepGraphs:
         self,
         shape: GraphShape,
         batch: ForwardBatch,
-        adapters: Sequence[Tensor],
+        given: Sequence[Tensor],
         beside: Sequence[Tensor],
     ) -> tuple[ForwardBatch, list[Tensor]]:
         """Copy a step to the inputs of a graph. Return the step without padding and the tensors in
         `beside`, on the device. All of it is valid until the next `upload`.
 
         Args:
-            adapters: of an adapted shape.
+            given: parameters of sampling, if not all rows are greedy, and adapters of an adapted
+                shape.
         """
         own, inputs = batch.tensors(), self._graphs[shape].inputs
-        fixed = _fixed(shape, batch)
-        sent = inputs.padding.upload(
-            [*_NO_CHOICE, *adapters, *fixed], [*own[-NUM_VARYING:], *beside], self._block
-        )
+        fixed = [*given, *_fixed(shape, batch)]
+        greedy = [ONLY_PADDING] * (inputs.padding.num_tensors - len(fixed))
+        sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
         views = [
             padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
             for padded, tensor in zip(inputs.fixed, own, strict=False)
@@ -417,9 +416,22 @@ class StepGraphs:
         drafter.vectors[: len(before)].copy_(before)
         return GraphDrafts(batch.token_ids, graph, drafter)
 
-    def choose(self, batch: ForwardBatch) -> bool:
-        """Return whether there is a graph for the choice of a step's tokens."""
-        return self._choice.fits(batch.slots.shape[0])
+    def chooses(self, num_tokens: int) -> bool:
+        """Return whether there is a graph for the choice of so many tokens."""
+        return self._choice.fits(num_tokens)
+
+    def choose(self, num_tokens: int, early: Tensor | None) -> Tensor:
+        """Choose the tokens after the first hidden states of the newest forward. They are stored
+        for no slot.
+
+        Args:
+            early: see HiddenStates.
+        Returns:
+            int32 [num_tokens], valid until the next step.
+        """
+        if early is not None:
+            self._choice.move(early)
+        return self._choice.replay(num_tokens)
 
     def run(
         self,
@@ -465,10 +477,10 @@ def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
         starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
         return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]
     each = batch.token_ids, batch.positions, batch.lengths
-    states = (_NOTHING,) * 4
+    states = (ONLY_PADDING,) * 4
     if batch.state_reads.shape[1]:
         states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
-    return [*batch.locations, *batch.page_starts, *each, _NOTHING, _NOTHING, *states]
+    return [*batch.locations, *batch.page_starts, *each, ONLY_PADDING, ONLY_PADDING, *states]
 
 
 def _kind(shape: GraphShape) -> _Kind:

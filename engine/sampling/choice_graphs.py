@@ -89,6 +89,10 @@ class ChoiceGraphs:
         """Return whether there is a graph for so many rows."""
         return bool(self._captured) and num_rows <= self._captured[-1]
 
+    def move(self, early: Tensor) -> None:
+        """Subtract int32 [any] from the positions of the first rows."""
+        self._inputs[-1][: len(early)].sub_(early)
+
     def replay(self, num_rows: int) -> Tensor:
         """Choose the tokens of the newest forward's first rows, int32 [num_rows]. Valid until the
         next `replay`."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.config import LoraConfig, SpeculativeConfig
+from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
 from engine.batch.graph_shapes import GraphShape
 from engine.models import Model, load
@@ -16,7 +17,7 @@ from kernels import device
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
-from tests.support.steps import Steps, prompt
+from tests.support.steps import GREEDY, Steps, prompt
 from tests.support.tapes import RepeatRecorder, TapeRecorder
 
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ class Drafting:
         answers: texts of the requests with their responses, from which drafts are drawn. None: the
             device draws drafts.
         adapters: of the requests, by name.
+        sampling: of the requests.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Drafting:
         steps: Steps,
         answers: list[list[int]] | None = None,
         adapters: tuple[str, str, str] = ("", "", ""),
+        sampling: SamplingParams = GREEDY,
     ) -> None:
         self.steps = steps
         self.num_steps = 0
         self._answers = answers
         self._adapters = adapters
+        self._sampling = sampling
 
     def run(self, rounds: tuple[tuple[int, ...], ...]) -> list[list[int]]:
         """Serve requests of 5, 9 and 20 tokens. Return their texts.
@@ -57,7 +61,7 @@ class Drafting:
         """
         steps = self.steps
         first, second, third = slots = [
-            steps.add(prompt(length, length), adapter=adapter)
+            steps.add(prompt(length, length), self._sampling, adapter=adapter)
             for length, adapter in zip((5, 9, 20), self._adapters, strict=True)
         ]
         self._launch([(first, 0, 5)])
@@ -174,6 +178,22 @@ def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_pat
     recorder = RepeatRecorder()
     counted = served(model, kind, recorder, alone_of(model), overlap=overlap)
     assert len(recorder.replays) == sum(counted)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+def test_graphs_choose_the_tokens_of_steps_with_drafts(overlap: bool, tmp_path: Path) -> None:
+    """Random tokens depend on their places, which rejected drafts move."""
+    model = load(make_checkpoint(tmp_path, num_hidden_layers=1), CPU, torch.float32)
+    sampling = SamplingParams(max_tokens=9999, seed=5, temperature=1.0, top_k=50)
+    alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(((0, 0, 0),) * 16)
+    recorder = RepeatRecorder()
+    steps = Steps(model, num_slots=12, recorder=recorder, overlap=overlap)
+    for shape in steps.runner.graph_shapes:
+        steps.runner.capture(shape)
+    drafting = Drafting(steps, alone, sampling=sampling)
+    for text, expected in zip(drafting.run(ROUNDS), alone, strict=True):
+        assert text == expected[: len(text)]
+    assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
 
 
 @interpreted

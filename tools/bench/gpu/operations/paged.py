@@ -1,8 +1,8 @@
 """Paged attention on synthetic rows: their data in either layout, the exact output, and the minimum
 bytes and FLOPs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
 from kernels.backends.chosen import PlanAttention
-from tools.bench.gpu.clock import Work
 from tools.bench.gpu.ops import relative_error
 from tools.bench.gpu.setting import Setting
 
@@ -69,6 +68,7 @@ class Paged:
     page_starts: Tensor
     query_starts: Tensor
     lengths: Tensor
+    gate: Tensor | None = None  # as q
 
     @property
     def scale(self) -> float:
@@ -82,8 +82,9 @@ class Paged:
 
     @property
     def bytes(self) -> int:
-        """Return the minimum bytes that attention must move: keys, values, queries and outputs."""
-        return self.kv_bytes + 2 * self.q.nbytes
+        """Return the minimum bytes that attention must move: keys, values, queries, gates and
+        outputs."""
+        return self.kv_bytes + (2 if self.gate is None else 3) * self.q.nbytes
 
     @property
     def flops(self) -> float:
@@ -102,13 +103,19 @@ class Paged:
         )
         return planner(step, self.kv, AttentionKind(self.heads.heads))
 
-    def attention(self, planner: PlanAttention = plan_attention) -> Work:
+    def gated(self, setting: Setting) -> "Paged":
+        """Return the same rows with gates, which alternate with the queries of a head in memory."""
+        q, gate = setting.randn(*self.q.shape[:2], 2, self.q.shape[2]).unbind(2)
+        return replace(self, q=q, gate=gate)
+
+    def attention(self, planner: PlanAttention = plan_attention) -> Callable[[], Tensor]:
         """Return the call that a layer makes, with a plan made now."""
-        return partial(paged_attention, self.q, self.kv, self.plan(planner), Scoring(self.scale))
+        plan = self.plan(planner)
+        return partial(paged_attention, self.q, self.kv, plan, Scoring(self.scale), gate=self.gate)
 
     def error(self, planner: PlanAttention = plan_attention) -> float:
         """Return the error of some queries, spread over all, against float64."""
-        found = paged_attention(self.q, self.kv, self.plan(planner), Scoring(self.scale))
+        found = self.attention(planner)()
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
         exact = torch.stack([self._exact(place) for place in places])
@@ -129,7 +136,8 @@ class Paged:
         k, v = (x[:, :seen].double() for x in self.contiguous(row))
         q = self.q[place].double().view(self.heads.kv_heads, -1, self.heads.head_dim)
         weights = (q @ k.transpose(1, 2) * self.scale).softmax(dim=-1)
-        return (weights @ v).flatten()
+        out = (weights @ v).flatten()
+        return out if self.gate is None else out * self.gate[place].double().flatten().sigmoid()
 
 
 def envelope(setting: Setting, heads: Heads, num_pages: int, page_size: int, layers: int) -> Tensor:

@@ -27,6 +27,7 @@ TABLES: Tables = {
     "decode": COLUMNS,
     "verify": COLUMNS,
     "extend": COLUMNS,
+    "gated": COLUMNS,
     "plan": COLUMNS,
     "latents": COLUMNS,
     "flashinfer": COLUMNS,
@@ -38,6 +39,7 @@ TABLES: Tables = {
 }
 
 LARGE, SMALL = Heads(32, 8, 128), Heads(16, 8, 128)  # of 8B models and of Qwen3-0.6B
+GATED = Heads(16, 2, 256)  # of Qwen3-Next
 DRY = Heads(4, 2, 32)
 PAGE_SIZE = 16
 VERIFIED = 4  # tokens of a row with three drafts
@@ -51,7 +53,7 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
         extends = (Rows.extend(64, new) for new in (VERIFIED, 64, 2048))
         for rows in (Rows.decode([64]), *extends):
             yield partial(_call_once, setting, rows, heads)
-    for make in latents.ops(setting):
+    for make in chain(latents.ops(setting), _gated(setting)):
         yield partial(_make_and_call, make)
 
 
@@ -61,6 +63,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     yield from _skew(setting)
     yield from measure_ops(setting, _verifies(setting), "verify")
     yield from measure_ops(setting, _extends(setting), "extend")
+    yield from measure_ops(setting, _gated(setting), "gated")
     yield from measure_ops(setting, _plans(setting), "plan")
     yield from measure_ops(setting, latents.ops(setting), "latents")
     yield from measure_package(setting, flashinfer_ops, "flashinfer")
@@ -69,7 +72,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 def flashinfer_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     """Return the same operations with plans of FlashInfer. Raises Unavailable."""
     planner = FlashInfer.open(setting.device).plan_attention
-    kinds = (_decodes, _verifies, _extends, latents.ops)
+    kinds = (_decodes, _verifies, _extends, _gated, latents.ops)
     return chain.from_iterable(ops(setting, planner) for ops in kinds)
 
 
@@ -163,6 +166,33 @@ def _extend(setting: Setting, prefix: int, new: int, heads: Heads, planner: Plan
         amount=data.flops,
         peers=_peers(data, prefix),
         more={"case": f"extend {new} after {prefix}", "heads": str(heads)},
+    )
+
+
+def _gated(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[Callable[[], Op]]:
+    """Yield steps whose attention multiplies its outputs by the sigmoid of gates."""
+    heads = setting.sized(GATED, DRY)
+    for batch, context in setting.sized(((1, 8192), (64, 8192)), ((2, 40),)):
+        for queries in (1, VERIFIED):
+            rows = Rows((queries,) * batch, tuple(context - row % 7 for row in range(batch)))
+            shape = f"{queries} of {batch} x {context}"
+            yield partial(_gated_op, setting, shape, rows, heads, planner)
+    for prefix, new in setting.sized(((0, 8192), (8192, 2048)), ((18, 20),)):
+        rows = Rows.extend(prefix, new)
+        yield partial(_gated_op, setting, f"{new} after {prefix}", rows, heads, planner)
+
+
+def _gated_op(setting: Setting, shape: str, rows: Rows, heads: Heads, planner: PlanAttention) -> Op:
+    data = make_data(setting, rows, heads).gated(setting)
+    is_prompt = max(rows.queries) > VERIFIED
+    return Op(
+        name="gated attention",
+        shape=f"{shape}, {heads}",
+        call=data.attention(planner),
+        error=partial(data.error, planner),
+        tolerance=TOLERANCE,
+        ceiling="matmul" if is_prompt else "read",
+        amount=data.flops if is_prompt else data.bytes,
     )
 
 
