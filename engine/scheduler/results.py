@@ -5,7 +5,7 @@ the forward that follows a request's last token. Only FinishRule decides whether
 request. A StepOutcome is reported outside the scheduler.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,7 +168,8 @@ class StepResults:
             slots, places, tokens = self._in_order(slots, places, result.runs)
         slots, places, tokens = self._chosen(slots, places, tokens)
         wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
-        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        inserted = {row.slot for row in step.extends if row.last}
+        slots, tokens = self._finish_tokens(slots, places, tokens, finished, inserted)
         if self._sliding:
             self._free_behind(computed, before)
         self.num_tokens += len(tokens)
@@ -298,12 +299,20 @@ class StepResults:
         return stops, odd, places + _ONE >= table.max_length[slots]
 
     def _finish_tokens(
-        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[FinishedRequest]
+        self,
+        slots: NDArray[np.intp],
+        places: Ints,
+        tokens: Ints,
+        finished: list[FinishedRequest],
+        inserted: Collection[int],
     ) -> tuple[NDArray[np.intp], Ints]:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
 
         A row may have several tokens, in order. Only its last one may end its request.
+
+        Args:
+            inserted: slots whose tokens before these are all in the tree.
         """
         table = self._table
         live = table.live[slots]
@@ -316,8 +325,11 @@ class StepResults:
             table.known[slots] = known
             return slots, tokens
         kept = ~odd & (table.max_length[slots] > 0)
-        table.tokens[slots[kept], places[kept]] = tokens[kept]
-        table.known[slots[kept]] = known[kept]
+        reported = slots, tokens, places, known
+        if np.count_nonzero(kept) < len(slots):
+            reported = slots[kept], tokens[kept], places[kept], known[kept]
+        table.tokens[reported[0], reported[2]] = reported[1]
+        table.known[reported[0]] = reported[3]
         for row in (stops.any(axis=1) | odd | last).nonzero()[0].tolist():
             request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
@@ -327,9 +339,9 @@ class StepResults:
             if token == NOT_FINITE:
                 corrupt = self._residents.end_at_fault(request)
             else:
-                self._residents.end(request, learn=True)
+                self._residents.end(request, learn=int(slots[row]) not in inserted)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
-        return slots[kept], tokens[kept]
+        return reported[:2]
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
