@@ -56,9 +56,8 @@ class TokenOutbox:
 
     def __init__(self, channel: FrontendChannel) -> None:
         self._channel = channel
-        self._streams: list[NDArray[np.uint64]] = []
-        self._requests: list[NDArray[np.uint64]] = []
-        self._tokens: list[NDArray[np.uint32]] = []
+        # By stream: the columns of new tokens in StepTokens, requests and tokens.
+        self._columns: dict[int, tuple[bytearray, bytearray]] = {}
         self._ended: dict[int, list[RequestEnded]] = {}
         self._begun: dict[int, list[tuple[int, int]]] = {}
         self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
@@ -73,15 +72,14 @@ class TokenOutbox:
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        """Add columns of new tokens, one entry each. The arrays must not change before `flush`."""
-        if len(tokens):
-            self._streams.append(streams)
-            self._requests.append(requests)
-            self._tokens.append(tokens.astype(np.uint32))
+        """Add columns of new tokens, one entry each."""
+        for stream in set(streams.tolist()):
+            mine = streams == stream
+            self._add(stream, requests[mine].tobytes(), tokens[mine].tobytes())
 
     def token(self, origin: tuple[int, int], token: int) -> None:
-        stream, request = np.array([origin], np.uint64).T
-        self.tokens(stream, request, np.array([token], np.int32))
+        stream, request = origin
+        self._add(stream, request.to_bytes(8, "little"), token.to_bytes(4, "little"))
 
     def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
         """Add the log probabilities of a request's tokens that are added before the next
@@ -113,20 +111,18 @@ class TokenOutbox:
         self._ended.setdefault(stream, []).append(ended)
 
     def flush(self) -> None:
-        if self._streams:
-            columns = self._streams, self._requests, self._tokens
-            # Most steps have added one array a column.
-            streams, requests, tokens = (
-                column[0] if len(column) == 1 else np.concatenate(column) for column in columns
-            )
-            for stream in set(streams.tolist()):
-                mine = streams == stream
-                self._post(stream, requests[mine].tobytes(), tokens[mine].tobytes())
-            for column in columns:
-                column.clear()
+        columns, self._columns = self._columns, {}
+        for stream, (requests, tokens) in columns.items():
+            self._post(stream, bytes(requests), bytes(tokens))
         if self._ended or self._begun:
             for stream in {*self._ended, *self._begun}:
                 self._post(stream, b"", b"")
+
+    def _add(self, stream: int, requests: bytes, tokens: bytes) -> None:
+        """Add columns of new tokens of one stream."""
+        columns = self._columns.setdefault(stream, (bytearray(), bytearray()))
+        columns[0].extend(requests)
+        columns[1].extend(tokens)
 
     def _post(self, stream: int, requests: bytes, tokens: bytes) -> None:
         """Send new tokens, in the columns of StepTokens, and all else that is new."""

@@ -200,7 +200,7 @@ class EmbeddingReads:
 
     def poll(self) -> None:
         """Open, finish and give up reads. Called in each turn of the loop."""
-        if not self.busy:
+        if not (self._reads or self._landing):
             return
         now = self._clock()
         for read in list(self._reads.values()):

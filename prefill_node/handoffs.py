@@ -323,15 +323,19 @@ class OutgoingHandoffs:
         start, last = state.published, last_chunk is not None
         if end <= start and not last:
             return
-        assert state.holding is not None  # the scheduler has admitted it
-        num_tokens = len(state.request.token_ids)
-        spans = self._tables.spans(num_tokens, state.prefix_tokens, start, end, last=last)
+        if last and start == state.prefix_tokens:
+            pages = self._exported[state.key]
+        else:
+            assert state.holding is not None  # the scheduler has admitted it
+            num_tokens = len(state.request.token_ids)
+            spans = self._tables.spans(num_tokens, state.prefix_tokens, start, end, last=last)
+            pages = state.holding.take(spans)
         self._port.post(
             PublishCommand(
                 state.key,
                 start=start,
                 end=end,
-                pages=state.holding.take(spans),
+                pages=pages,
                 last=last,
                 first_token=last_chunk.first_token if last_chunk else None,
                 times=state.timings.times() if last else None,

@@ -37,6 +37,8 @@ class PageHolding:
     def laid_out(cls, tables: PageTables, cached: Ints, fresh: Ints, num_tokens: int) -> Self:
         """Lay out the pages of `num_tokens` tokens: `cached` [full tables, n], then `fresh` in
         hand-off order."""
+        if not tables.sliding:
+            return cls(cached).and_behind(fresh, tables.state_pages)
         num_cached = cached.shape[1]
         pages = np.full((tables.num_tables, tables.num_pages(num_tokens)), NO_PAGE, np.int32)
         pages[: tables.num_full, :num_cached] = cached

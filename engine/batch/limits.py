@@ -212,7 +212,7 @@ class RequestLimits:
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
         # A negative number is a large one without its sign.
-        if token_ids.view(np.uint32).max(initial=0) >= self.vocabulary_size:
+        if np.maximum.reduce(token_ids.view(np.uint32), initial=0) >= self.vocabulary_size:
             low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
             raise InvalidRequest(

@@ -443,16 +443,26 @@ class PrefixCache:
                 in_use.append(node)
                 continue
             freed += self._states.drop(node)
-            # Page by page of tokens from the end, until enough pages of all tables are free.
-            from_end = np.cumsum((node.pages[:, -loose:] >= 0).sum(axis=0)[::-1])
-            count = min(loose, int(from_end.searchsorted(num_pages - freed)) + 1)
+            count, num_freed = self._last_pages(node, loose, num_pages - freed)
             self._trim(node, node.num_pages - count)
-            freed += int(from_end[count - 1])
+            freed += num_freed
         self._clock += 1
         for node in in_use:  # their last page is held, so they are in use now
             node.last_used = self._clock
             self._queue(node)
         return freed
+
+    def _last_pages(self, leaf: RadixNode, loose: int, num_pages: int) -> tuple[int, int]:
+        """Return how many of a leaf's last `loose` pages of tokens to remove, so that at least
+        `num_pages` pages of all tables become free, or as many as there are. Also return how many
+        become free."""
+        if not self._windows:
+            num_tables = len(leaf.pages)
+            count = min(loose, -(-num_pages // num_tables))
+            return count, count * num_tables
+        from_end = np.cumsum((leaf.pages[:, -loose:] >= 0).sum(axis=0)[::-1])
+        count = min(loose, int(from_end.searchsorted(num_pages)) + 1)
+        return count, int(from_end[count - 1])
 
     def _trim(self, leaf: RadixNode, num_pages: int) -> None:
         """Shorten a leaf to `num_pages`, without its state. A leaf without pages is removed."""

@@ -146,6 +146,8 @@ class TreePages:
     def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at its end that have no other holder in any table."""
         only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
+        if np.count_nonzero(only) == only.size:
+            return node.num_pages
         in_use = (~only.reshape(node.pages.shape) & (node.pages >= 0)).any(axis=0)
         (held,) = np.nonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)

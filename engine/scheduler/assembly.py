@@ -309,11 +309,13 @@ class StepAssembler:
         starts = ends - self._one
         if rows.drafts is not None:
             ends = ends + rows.drafts
-        if rows.drafts is None and early is None:
+        if not len(decodes):
+            by_table = [_NO_SLOTS]
+        elif rows.drafts is None and early is None:
             by_table = self._written(decodes, starts >> self._shift)
         else:
             by_table = self._written(*self._spans(decodes, starts, ends, early))
-        if table.tables.state_pages:
+        if table.tables.state_pages and len(decodes):
             by_table.append(table.state[decodes].ravel().astype(np.intp))
         written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
         self.num_steps += 1
@@ -382,7 +384,9 @@ class StepAssembler:
             early=early,
         )
         prompts = [self._pages_of(row) for row in extends]
-        written = np.concatenate([of_decodes.written, *prompts])
+        written: Pages = prompts[0]
+        if len(prompts) > 1 or len(of_decodes.written):
+            written = np.concatenate([of_decodes.written, *prompts])
         return ScheduledStep(batch, extends, slots, written, of_decodes.swaps)
 
     def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
@@ -402,7 +406,7 @@ class StepAssembler:
 
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
-        pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
+        pages: Ints = self._table.page_table[row.slot, :, first:past].flatten()  # a copy
         state = self._table.state[row.slot]
         return np.concatenate((pages, state)) if len(state) else pages
 

@@ -325,8 +325,11 @@ class StepResults:
             table.known[slots] = known
             return slots, tokens
         kept = ~odd & (table.max_length[slots] > 0)
-        table.tokens[slots[kept], places[kept]] = tokens[kept]
-        table.known[slots[kept]] = known[kept]
+        reported = slots, tokens, places, known
+        if np.count_nonzero(kept) < len(slots):
+            reported = slots[kept], tokens[kept], places[kept], known[kept]
+        table.tokens[reported[0], reported[2]] = reported[1]
+        table.known[reported[0]] = reported[3]
         for row in (stops.any(axis=1) | odd | last).nonzero()[0].tolist():
             slot, token = int(slots[row]), int(tokens[row])
             request = self._residents.by_slot[slot]
@@ -340,7 +343,7 @@ class StepResults:
             else:
                 self._residents.end(request, learn=inserted.get(slot) != num_computed)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
-        return slots[kept], tokens[kept]
+        return reported[:2]
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:

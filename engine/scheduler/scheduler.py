@@ -182,7 +182,8 @@ class Scheduler:
     def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[FinishedRequest]:
         """Abort requests past their deadline, and waiting requests past their queue limit. Checks
         both every DEADLINE_CHECK_S only. Also abort requests that exceeded the time budget of their
-        grammar, and release held rows whose mask is ready. To be called in each poll.
+        grammar, and release held rows whose mask is ready. To be called every DEADLINE_CHECK_S, and
+        in each poll while `holds_rows`.
 
         Args:
             queued_s: retry delay reported to requests past their queue limit.
@@ -445,9 +446,10 @@ class Scheduler:
         if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
             self._pages.hold(swaps.swap_in.device_pages, PageHolder.STEP)
         self._table.hold(step.slots, step.batch.step)
-        self._table.length[decodes.slots] += (
-            _ONE if decodes.drafts is None else decodes.drafts + _ONE
-        )
+        if len(decodes.slots):
+            self._table.length[decodes.slots] += (
+                _ONE if decodes.drafts is None else decodes.drafts + _ONE
+            )
         for row in step.extends:
             self._residents.take(row.slot, row.request)
             if row.samples:
@@ -491,6 +493,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether any request is here. Safe to call from another thread."""
         return bool(self._residents or len(self._admission.waiting))
+
+    @property
+    def holds_rows(self) -> bool:
+        """Return whether a row waits for its mask, so that `expire` has work in each poll."""
+        return self._held.any
 
     @property
     def awaits_steps(self) -> bool:

@@ -211,6 +211,8 @@ class PageChecksums:
             places.append(place)
             place += self._gap() + 1
         self._skip = place - len(pages)
+        if not places:
+            return ()
         tables = tables_of(spans, len(pages))
         cuts = {place: self._compared.served(consumer, tables[place]) for place in places}
         places = [place for place in places if cuts[place] != ()]
