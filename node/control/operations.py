@@ -234,11 +234,6 @@ class WeightCalls:
         self._computed_with = self._paired_as = weights.id  # the versions that the role knows
         self._num_updates = 0
 
-    @property
-    def id(self) -> WeightsId:
-        """Return the weight version in use."""
-        return self._weights.id
-
     def counters(self) -> dict[str, int]:
         return {"weight_updates": self._num_updates}
 
@@ -355,6 +350,7 @@ class EngineOperations:
         why_fixed: str = "",
     ) -> None:
         self._why_fixed = why_fixed
+        self._updater = weights
         self._sharing = sharing
         self._pending = False  # an answer may be due
         self._pauses = Pauses()
@@ -365,7 +361,7 @@ class EngineOperations:
     @property
     def weights(self) -> WeightsId:
         """Return the weight version in use."""
-        return self._weights.id
+        return self._updater.id
 
     def check_complete(self) -> None:
         """Raise FailedPrecondition if memory is released, or weights are incomplete."""

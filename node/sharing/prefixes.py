@@ -224,7 +224,7 @@ class PrefixSharing:
             room: pages that may be used now.
             queued_s: seconds until it would be scheduled.
         """
-        if len(request.reusable_tokens) < len(request.token_ids) - 1:
+        if not hints or len(request.reusable_tokens) < len(request.token_ids) - 1:
             return False
         way = self._tiers.way(request.token_ids[:-1], request.namespace)
         below = 0 if way is None else len(way.token_ids)
