@@ -182,10 +182,10 @@ def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_pat
     assert len(recorder.replays) == sum(counted)
 
 
+# Quick, with all kernels of the dense model: the test of adapters below.
 @interpreted
-@pytest.mark.parametrize(
-    "kind", ["dense", *(pytest.param(each, marks=pytest.mark.long) for each in DRAFTERS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
 def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
     directory, speculation = made(tmp_path, kind)
     model = load(directory, CPU, torch.float32, speculation=speculation)
