@@ -59,11 +59,7 @@ class Run:
     def __init__(self, model: Model, page_size: int = 16) -> None:
         self.recorder = Recorder(model)
         self.steps = Steps(
-            self.recorder,
-            overlap=False,
-            num_slots=9,
-            context_length=640,
-            page_size=page_size,
+            self.recorder, overlap=False, num_slots=9, context_length=640, page_size=page_size
         )
         self.logits: list[Tensor] = []
 
@@ -110,7 +106,7 @@ def in_a_batch(model: Model) -> Result:
     slot = run.steps.add(PROMPT)
     run.steps.launch(
         [(other, 0, int(run.steps.table.known[other])) for other in others[:4]]
-        + [(slot, 0, len(PROMPT))],
+        + [(slot, 0, len(PROMPT))]
     )
     run.keep(-1, None)
     for other in others[4:]:

@@ -49,19 +49,6 @@ def test_without_overlap_nothing_is_launched_before_the_result_is_processed():
         runner.close()
 
 
-def test_the_pipeline_is_one_step_deep():
-    rig = Rig()
-    for i in range(3):
-        rig.add([i], max_tokens=10)
-    told = 0
-    for turn in range(1, 8):
-        rig.step()
-        assert len(rig.runner.batches) == turn
-        assert rig.runner.num_done == turn - 1
-        told = sum(map(len, rig.tokens.values()))
-    assert told == 3 * 6
-
-
 @pytest.mark.parametrize("overlap_prefills", [True, False])
 def test_two_prefills_in_a_row_overlap_unless_told_not_to(overlap_prefills):
     rig = Rig(overlap_prefills=overlap_prefills, mixed_chunk=False)

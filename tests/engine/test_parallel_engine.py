@@ -198,10 +198,6 @@ def adapted(root: Path) -> dict[str, Any]:
     return {"model": str(model), "lora": lora}
 
 
-def drafting(root: Path, method: str, architecture: str, make: Any = None, **fields: Any) -> Any:
-    return drafted(method, architecture, make, **fields)(root)
-
-
 def serve_adapters(serving: Serving) -> None:
     """More adapters than slots, of which one comes late and one is loaded twice."""
     loads = {
@@ -218,8 +214,16 @@ def serve_adapters(serving: Serving) -> None:
     serving.run()
 
 
-def borrowed(root: Path, kind: str) -> dict[str, Any]:
-    return {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
+def plain(*arguments: Any, **fields: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda root: {"model": str(make_checkpoint(root, *arguments)), **fields}
+
+
+def borrowed(kind: str) -> Callable[[Path], dict[str, Any]]:
+    return lambda root: {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
+
+
+def seeing(**fields: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda root: {"model": str(make_vision_checkpoint(root, **fields))}
 
 
 def given(root: Path) -> dict[str, Any]:
@@ -240,64 +244,30 @@ def serve_given(serving: Serving) -> None:
 
 # Further families and drafters: test_shares.py in threads, test_second_rank.py from bytes.
 QUICK = {"dense"}
-CASES: dict[str, tuple[int, Any, int, Any]] = {
-    "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
-    "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
-    "four ranks": (
-        4,
-        lambda root: {"model": str(make_checkpoint(root, "qwen3"))},
-        NUM_PAGES,
-        serve_again,
-    ),
-    "whole experts": (
-        4,
-        lambda root: {
-            "model": str(make_checkpoint(root, "qwen2_moe")),
-            "parallel": {"experts": "ep"},
-        },
-        NUM_PAGES,
-        serve_text,
-    ),
-    "latents": (
-        2,
-        lambda root: drafting(root, "mtp", "deepseek_v3", make_mtp),
-        NUM_PAGES,
-        serve_text,
-    ),
-    "states": (
-        2,
-        lambda root: drafting(root, "mtp", "qwen3_5_text", make_hybrid_mtp),
-        44,
-        serve_again,
-    ),
+CASES: dict[str, tuple[int, Callable[[Path], dict[str, Any]], int, Any]] = {
+    "dense": (2, plain(), NUM_PAGES, serve_text),
+    "drafts": (2, drafted("ngram", "llama"), NUM_PAGES, serve_text),
+    "four ranks": (4, plain("qwen3"), NUM_PAGES, serve_again),
+    "whole experts": (4, plain("qwen2_moe", parallel={"experts": "ep"}), NUM_PAGES, serve_text),
+    "latents": (2, drafted("mtp", "deepseek_v3", make_mtp), NUM_PAGES, serve_text),
+    "states": (2, drafted("mtp", "qwen3_5_text", make_hybrid_mtp), 44, serve_again),
     "adapters": (2, adapted, NUM_PAGES, serve_adapters),
     "input embeddings": (2, given, 40, serve_given),
-    "transformers": (2, lambda root: borrowed(root, "granite"), NUM_PAGES, serve_two),
-    "transformers, whole KV": (2, lambda root: borrowed(root, "olmo2"), NUM_PAGES, serve_again),
-    "images": (
-        2,
-        lambda root: {"model": str(make_vision_checkpoint(root))},
-        NUM_PAGES,
-        serve_images,
-    ),
+    "transformers": (2, borrowed("granite"), NUM_PAGES, serve_two),
+    "transformers, whole KV": (2, borrowed("olmo2"), NUM_PAGES, serve_again),
+    "images": (2, seeing(), NUM_PAGES, serve_images),
     "images, seen whole": (
         2,
-        lambda root: {"model": str(make_vision_checkpoint(root, model_type="gemma3"))},
+        seeing(model_type="gemma3"),
         NUM_PAGES,
         partial(serve_images, rows=SQUARE, columns=SQUARE),
     ),
-    "images, features of layers": (
-        2,
-        lambda root: {"model": str(make_vision_checkpoint(root, model_type="qwen3_vl"))},
-        NUM_PAGES,
-        serve_images,
-    ),
+    "images, features of layers": (2, seeing(model_type="qwen3_vl"), NUM_PAGES, serve_images),
 }
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES]
 )
 def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     tp, make, num_pages, serve = CASES[name]
@@ -743,7 +713,7 @@ def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path)
 
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"OPTForCausalLM .* 2 ranks: transformers has no plan"):
-        build(config_of(2, **borrowed(tmp_path, "opt")), FOLLOWER)
+        build(config_of(2, **borrowed("opt")(tmp_path)), FOLLOWER)
 
 
 def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
@@ -751,7 +721,7 @@ def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=why):
             build(config_of(1, parallel={"pp": 2}, **fields), FOLLOWER)
 
-    refused(drafting(tmp_path / "a", "ngram", "llama"), r"speculative\.method: ngram .*pp 2")
+    refused(drafted("ngram", "llama")(tmp_path / "a"), r"speculative\.method: ngram .*pp 2")
 
 
 REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}

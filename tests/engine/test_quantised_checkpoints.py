@@ -1,6 +1,10 @@
 """A quantised checkpoint computes what its numbers stand for, and says so; others are refused."""
 
+import functools
+import itertools
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +35,32 @@ def source(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("floats"), "llama")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
+    """Return a function that returns a quantised model of an architecture, and its twin of floats.
+    All tests share them."""
+
+    @functools.cache
+    def of(architecture: str, name: str) -> tuple[Path, Path]:
+        root = tmp_path_factory.mktemp("quantised")
+        if name == "mxfp4":
+            return in_mxfp4(
+                make_checkpoint(root / "floats", architecture, num_local_experts=3), root
+            )
+        sizes = {} if architecture == "llama" else {"moe_intermediate_size": 64}
+        return requantised(
+            make_checkpoint(root / "floats", architecture, **sizes), root, FORMATS[name]
+        )
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def twin_logits(made) -> Callable[[str, str], torch.Tensor]:
+    """Return a function that returns what the floats compute."""
+    return functools.cache(lambda architecture, name: logits(made(architecture, name)[1]))
+
+
 @pytest.fixture
 def dequantised(monkeypatch):
     """A processor that does not multiply bytes."""
@@ -43,20 +73,18 @@ def logits(directory, dtype=torch.float32):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantised_checkpoint_computes_what_its_numbers_stand_for(
-    source, tmp_path, name, dequantised
+    source, made, twin_logits, name, dequantised
 ):
-    quantised, twin = requantised(source, tmp_path, FORMATS[name])
-    found = logits(quantised)
-    torch.testing.assert_close(found, logits(twin), atol=1e-5, rtol=1e-5)
+    found = logits(made("llama", name)[0])
+    torch.testing.assert_close(found, twin_logits("llama", name), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, logits(source), atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("name", ["fp8 by block", INT8, "awq", "gptq int4"])
-def test_experts_may_be_quantised_too(tmp_path, architecture, name, dequantised):
-    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
-    quantised, twin = requantised(source, tmp_path, FORMATS[name])
-    torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+def test_experts_may_be_quantised_too(made, twin_logits, architecture, name, dequantised):
+    found = logits(made(architecture, name)[0])
+    torch.testing.assert_close(found, twin_logits(architecture, name), atol=1e-5, rtol=1e-5)
 
 
 # olmoe: its class has each layer's experts in one stack, which no checkpoint of quantisers has.
@@ -79,17 +107,16 @@ def test_transformers_classes_compute_what_the_numbers_stand_for(tmp_path, kind,
     assert not torch.allclose(found, logits(source), atol=1e-3)
 
 
-def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(tmp_path):
-    source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
-    quantised, twin = in_mxfp4(source, tmp_path)
-    torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(made, twin_logits):
+    quantised, _ = made("gpt_oss", "mxfp4")
+    expected = twin_logits("gpt_oss", "mxfp4")
+    torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     assert read_decoder(quantised).model.stored == "MXFP4 experts"
 
 
-def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
-    source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
-    quantised, twin = in_mxfp4(source, tmp_path)
-    expected = logits(twin)
+def test_on_a_gpu_mxfp4_stays_as_it_is(made, twin_logits, monkeypatch):
+    quantised, _ = made("gpt_oss", "mxfp4")
+    expected = twin_logits("gpt_oss", "mxfp4")
     monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
@@ -101,22 +128,23 @@ def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["awq", "gptq int4", "gptq int4 in activation order", "compressed int4", "mxfp4"]
+    "architecture, name",
+    [
+        *itertools.product(
+            ("qwen2", "qwen3_moe", "deepseek_v3"),
+            ("awq", "gptq int4", "gptq int4 in activation order", "compressed int4"),
+        ),
+        ("gpt_oss", "mxfp4"),
+    ],
 )
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_on_a_cpu_4_bits_stay_as_they_are(tmp_path, monkeypatch, architecture, name):
+def test_on_a_cpu_4_bits_stay_as_they_are(made, monkeypatch, architecture, name):
     use("compiled", monkeypatch)
-    if name == "mxfp4":
-        source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
-        quantised, twin = in_mxfp4(source, tmp_path)
-    else:
-        source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
-        quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    quantised, twin = made(architecture, name)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
     decoder = load_weights(checkpoint, spec, CPU, torch.float32)
     ffn = decoder.layers[-1].ffn
-    own = ffn.down if architecture == "qwen2" and name != "mxfp4" else ffn.experts.nets[0][1]
+    own = ffn.down if architecture == "qwen2" else ffn.experts.nets[0][1]
     assert isinstance(own, CodePanels)
     taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
     if not spec.tied_embeddings:
@@ -126,11 +154,10 @@ def test_on_a_cpu_4_bits_stay_as_they_are(tmp_path, monkeypatch, architecture, n
 
 @multiplies_int8
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
+def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
     """Inputs are rounded to eight bits, as for --quantize int8; matrices are not rounded again,
     and what the checkpoint has as floats stays that."""
-    source = make_checkpoint(tmp_path / "floats", architecture)
-    quantised, twin = requantised(source, tmp_path, FORMATS[INT8])
+    quantised, twin = made(architecture, INT8)
     decoder = load_weights(Checkpoint(quantised), read_decoder(quantised), CPU, torch.float32)
     assert decoder.ends.head.weight.dtype == torch.float32
     # Rounded without loss: what comes back is the matrix, half a step of which would be 0.1.
@@ -141,7 +168,7 @@ def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
             layer.mixer.qkv.apply(x), exact.mixer.qkv.apply(x), atol=1e-3, rtol=1e-4
         )
     if architecture == "llama":  # an expert that is chosen otherwise is no small error
-        expected = logits(twin)
+        expected = twin_logits(architecture, INT8)
         assert (logits(quantised) - expected).abs().max() < 0.6 * expected.std()
 
 
@@ -149,11 +176,12 @@ def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
     "name", ["fp8 by block", "fbgemm fp8", INT8, "awq", "gptq int4", "compressed int4"]
 )
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_on_a_gpu_quantised_weights_stay_as_they_are(tmp_path, monkeypatch, architecture, name):
+def test_on_a_gpu_quantised_weights_stay_as_they_are(
+    made, twin_logits, monkeypatch, architecture, name
+):
     """Compute as a GPU would, with the references of its kernels."""
-    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
-    quantised, twin = requantised(source, tmp_path, FORMATS[name])
-    expected = logits(twin)
+    quantised, _ = made(architecture, name)
+    expected = twin_logits(architecture, name)
     monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
@@ -168,9 +196,8 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(tmp_path, monkeypatch, arch
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_take_what_is_said_before_they_are_loaded(tmp_path, architecture, name, dtype):
-    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
-    quantised, _ = requantised(source, tmp_path, FORMATS[name])
+def test_weights_take_what_is_said_before_they_are_loaded(made, architecture, name, dtype):
+    quantised, _ = made(architecture, name)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
     decoder = load_weights(checkpoint, spec, CPU, dtype)
     taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
@@ -178,8 +205,8 @@ def test_weights_take_what_is_said_before_they_are_loaded(tmp_path, architecture
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_quantised_is_told_and_part_of_the_fingerprint(source, tmp_path, name):
-    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+def test_what_is_quantised_is_told_and_part_of_the_fingerprint(made, name):
+    quantised, twin = made("llama", name)
     stored = read_decoder(quantised).model.stored
     assert any(word in stored for word in ("fp8", "int4", "int8")), stored
     assert read_decoder(twin).model.stored == "not quantised"

@@ -107,10 +107,7 @@ def replayed(recorder: TapeRecorder) -> int:
 
 
 def captured(
-    model: Model,
-    recorder: RepeatRecorder | TapeRecorder,
-    *further: GraphShape,
-    **options: Any,
+    model: Model, recorder: RepeatRecorder | TapeRecorder, *further: GraphShape, **options: Any
 ) -> Steps:
     """Return steps with graphs of SIZES and of further shapes."""
     steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, **options)
@@ -167,8 +164,17 @@ def alone_of(model: Model, **options: Any) -> list[list[int]]:
     return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(((0, 0, 0),) * 16)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-@pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
+@pytest.mark.parametrize(
+    "kind, overlap",
+    [
+        *((kind, True) for kind in ("dense", *DRAFTERS)),
+        ("mtp", False),
+        *(
+            pytest.param(k, False, marks=pytest.mark.long)
+            for k in ("dense", "hybrid", "draft_model")
+        ),
+    ],
+)
 def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_path: Path) -> None:
     """Rows are followed by padding, drafts are accepted and rejected, and each step has other pages
     and lengths than the one of the capture."""
@@ -196,11 +202,10 @@ def test_graphs_choose_the_tokens_of_steps_with_drafts(overlap: bool, tmp_path: 
     assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
 
 
+# Quick, with all kernels of the dense model: the test of adapters below.
 @interpreted
-@pytest.mark.parametrize(
-    "kind",
-    ["dense", *(pytest.param(each, marks=pytest.mark.long) for each in DRAFTERS)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
 def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
     directory, speculation = made(tmp_path, kind)
     model = load(directory, CPU, torch.float32, speculation=speculation)

@@ -323,12 +323,18 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
-EVERY_PAIR = [*itertools.product(PAIRS, MODELS, ["tcp"]), ((2, 4), "windows", "nixl")]
+QUICK_PAIRS = [(1, 2), (4, 2)]  # for models whose layers have not one table of keys and values
+
+
+def every_pair(*further: str) -> Iterator[Any]:
+    for sizes, model in itertools.product(PAIRS, MODELS):
+        quick = model == "dense" or sizes in QUICK_PAIRS
+        yield pytest.param(sizes, model, *further, marks=[] if quick else [pytest.mark.long])
 
 
 # Seen failing with a read that ends with its first member, and with the consumer's count of state
 # pages in place of the producer's.
-@pytest.mark.parametrize("sizes, model, kind", EVERY_PAIR)
+@pytest.mark.parametrize("sizes, model, kind", [*every_pair("tcp"), ((2, 4), "windows", "nixl")])
 def test_every_rank_reads_its_part(
     make: Make, request: pytest.FixtureRequest, sizes: tuple[int, int], model: str, kind: str
 ) -> None:
@@ -445,15 +451,15 @@ def _fail(error: Exception, *_: Any) -> None:
 
 # Seen failing with whole pages in followers, and with pieces read as pages of the first table.
 @pytest.mark.parametrize(
-    "model, kind", [("dense", "tcp"), ("delta nets", "tcp"), ("dense", "nixl")]
+    "sizes, model, kind",
+    [
+        *itertools.product(PAIRS, ["dense"], ["tcp"]),
+        *itertools.product(QUICK_PAIRS, ["delta nets"], ["tcp"]),
+        *itertools.product(QUICK_PAIRS, ["dense"], ["nixl"]),
+    ],
 )
-@pytest.mark.parametrize("sizes", PAIRS)
 def test_rank_0_reads_pieces_of_weights_from_rank_0(
-    make: Make,
-    request: pytest.FixtureRequest,
-    sizes: tuple[int, int],
-    model: str,
-    kind: str,
+    make: Make, request: pytest.FixtureRequest, sizes: tuple[int, int], model: str, kind: str
 ) -> None:
     if kind == "nixl":
         request.getfixturevalue("one_sided")
@@ -492,8 +498,7 @@ def bytes_of_page(rig: Rig, table: int) -> list[tuple[int, bool]]:
 
 
 # Seen failing with checksums of whole pages, and with the bytes of the first table for all tables.
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sizes", PAIRS)
+@pytest.mark.parametrize("sizes, model", [*every_pair()])
 def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
     make: Make, sizes: tuple[int, int], model: str
 ) -> None:
@@ -926,10 +931,7 @@ LIES: dict[str, tuple[Callable[[PairHello], dict[str, Any]], str]] = {
     ),
     "pages of different numbers": (
         lambda hello: {
-            "regions": (
-                msgspec.structs.replace(hello.regions[0], num_pages=65),
-                *hello.regions[1:],
-            )
+            "regions": (msgspec.structs.replace(hello.regions[0], num_pages=65), *hello.regions[1:])
         },
         "different numbers of pages",
     ),

@@ -217,6 +217,7 @@ def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something
     assert channel.take() == [Note(1)]
     front.close()
     channel.wait(30)
+    assert time.monotonic() - begun < 30  # no sleep came to its end
     with pytest.raises(PeerGone):
         channel.take()
     channel.close()
