@@ -19,8 +19,6 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
-_SMALLEST, _LARGEST = -(1 << 31), (1 << 31) - 1  # beyond, Triton passes an integer as 64 bits
-
 
 def bound(kernel: Any) -> Any:
     """Return a kernel with bound launchers. A decorator beside `triton.jit`, for kernels that the
@@ -106,16 +104,24 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
                 add(value.dtype)
                 add(unaligned or value.data_ptr() % 16 == 0)
             elif kind is int:
-                if value == 1 or not _SMALLEST <= value <= _LARGEST:
-                    add(value)
+                if value == 1:
+                    add(1)
                 else:
-                    add(0 if value % 16 else 16)
+                    add(_width(value))
+                    add(value % 16 == 0)
             elif kind is float:
                 add(kind)
             else:
                 add(kind)
                 add(value)
         return parts
+
+
+def _width(value: int) -> str:
+    """Return the type by which Triton passes an integer."""
+    if -(1 << 31) <= value < 1 << 31:
+        return "i32"
+    return "i64" if value < 1 << 63 else "u64"
 
 
 def _has_calls(*hooks: Any) -> bool:

@@ -88,6 +88,9 @@ class FirstSampling:
     def tensors(self) -> list[Tensor]:
         return self._sampling.tensors()
 
+    def parameters(self) -> None:
+        return None  # both ranks take part in the choice
+
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
         draw, wire = self._sampling.draws(sent, early), self._wire
         return lambda logits, places: wire.send(draw(wire.send(logits), places))
@@ -107,6 +110,9 @@ class SecondSampling:
 
     def tensors(self) -> list[Tensor]:
         return []
+
+    def parameters(self) -> None:
+        return None  # both ranks take part in the choice
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
         def draw(logits: Tensor, places: Tensor) -> Tensor:
@@ -165,8 +171,8 @@ class TwoRanks:
         self._running: list[Following] = []
 
     def capture(self, shape: GraphShape) -> None:
-        self._first.capture(shape)
-        self._second.capture(shape)
+        self._first.capture(shape, choice=False)
+        self._second.capture(shape, choice=False)
 
     def launch(self, step: Step, sampling: Any, output: StepOutput) -> Any:
         self._follow(step).expected = output
