@@ -160,13 +160,14 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "batch_requests": histogram(
         "baton_batch_requests",
-        "Requests in a step, by the same kinds as in baton_step_seconds.",
+        "Requests in a step, by the kinds of baton_step_seconds.",
         distribution.BATCH_REQUESTS,
         mode=MODES,
     ),
     "batch_tokens": histogram(
         "baton_batch_tokens",
-        "Tokens that a step computes, for steps with prompts or draft tokens, by the same kinds.",
+        "Tokens that a step computes, for steps with prompts or draft tokens, by the kinds of "
+        "baton_step_seconds.",
         distribution.BATCH_TOKENS,
         mode=("extend", "mixed", "verify", "split"),
     ),
