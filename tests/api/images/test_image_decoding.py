@@ -166,7 +166,7 @@ def asks(decodes: Decoding, job: ImageJob, content: bytes, client: Client) -> as
 
 
 @pytest.mark.parametrize(
-    "code, reason", [(-signal.SIGXCPU, "5 s of a core"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
+    "code, reason", [(-signal.SIGXCPU, "5 s of CPU time"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
 )
 async def test_an_image_beyond_its_bounds_is_the_clients_fault(job, decodes, code, reason):
     held = Held(Answer(code))

@@ -132,7 +132,7 @@ async def seen_by(directory: Path, model_type: str) -> tuple[Any, Any]:
     write_vision_files(directory, model_type=model_type)
     async with api_for(directory) as api:
         submit = await submitted(api, *map(part, shown), text("Which is longer?"))
-        assert "has 1 places for 0 images" not in await refused(api, part(b"no image"))
+        assert "has 1 placeholders for 0 images" not in await refused(api, part(b"no image"))
     images = from_proto(submit.images)
     check_images(images, submit.token_ids)
     opened = [Pillow.open(io.BytesIO(each)) for each in shown]
@@ -319,7 +319,7 @@ WRONG = [
         [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
         "images.allow-urls",
     ),
-    ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
+    ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 placeholders for 1 images"),
 ]
 
 
