@@ -50,7 +50,7 @@ class OpenFiles:
             try:
                 mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=page_start)
             except ValueError as error:
-                raise OSError(f"{path} is cut off") from error
+                raise OSError(f"{path} is truncated") from error
         return memoryview(mapped)[offset - page_start :]
 
     def ask_for(self, path: Path, offset: int, num_bytes: int) -> None:

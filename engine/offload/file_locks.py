@@ -57,7 +57,7 @@ def check_locks(setting: str, directory: Path, mounts: str = "") -> None:
         )
     if _UNKNOWN.match(mount.kind):
         log.warning(
-            "other hosts need other directories: locks may hold on this host alone %s",
+            "file locks may not work across hosts, so each host needs its own directory %s",
             kv(directory=str(directory), file_system=mount.kind),
         )
 

@@ -42,7 +42,7 @@ class MaskRange:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedModel("its layers change their masks")
+        raise UnsupportedModel("its layers modify the attention mask")
 
 
 def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
@@ -57,12 +57,12 @@ def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
     try:
         counts = {query: _count(rule, query) for query in _QUERIES}
     except (RuntimeError, IndexError):
-        reason = "its mask depends on more than positions"
+        reason = "its attention mask depends on more than positions"
     else:
         widest = counts[_FURTHEST]
         if all(count == min(query + 1, widest) for query, count in counts.items()):
             return MaskRange(window=widest if widest <= _FURTHEST else None)
-        reason = "its mask is neither causal nor a window"
+        reason = "its attention mask is neither causal nor a sliding window"
     if chunk is None:
         raise UnsupportedModel(reason)
     return MaskRange(limit=chunk)
@@ -80,7 +80,5 @@ def _count(rule: Rule, query: int) -> int:
     visible = rule(zero, zero, torch.tensor(query), keys).expand(keys.shape)
     count = int(visible.count_nonzero())
     if bool(visible[query + 1]) or not bool(visible[query + 1 - count : query + 1].all()):
-        raise UnsupportedModel(
-            "its queries see tokens after their own, or not the last ones before it"
-        )
+        raise UnsupportedModel("its attention mask is not causal, or skips recent tokens")
     return count
