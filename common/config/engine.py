@@ -217,7 +217,8 @@ def check_adapter_name(name: str) -> str:
     """Return the name. Raises ValueError if it is no valid adapter name."""
     if _ADAPTER_NAME.fullmatch(name) is None:
         raise ValueError(
-            "an adapter name has 1 to 128 characters: a letter or digit, then also ._:/-"
+            "an adapter name has 1 to 128 letters, digits or ._:/-, and begins with a "
+            "letter or digit"
         )
     return name
 

@@ -118,7 +118,7 @@ def verify(keyring: SecretKeys, text: str, audience: str) -> Token:
             text=text,
         )
     raise AuthRejection(
-        "secret", "the token is signed with a secret that this process does not have"
+        "secret", "the token is signed with another secret, which this process does not have"
     )
 
 

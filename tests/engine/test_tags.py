@@ -421,7 +421,7 @@ def test_beside_tokens_a_grammar_has_no_free_text_either(made: GrammarCompilers)
     grammar = {"type": "grammar", "grammar": 'root ::= TagDispatch(("a", b))\nb ::= "b"'}
     assert _follows(made, _guide(grammar), "xab")
     beside = [{"type": "token", "token": 65}, grammar]
-    with pytest.raises(InvalidRequest, match=": TagDispatch is refused"):
+    with pytest.raises(InvalidRequest, match=": TagDispatch is not supported"):
         made.compiled(prepared(_guide({"type": "sequence", "elements": beside})))
 
 

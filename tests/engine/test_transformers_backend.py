@@ -193,7 +193,7 @@ def test_a_fingerprint_follows_the_numbers_and_not_the_place(checkpoints, tmp_pa
 
 def test_texts_are_as_long_as_what_is_computed_is_what_the_class_computes(checkpoints, tmp_path):
     by_chunks = open_checkpoint(checkpoints("llama4_text"))
-    assert by_chunks.spec.context_length == WINDOW and f"chunks of {WINDOW}" in by_chunks.computed
+    assert by_chunks.spec.context_length == WINDOW and f"chunk of {WINDOW}" in by_chunks.computed
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -261,7 +261,7 @@ def test_a_classifier_is_refused(tmp_path):
 
 def test_an_encoder_is_refused(tmp_path):
     tiny_config("bert", is_decoder=False).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="it is an encoder"):
+    with pytest.raises(ConfigError, match="encoders are not supported"):
         open_checkpoint(tmp_path)
 
 
