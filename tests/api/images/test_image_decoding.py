@@ -67,7 +67,7 @@ def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(kind, job, 
     assert isinstance(worked(of_content(job, headed(kind, *most))), Decoded)
     assert asked == [most]
     outcome = worked(of_content(job, headed(kind, most[0], most[1] + 1)))
-    assert isinstance(outcome, Refused) and f"for {kind} " in outcome.sentence
+    assert isinstance(outcome, Refused) and f"pixels: {kind} " in outcome.sentence
     assert asked == [most]
 
 

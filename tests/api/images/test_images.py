@@ -283,7 +283,7 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api):
     assert answer.status == 400 and "images.allow-urls" in answer.body.decode()
     asked[0]["content"] = [{"type": "image", "source": {"type": "base64"}}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
-    assert "messages[0].content[0] is no image block" in answer.body.decode()
+    assert "messages[0].content[0] is not a valid image block" in answer.body.decode()
     for parts, why in (
         ([router_pb2.ChatPart()], "neither a text nor an image"),
         ([router_pb2.ChatPart(image=bytes(MAX_ENCODED_BYTES + 1))], "bytes allowed"),
