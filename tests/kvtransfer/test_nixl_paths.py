@@ -50,7 +50,7 @@ def connect(producer: FarProducer, description: bytes, backend: NixlBackend) -> 
 # the transports of the environment.
 def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends):
     producer = ends.far_producer("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
-    reason = r"no one-sided path: sockets: reads do not use this path: they reach [01]\.\d\d GiB/s"
+    reason = r"no one-sided path: sockets: reads do not use this path: they reach only [01]\.\d\d "
     with pytest.raises(TransferError, match=reason):
         connect(producer, producer.admit(), NixlBackend((SOCKETS,)))
 
@@ -61,7 +61,7 @@ def test_a_path_on_which_ucx_has_the_producer_help_is_refused(ends, monkeypatch)
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
     helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match=r"cma: no read of the producer's memory has landed"):
+    with pytest.raises(TransferError, match=r"cma: no read of the producer's memory has completed"):
         connect(producer, producer.admit(), NixlBackend((helped,)))
     producer.has_run()
 
