@@ -742,7 +742,7 @@ def test_a_consumer_whose_paths_are_ready_too_late_is_not_admitted(
         else:
             node.jobs.ask(encoded(StopTransfer())).result(WAIT_S)
         preparation.set_result(None)
-        with pytest.raises(EngineFault, match=r"dismissed|this role has ended"):
+        with pytest.raises(EngineFault, match=r"no longer connected|this role has ended"):
             offered.result(WAIT_S)
         assert node.jobs.ask(encoded(PollPaths())).exception(WAIT_S) is None or end == "stopped"
 
