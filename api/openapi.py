@@ -407,7 +407,7 @@ def _envelope(choice: Schema, usage: Schema) -> Schema:
             "choices": {"type": "array", "items": choice},
             "system_fingerprint": {
                 "type": ["string", "null"],
-                "description": "Hash of the weights and all else that decides the tokens.",
+                "description": "Hash of the weights and of all settings that affect the tokens.",
             },
             "usage": usage,
         },

@@ -278,7 +278,9 @@ def _by_square(config: _Json, vision: _Json, processor: _Json, _: _Json) -> Visi
     if crop not in (side, {"height": side, "width": side}) or shorter_side < side:
         raise ValueError(f"size is {size} and crop_size {crop}, the encoder needs {side}")
     if side % patch_side:
-        raise ValueError(f"image_size is {side}, which is no multiple of patch_size {patch_side}")
+        raise ValueError(
+            f"image_size is {side}, which is not a multiple of patch_size {patch_side}"
+        )
     return VisionFiles(
         placeholder=int(config.get("image_token_index", config.get("image_token_id", 32000))),
         patch_side=patch_side,
@@ -297,7 +299,9 @@ def _by_stretch(config: _Json, vision: _Json, processor: _Json, _: _Json) -> Vis
     per_side = math.isqrt(int(config.get("mm_tokens_per_image", 256)))
     merge = side // (patch_side * per_side)
     if merge * patch_side * per_side != side:
-        raise ValueError(f"image_size is {side}, which is no multiple of {patch_side * per_side}")
+        raise ValueError(
+            f"image_size is {side}, which is not a multiple of {patch_side * per_side}"
+        )
     _must_be(vision, {"model_type": "siglip_vision_model"})
     square = {"height": side, "width": side}
     _must_be(processor, {"resample": _BILINEAR, "size": square})

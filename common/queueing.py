@@ -188,8 +188,8 @@ class QueueEstimator:
         late, ahead_s = self._line.late_s(newcomer, begins=now, unit_s=unit_s)
         if late > 0.0:
             raise QueueFull(
-                f"overloaded: {ahead_s:.2f} s of work are ahead of this request here, "
-                f"which is {late:.2f} s too much",
+                f"overloaded: {ahead_s:.2f} s of work are queued before this request, "
+                f"{late:.2f} s more than it may wait",
                 retry_after_s=late,
             )
 

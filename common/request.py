@@ -102,7 +102,7 @@ def _given_embeddings(values: bytes, prompt: bytes) -> InputEmbeddings | None:
         return None
     given = InputEmbeddings.of(values, len(prompt) // BYTES_PER_TOKEN)
     if prompt != _GIVEN * (len(prompt) // BYTES_PER_TOKEN):
-        raise InvalidRequest("input_embeddings: the prompt has token ids, too")
+        raise InvalidRequest("input_embeddings: cannot be combined with token ids")
     return given
 
 
@@ -110,7 +110,7 @@ def _given_embeddings(values: bytes, prompt: bytes) -> InputEmbeddings | None:
 # step was launched ahead.
 QUARANTINE_TOKENS = 4
 MAX_ENGINE_CRASHES = 1  # crashes with which a node still accepts a request
-CRASHED_TWICE = "this request has ended two engines, the second one while it computed alone"
+CRASHED_TWICE = "this request has crashed two engines, the second one while running alone"
 MAX_REQUEST_ID = 256  # characters
 MAX_BUDGET_S = 7 * 24 * 3600.0
 

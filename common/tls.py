@@ -210,7 +210,7 @@ def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
     try:
         public = chain[0].public_key().public_bytes(*form)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{cert} is of a key that cannot be used: {error}") from error
+        raise ConfigError(f"the key of {cert} is not supported: {error}") from error
     if private.public_key().public_bytes(*form) != public:
         raise ConfigError(f"{cert} is not the certificate of the key {key}")
     for each in chain:

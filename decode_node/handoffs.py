@@ -290,7 +290,7 @@ class IncomingHandoffs:
         end = self._scheduler.finish_of(request, event.token)
         if end is not None:
             self.transfer.take(state)
-            self._cancel(state, "its first token ended the request")
+            self._cancel(state, "its first token ends the response")
             state.close(end)
         return None
 
@@ -308,14 +308,14 @@ class IncomingHandoffs:
         if max(fresh) >= self._limits.vocabulary_size:
             reason = f"one of its tokens is {max(fresh)}, outside the vocabulary"
         elif fresh[0] != request.token_ids[-1]:
-            reason = "its tokens are not those that its client has"
+            reason = "its tokens differ from those that the client has received"
         elif not _has_new_logprobs(request, event):
             reason = "its tokens came without the requested log-probabilities"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
             before = dataclasses.replace(request, token_ids=tokens)
             if self._scheduler.finish_of(before, event.token) is not None:
-                reason = "its last token ends it"
+                reason = "its last token ends the response"
         if reason:
             return self._fail(event.id, reason)
         now = time.monotonic()

@@ -111,11 +111,11 @@ class OutgoingMigrations:
     def _refusal(self, state: DecodeState | None, event: OpenedEvent) -> str:
         """Return why the request may not migrate, or "" if it may."""
         if not isinstance(event.source, Live):
-            return "a decode node computes no prompts for others"
+            return "a decode node does not compute prompts for other nodes"
         if state is None:
-            return "no request here has that ticket"
+            return "no request on this node has this ticket"
         if state.migration is not None:
-            return "the request is about to leave already"
+            return "the request is already being migrated"
         request = state.request
         tokens = self._scheduler.tokens_of(request)
         if tokens is None:
@@ -206,10 +206,10 @@ class OutgoingMigrations:
         if migration.state.request.sampling.logprobs >= 0 and num_fresh:
             logprobs = self._active.sent_logprobs(migration.state, num_fresh)
             if logprobs is None:
-                self._cancel(migration, "its log-probabilities are not known any more")
+                self._cancel(migration, "its log-probabilities are no longer stored")
                 return
         if num_kv > migration.room_tokens:
-            self._cancel(migration, f"{num_kv} tokens do not fit")
+            self._cancel(migration, f"{num_kv} tokens of KV exceed the pages reserved for it")
             return
         prefix = migration.prefix_tokens
         exported = stopped.holding.take(self._tables.handed_over(num_kv, prefix))

@@ -54,7 +54,7 @@ class PausedQueue(KeyedQueue[DecodeState]):
                 sentence = f"{out_of_time().error}, while generation was paused"
                 yield state, DeadlineExceeded(sentence)
             else:
-                sentence = "generation is paused, for longer than this request may wait"
+                sentence = "generation has been paused for longer than this request may wait"
                 yield state, QueueFull(sentence, retry_after_s=1.0)
 
 

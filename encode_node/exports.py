@@ -155,9 +155,9 @@ class EmbeddingExports:
             return "the number of pixels does not match the size of the image"
         num_pieces = -(-image.num_tokens * self._encoder.token_bytes // source.piece_bytes)
         if source.num_pieces != num_pieces or source.piece_bytes > self._pool.shape[1]:
-            return f"its embeddings are {num_pieces} pieces of {source.piece_bytes} bytes"
+            return f"expected {num_pieces} pieces of {source.piece_bytes} bytes for its embeddings"
         if num_pieces > self._pages.num_pages:
-            return f"its embeddings take {num_pieces} pages of {self._pages.num_pages}"
+            return f"its embeddings need {num_pieces} pages, the pool has {self._pages.num_pages}"
         return ""
 
     def _refuse(self, serial: int, reason: str) -> None:

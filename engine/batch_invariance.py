@@ -76,16 +76,14 @@ def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableMod
         "ranks on GPUs add in an order that NCCL chooses: set engine.parallel.tp to 1": (
             config.parallel.tp > 1
         ),
-        "a GPU does not compute models of the Transformers library row by row": (
+        "models of the Transformers library are not supported on GPUs": (
             servable.backend != "native"
         ),
-        "a GPU computes the states of prompts in chunks": any(
+        "models with recurrent states are not supported on GPUs": any(
             layer.cells for layer in servable.spec.layers
         ),
-        "the bits of this GPU have not been compared, with these kernels and these releases of "
-        "torch and Triton: run python -m tools.bench.gpu --parts compile bits": (
-            not has_passed(device)
-        ),
+        "this GPU has not been verified with these kernels and these releases of torch "
+        "and Triton: run python -m tools.bench.gpu --parts compile bits": (not has_passed(device)),
     }.items():
         if found:
             raise ConfigError(f"{_SETTING}: {problem}, or set engine.device to cpu")
@@ -137,7 +135,7 @@ def keep(model: Model, layout: KVLayout) -> None:
     start = time.monotonic()
     if operation := differing_operation(model, layout):
         raise ConfigError(
-            f"{_SETTING}: the bits of {name} depend on the batch here, first those of {operation}: "
+            f"{_SETTING}: results of {name} depend on the batch, first those of {operation}: "
             "unset it, and report this as a bug"
         )
     log.info("batch invariance probed %s", kv(seconds=f"{time.monotonic() - start:.2f}"))

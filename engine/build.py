@@ -227,13 +227,13 @@ class Engine:
             runner = self.runner.with_host_pool(backend.host_pool, recorder)
             _prepare_runner(runner, config, self.shape)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"there is no room for decode graphs on {device}") from error
+            raise ConfigError(f"not enough memory for CUDA graphs on {device}") from error
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             if free < CUDA_CONTEXT_BYTES:
                 raise ConfigError(
-                    f"decode graphs leave {free >> 20} MiB of {device}, where "
-                    f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed beside them"
+                    f"CUDA graphs leave {free >> 20} MiB free on {device}, and "
+                    f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed"
                 )
         return replace(self, core=core, backend=backend, runner=runner)
 
@@ -564,7 +564,7 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Shar
     if wanted > left:
         raise ConfigError(
             f"engine.cache.swap_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
-            f"{left / 2**30:.1f} GiB are left"
+            f"{left / 2**30:.1f} GiB are free"
         )
     return num_pages
 

@@ -227,7 +227,7 @@ def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
     try:
         serve(steps, open_transfer)
     except (ConnectionResetError, BrokenPipeError):
-        log.info("rank 0 has ended before it took all replies")
+        log.info("rank 0 ended before it read all replies")
     except ConfigError as error:
         log.error("the rank cannot start %s", kv(reason=error))
         _fail(steps, RankFailed(str(error), config=True), 2)

@@ -62,7 +62,7 @@ class HostMemory:
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:
             raise FailedPrecondition(
-                f"{wanted / 2**30:.2f} GiB are wanted, {left / 2**30:.2f} GiB are left"
+                f"{wanted / 2**30:.2f} GiB are needed, {left / 2**30:.2f} GiB are free"
             )
 
 

@@ -78,7 +78,7 @@ def _device_named(name: str, rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"engine.device: {name!r} is no device") from error
+        raise ConfigError(f"engine.device: {name!r} is not a device") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device: {device.type} is not supported, only cpu and cuda")
     if device.type == "cpu":
@@ -86,7 +86,7 @@ def _device_named(name: str, rank: int) -> torch.device:
     has_gpu()  # raises with the reason if there is a GPU that cannot be used
     if device.index >= torch.cuda.device_count():
         raise ConfigError(
-            f"engine.device: {name} is not there, this machine has "
+            f"engine.device: {name} does not exist, this machine has "
             f"{torch.cuda.device_count()} CUDA devices"
         )
     return device
@@ -144,8 +144,8 @@ def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
         major, minor = torch.cuda.get_device_capability(device)
         if 10 * major + minor < FIRST_ARCHITECTURE:
             raise ConfigError(
-                f"engine.cache.dtype: {config.cache.dtype} wants a GPU of compute capability "
-                f"{FIRST_ARCHITECTURE / 10}, {device} has {major}.{minor}"
+                f"engine.cache.dtype: {config.cache.dtype} needs a GPU of compute capability "
+                f"{FIRST_ARCHITECTURE / 10} or above, {device} has {major}.{minor}"
             )
     return _NARROW[config.cache.dtype]
 
@@ -208,7 +208,7 @@ def resolve_shape(
     if num_pages * page_bytes > free:
         raise ConfigError(
             f"engine.cache.num_pages: {num_pages} pages of {page_bytes} bytes take "
-            f"{_gib(num_pages * page_bytes)}, {_gib(free)} are left for them"
+            f"{_gib(num_pages * page_bytes)}, {_gib(free)} are free"
         )
     return EngineShape(
         device=device,
@@ -252,7 +252,7 @@ def _pages_in(room: int, page_bytes: int, config: EngineConfig, pages_of_one: in
     num_pages = min(room // page_bytes, pages_of_one * config.scheduler.max_running_requests)
     if num_pages < 2:
         raise ConfigError(
-            f"no room for a KV pool: {_gib(room)} are left for it, and one page takes "
+            f"not enough memory for a KV pool: {_gib(room)} are free, and a page takes "
             f"{_gib(page_bytes)}"
         )
     return num_pages

@@ -36,8 +36,8 @@ _UNREADABLE = (
 _FLAG = "engine.weights_dir"
 _NAMED = "model_path"  # the field name that clients use for a directory of weights
 _NOWHERE = (
-    "weights: these came from another node, and since others were to come they are nowhere here to "
-    "be read again"
+    "weights: these came from another node and were replaced by newer ones, so they cannot be read "
+    "again"
 )
 _RANKS_S = 3600.0  # for the other ranks, from a slow disk
 # Numbers that are not tensors of the model: values derived from them are not recomputed.
@@ -363,8 +363,8 @@ class WeightUpdater:
         left = free_bytes(device, config.cache.memory_fraction)
         if wanted > left:
             raise InvalidRequest(
-                f"{wanted / 2**30:.2f} GiB are wanted beside the present weights, "
-                f"{left / 2**30:.2f} GiB are left"
+                f"{wanted / 2**30:.2f} GiB are needed in addition to the present weights, "
+                f"{left / 2**30:.2f} GiB are free"
             )
 
     def _put(self, weights: WeightsId, source: WeightSource) -> None:

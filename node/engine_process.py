@@ -215,4 +215,4 @@ def _await_start(frames: FrameSocket[FrontMessage]) -> StartRole:
         case [StartRole() as start]:
             return start
         case _:
-            sys.exit("this is the engine of a node; it is started by the node's program")
+            sys.exit("this is the engine process of a node: start the node with `baton serve`")

@@ -51,7 +51,7 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
     if role == begun.role:
         return begun
     if begun.mode == "colocated":
-        raise FailedPrecondition("this node is colocated: such nodes read from no prefill node")
+        raise FailedPrecondition("this node is colocated and does not use prefill nodes")
     if begun.config.engine.parallel.dp > 1:
         raise FailedPrecondition("this node is in a group, whose nodes keep their role")
     return program_of(role, config_of(begun.config, role))

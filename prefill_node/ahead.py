@@ -27,7 +27,7 @@ from prefill_node.admission import PrefillQueues, PrefillState
 from prefill_node.pooling import NO_TOKEN
 
 WAIT_S = 0.02  # a Grant usually comes sooner, and its prompt needs one forward pass less
-_STOPPED = RequestEnd(FinishReason.ABORT, "other prompts wait, or its Grant has come")
+_STOPPED = RequestEnd(FinishReason.ABORT, "other prompts are waiting, or its Grant has arrived")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

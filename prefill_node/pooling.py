@@ -114,7 +114,7 @@ class PoolingCalls:
         for call in tuple(self._calls.values()):
             if call.vectors:
                 self._end(call)
-                self._refuse(call, "there are other weights now", StatusCode.UNAVAILABLE)
+                self._refuse(call, "the weights of this node have changed", StatusCode.UNAVAILABLE)
             for prompt in call.prompts:
                 prompt.request.compute_with(self._control.weights)
 

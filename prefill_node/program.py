@@ -174,7 +174,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
 
 def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
     if request.pool not in _POOLS:
-        raise InvalidRequest(f"pool is {request.pool}, which is no pooling mode")
+        raise InvalidRequest(f"pool is {request.pool}, which is not a pooling mode")
     some = request.label_token_ids[: pooling.MAX_LABEL_TOKENS + 1]
     wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
     pooling.check(wanted)
@@ -184,7 +184,9 @@ def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
 def _token_ids(ids: Sequence[int]) -> bytes:
     tokens = np.fromiter(ids, np.int64, len(ids))
     if len(tokens) and tokens.max() > MAX_TOKEN_ID:
-        raise InvalidRequest(f"prompts has {tokens.max()}, {MAX_TOKEN_ID} is the largest id")
+        raise InvalidRequest(
+            f"prompts has token id {tokens.max()}, expected at most {MAX_TOKEN_ID}"
+        )
     return tokens.astype("<i4").tobytes()
 
 
@@ -203,7 +205,7 @@ def _finished(
     if request.pool == pooling_pb2.POOL_MEAN:
         found /= num_tokens
     if not np.isfinite(found).all():
-        raise RequestFailed("the model's hidden states were not finite")
+        raise RequestFailed("the model's hidden states contain NaN or Inf")
     if request.normalize:
         found /= max(float(np.linalg.norm(found)), 1e-12)
     return found.astype("<f4")
@@ -244,7 +246,9 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
 
     def pair_with(address: str) -> None:
         if not calls:
-            raise FailedPrecondition("over TLS that is not mutual a prefill node calls no other")
+            raise FailedPrecondition(
+                "a prefill node with TLS needs mutual TLS to call other nodes: set --tls-ca"
+            )
         producers.name([address])
 
     def drain() -> None:

@@ -195,7 +195,7 @@ def _without_repeats(output: NodeOutput, expected: Sequence[int]) -> NodeOutput:
     """
     num_again = min(len(expected), len(output.token_ids))
     if list(output.token_ids[:num_again]) != list(expected[:num_again]):
-        raise NodeUnavailable("a decode node continues with other tokens than were generated")
+        raise NodeUnavailable("a decode node continued after different tokens than were generated")
     return replace(
         output, token_ids=output.token_ids[num_again:], logprobs=output.logprobs[num_again:]
     )

@@ -271,7 +271,7 @@ class LocalEnd:
     async def drain(self, *, in_turn: bool) -> None:
         if in_turn:
             raise FailedPrecondition(
-                "this router has only one process: there is nothing to restart in turn"
+                "this router has only one process: a rolling restart needs several (--processes)"
             )
         self._begin()
 

@@ -66,7 +66,7 @@ class MigrationService:
             others = await self._moves.ask(MOVE_S + LONGEST_S, request_id=request_id, target=target)
             found = [one for one in others.answers if one is not None]
             if not found:
-                sentence = f"no request {request_id[:256]!r} runs at a decode node"
+                sentence = f"no decode node runs a request {request_id[:256]!r}"
                 raise _unknown(sentence, others.num_silent)
             # Two processes may run requests of the same name: prefer the one that migrated.
             moved = next((one for one in found if not one.because), found[0])
@@ -82,7 +82,7 @@ class MigrationService:
         for ids in others.answers:
             if ids:
                 return ids[0]
-        sentence = f"no request that could be moved runs at {source[:256]!r}"
+        sentence = f"no request at {source[:256]!r} can be migrated"
         raise _unknown(sentence, others.num_silent)
 
     def _migratable(self) -> Iterator[MigratableRequest]:
@@ -103,7 +103,7 @@ class MigrationService:
         source = running.address
         if not running.movable:
             return MigrationResult(
-                source, "", "it has no token yet, or is migrating, or migrated just now"
+                source, "", "it has no token yet, is being migrated, or was just migrated"
             )
         if source == target:
             return MigrationResult(source, "", "it already runs there")
@@ -202,13 +202,13 @@ def together(plans: Iterable[Plan]) -> Plan:
 
 def _check(plan: Plan) -> None:
     if not 1 <= len(plan.pressures) <= _MOST_PRESSURES:
-        raise InvalidRequest(f"plan.pressures: from 1 to {_MOST_PRESSURES}")
+        raise InvalidRequest(f"plan.pressures: expected 1 to {_MOST_PRESSURES} entries")
     if len(plan.events) > MOST_EVENTS:
-        raise InvalidRequest(f"plan.events: {MOST_EVENTS} at the most")
+        raise InvalidRequest(f"plan.events: at most {MOST_EVENTS} are allowed")
     texts = [*plan.pressures, *(text for each in plan.events for text in (each.what, each.because))]
     if any(len(text) > _MOST_CHARACTERS for text in texts):
-        raise InvalidRequest(f"plan: texts have {_MOST_CHARACTERS} characters at the most")
+        raise InvalidRequest(f"plan: a text may have at most {_MOST_CHARACTERS} characters")
     if not all(map(math.isfinite, plan.pressures.values())):
-        raise InvalidRequest("plan.pressures: a pressure is a finite number")
+        raise InvalidRequest("plan.pressures: expected finite numbers")
     if not all(0 <= event.ago_s <= _LONGEST_AGO_S for event in plan.events):
-        raise InvalidRequest(f"plan.events.ago_s: from 0 to {_LONGEST_AGO_S:g}")
+        raise InvalidRequest(f"plan.events.ago_s: expected 0 to {_LONGEST_AGO_S:g}")

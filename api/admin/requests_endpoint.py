@@ -225,7 +225,7 @@ class Explainer:
         """
         if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
             raise InvalidRequest(
-                f"name has {len(name)} characters, 1 to {MAX_LABEL_CHARACTERS} can be"
+                f"name has {len(name)} characters, expected 1 to {MAX_LABEL_CHARACTERS}"
             )
         known, num_silent = await self._find(name)
         said = await self._nodes.ask(known.request_id if known else name)
@@ -294,7 +294,7 @@ def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str
     sentence = f"request {name!r} is unknown or no longer stored"
     if num_silent:
         sentence += f"; {num_silent} processes of this router did not respond"
-    return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"
+    return f"{sentence}; processes store: {kept or 'none, there is no node'}"
 
 
 PATH = "/requests"
@@ -381,6 +381,6 @@ def _not_found(name: str, num_silent: int) -> ApiError:
     sentence = f"no request {name!r} is running or among the last requests that ended"
     if num_silent:
         processes = "a process" if num_silent == 1 else f"{num_silent} processes"
-        sentence += f", as far as is known: {processes} of this router did not respond"
+        sentence += f" (incomplete: {processes} of this router did not respond)"
         return ApiError(503, sentence, code="request_not_found")
     return ApiError(404, sentence, code="request_not_found")

@@ -160,7 +160,7 @@ def thinking_budget(fields: CountTokensFields) -> int:
     if thinking is None or (thinking.type != "enabled" and thinking.budget_tokens is None):
         return -1
     if thinking.type != "enabled" or thinking.budget_tokens is None:
-        raise invalid("thinking.budget_tokens", "belongs to thinking that is enabled")
+        raise invalid("thinking.budget_tokens", "requires thinking.type enabled")
     return thinking.budget_tokens
 
 
@@ -229,4 +229,4 @@ def _text(content: str | Sequence[AnthropicText]) -> str:
 
 
 def _incomplete(where: str, block: AnthropicBlock) -> ApiError:
-    return invalid(where, f"is no {block.type} block that can stand here")
+    return invalid(where, f"is not a valid {block.type} block here")

@@ -203,7 +203,7 @@ class ApiKeyGuard:
             return by_address(address)
         client = self._known(authorization, address)
         if not client.operator:
-            sentence = f"this is for operators, and the API key {client.name} is a client's"
+            sentence = f"this call requires an operator's key, and {client.name} is a client's key"
             raise self._rejected("no_operator", Forbidden(sentence), address)
         return client
 
@@ -234,7 +234,7 @@ class ApiKeyGuard:
         if held is None:
             if self._is_operator(authorization):
                 return self._operator
-            sentence = "this API key is not known here"
+            sentence = "this API key is unknown to this router"
             raise self._rejected("unknown_key", Unauthenticated(sentence), address)
         if held.expired:
             sentence = f"the API key {held.client.name} has expired: {held.expires:%FT%T%Z}"

@@ -259,7 +259,9 @@ def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) ->
     own = f"{fields.where}n"
     name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
     if len(body) * count > MAX_BYTES:
-        sentence = f"{name} = {count} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
+        sentence = (
+            f"{name} = {count} copies of a body of {len(body)} bytes exceed {MAX_BYTES} bytes"
+        )
         raise ApiError(413, sentence, param=name)
 
 

@@ -156,7 +156,7 @@ def shown(function: ToolFunction) -> dict[str, Any]:
 def _ending(fields: ConversationFields) -> PromptEnding:
     if fields.continue_final_message:
         if fields.add_generation_prompt:
-            raise invalid("continue_final_message", "and add_generation_prompt cannot both be")
+            raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
         return PromptEnding.CONTINUED
     return PromptEnding.CLOSED if fields.add_generation_prompt is False else PromptEnding.OPENED
 

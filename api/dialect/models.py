@@ -45,13 +45,13 @@ class ModelNames:
         if not lora_path:
             return adapter
         if adapter not in ("", lora_path):
-            raise invalid("lora_path", f"{lora_path!r} and model {model!r} are two adapters")
+            raise invalid("lora_path", f"{lora_path!r} differs from the adapter in model {model!r}")
         return self._known(lora_path, "lora_path")
 
     def check_served(self, model: str | None) -> None:
         """Raise ApiError if `model` is an adapter or does not exist."""
         if self.adapter(model):
-            raise invalid("model", f"{model!r} is a LoRA adapter, and of text alone")
+            raise invalid("model", f"{model!r} is a LoRA adapter, which only supports text")
 
     def find(self, name: str) -> str | None:
         """Return the adapter with this name, or None."""
@@ -118,7 +118,7 @@ class AllModelNames:
         having = [served for served, each in self._models.items() if each.find(name) is not None]
         if len(having) > 1:
             choices = " or ".join(repr(f"{served}:{name}") for served in having)
-            raise invalid("model", f"{name!r} is an adapter of several models: name {choices}")
+            raise invalid("model", f"{name!r} is an adapter of several models: use {choices}")
         if not having:
             refuse_unknown(name, [each.name for each in self.listed()])
         return having[0]

@@ -144,7 +144,7 @@ def offered(
             must = [tool for tool in tools if tool.function.name == choice.name]
             parallel = False
     if must is not None and not must:
-        raise invalid("tool_choice", ": there is no such tool")
+        raise invalid("tool_choice", ": tools does not contain this tool")
     if tools and not must and speech.tools == NONE:
         problem = ": the tool call format of this model is unknown (set --tool-parser)"
         raise invalid("tools", problem, code="unsupported")
@@ -215,7 +215,9 @@ def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
     functions = [tool.function for tool in offer.must]
     for function in functions:
         if not can_call(function.name):
-            problem = f": this model cannot call {function.name[:40]!r}"
+            problem = (
+                f": this model's tool call format does not allow the name {function.name[:40]!r}"
+            )
             raise invalid("tool_choice", problem, code="unsupported")
     tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
     return tag(speech.channels.calls(tools, parallel=offer.parallel))
@@ -248,8 +250,8 @@ def _guide_of_form(
     either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
     if either is None:
         problem = (
-            ": no grammar can write this model's tool calls; send tools or a form of the answer, "
-            "or set tool_choice to none or required"
+            ": this model's tool calls cannot be combined with structured output: send one of the "
+            "two, or set tool_choice to none or required"
         )
         raise invalid(form_field, problem, code="unsupported")
     return tag(either)

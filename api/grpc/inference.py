@@ -243,7 +243,7 @@ class InferenceService:
             if refusal.param == "tools":
                 raise InvalidRequest(f"messages.{refusal}") from None
             raise InvalidRequest(
-                "sampling.guide: no grammar can write this model's tool calls; send one of both"
+                "sampling.guide: cannot be combined with this model's tool calls: send one of them"
             ) from None
 
     @contextmanager

@@ -81,7 +81,7 @@ def one_with_each(queries: Sequence[str], documents: Sequence[str]) -> list[tupl
     if len(queries) == 1:
         return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
-        raise InvalidRequest(f"queries has {len(queries)} texts, documents {len(documents)}")
+        raise InvalidRequest(f"queries has {len(queries)} texts and documents {len(documents)}")
     return list(zip(queries, documents, strict=True))
 
 
@@ -120,7 +120,7 @@ def _turn(number: int, message: ChatMessage) -> ChatTurn:
     calls = tuple(PastToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
     parts = tuple(_part(f"messages[{number}].parts", *each) for each in enumerate(message.parts))
     if parts and message.content:
-        raise InvalidRequest(f"messages[{number}]: either content or parts")
+        raise InvalidRequest(f"messages[{number}]: set either content or parts")
     texts = [part for part in parts if isinstance(part, str)]
     seen = len(texts) < len(parts)
     content = message.content or "\n".join(texts)

@@ -168,7 +168,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
 
     def expire(self) -> None:
         if self._receiving and not self._leaving:
-            self.reject(408, f"no whole request within {self._shared.limits.receive_s:g} s")
+            self.reject(408, f"no complete request within {self._shared.limits.receive_s:g} s")
             return
         if not self._writable:
             self._shared.log.info("slow client disconnected", peer=self.peer.address)
@@ -227,7 +227,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         if not (self._answering or self._full):
             self._take_in(data)
         elif len(self._ahead) + len(data) > self._shared.limits.max_ahead_bytes:
-            self.reject(400, "too much was sent before the first response")
+            self.reject(400, "too much data was sent before the first response")
         else:
             self._ahead += data
             self._hold(self._num_inside)
@@ -338,7 +338,9 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         if self._shared.num_arriving > limits.max_arriving_bytes:
             self.reject(503, "too many requests are being received")
         elif self._num_inside > limits.max_body_bytes + _HEAD_BYTES:
-            self.reject(413, f"a request has at most {limits.max_body_bytes} bytes of body")
+            self.reject(
+                413, f"the body of a request may have at most {limits.max_body_bytes} bytes"
+            )
         elif self._inside is not None:
             self._inside.data_received(data)
 

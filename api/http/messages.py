@@ -151,7 +151,7 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
     except StopIteration:
         return
     writing.close()
-    raise RuntimeError("a write blocked that must not block")
+    raise RuntimeError("a write blocked that must complete at once")
 
 
 class HttpRoutes:
@@ -185,7 +185,7 @@ class HttpRoutes:
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             allowed = ", ".join(methods)
-            sentence = f"{path} takes {allowed}, not {request.method}"
+            sentence = f"{path} accepts {allowed}, not {request.method}"
             return self._refusing(405, sentence, (("allow", allowed),))
         return handler
 

@@ -213,7 +213,7 @@ def _content_length(request: HttpRequest) -> int:
 
 
 def _too_long(max_bytes: int) -> BadRequest:
-    return BadRequest(413, f"the body of a request has at most {max_bytes} bytes")
+    return BadRequest(413, f"the body of a request may have at most {max_bytes} bytes")
 
 
 # A client's connection until its TLS handshake is complete. Then a HttpAcceptor takes over.

@@ -60,8 +60,8 @@ def opened(encoded: bytes) -> Image.Image:
     kind = "JPEG" if image.format == _CAMERAS else str(image.format)
     if width * height > MAX_PIXELS[kind] or not width * height:
         raise InvalidRequest(
-            f"an image of {width} x {height} pixels: for {kind} {MAX_PIXELS[kind] >> 20} Mi are "
-            "allowed"
+            f"an image has {width} x {height} pixels: {kind} may have at most "
+            f"{MAX_PIXELS[kind] >> 20} Mi pixels"
         )
     return image
 

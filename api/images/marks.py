@@ -77,6 +77,6 @@ class VideoMarks:
 def _check_places(found: int, wanted: int, of_what: str) -> None:
     if found != wanted:
         raise InvalidRequest(
-            f"messages: the prompt has {found} places for {wanted} {of_what}; a text may not have "
-            "the model's own mark of one"
+            f"messages: the prompt has {found} placeholders for {wanted} {of_what}: a text must "
+            "not contain the model's placeholder"
         )

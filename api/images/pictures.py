@@ -104,11 +104,11 @@ class Decoding:
         except HelperLost as error:
             log.warning("image decoder failed %s", kv(reason=repr(error.__cause__)))
             raise NodeUnavailable(
-                "images: the process that decodes them has ended and is started again: send the "
-                "request again"
+                "images: the image decoder has crashed and is being restarted: send the request "
+                "again"
             ) from error
         if answer.took_too_long:
-            raise InvalidRequest(f"decoding an image takes more than {CPU_S} s of a core")
+            raise InvalidRequest(f"decoding an image takes more than {CPU_S} s of CPU time")
         if answer.code != ANSWERED:
             raise InvalidRequest(
                 f"decoding an image takes more than {MAX_BYTES >> 20} MiB, or it is damaged"
@@ -386,8 +386,8 @@ class ImageLoader:
         kinds = [self._placeholders[token_ids[at]] for at in found]
         if kinds != [image.frames > 1 for image in images]:
             raise InvalidRequest(
-                f"messages: the prompt has {len(found)} places for {len(images)} images; a text "
-                "may not have the model's own mark of one"
+                f"messages: the prompt has {len(found)} placeholders for {len(images)} images: a "
+                "text must not contain the model's placeholder"
             )
         whole: list[int] = []
         placed: list[Image] = []
@@ -434,11 +434,13 @@ class ImageLoader:
             return _Content(fetched, len(fetched))
         head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise InvalidRequest("an image is data:image/...;base64,... or an address")
+            raise InvalidRequest(
+                "an image must be a URL: data:image/...;base64,... or http(s)://..."
+            )
         if len(body) > 4 * (left // 3 + 1):
             raise InvalidRequest(_TOO_LARGE)
         if not body.isascii():
-            raise InvalidRequest("an image is not valid base64: it has other characters than ASCII")
+            raise InvalidRequest("an image is not valid base64: it has non-ASCII characters")
         return _Content(body, min(left, 3 * len(body) // 4))
 
     def _job(self, content: _Content, most: int, left: int, num_frames: int = 0) -> ImageJob:

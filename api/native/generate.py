@@ -273,13 +273,13 @@ def _prompts(fields: NativeFields) -> tuple[Sequence[Prompt], bool]:
             _check_number(len(matrices))
             return [_embeddings(rows) for rows in matrices], True
         case _:
-            raise invalid("text", "or input_ids or input_embeds is needed, one of them")
+            raise invalid("text", ": set exactly one of text, input_ids and input_embeds")
 
 
 def _check_number(num_answers: int) -> None:
     """Raise ApiError for too many responses to one request."""
     if num_answers > MAX_CHOICES:
-        sentence = f"these are more than {MAX_CHOICES} answers"
+        sentence = f"at most {MAX_CHOICES} responses to one request are allowed"
         raise ApiError(400, sentence, param="sampling_params.n")
 
 
@@ -497,10 +497,13 @@ class TokenizeEndpoint:
 def _texts_or_conversation(fields: TokenizeFields) -> Sequence[Prompt]:
     """Return the prompts. Raise ApiError unless either prompt or messages is set."""
     if (fields.prompt is None) == (fields.messages is None):
-        raise invalid("prompt", "or messages is needed, and not both")
+        raise invalid("prompt", ": set either prompt or messages")
     if fields.messages is not None:
         if fields.add_special_tokens:
-            raise invalid("add_special_tokens", ": a chat template adds them itself")
+            raise invalid(
+                "add_special_tokens",
+                ": not supported with messages, whose chat template adds special tokens",
+            )
         tools = [shown(tool.function) for tool in fields.tools or ()]
         return [conversation(fields, fields.messages, tools)]
     texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []

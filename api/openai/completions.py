@@ -199,5 +199,5 @@ def _best_of(fields: CompletionFields) -> int:
     if best_of < n:
         raise invalid("best_of", f"= {best_of} is less than n = {n}")
     if fields.stream:
-        raise invalid("best_of", ": not of a streamed answer")
+        raise invalid("best_of", ": not supported with stream")
     return best_of

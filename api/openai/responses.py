@@ -253,7 +253,7 @@ def _turn(where: str, item: InputItem) -> ChatTurn:
                 return ChatTurn(role, None, parts=tuple(parts))
             return ChatTurn(role, _text(f"{where}.content", content))
         case _:
-            raise invalid(where, f"has not all fields that a {item.type} has")
+            raise invalid(where, f"lacks a required field of {item.type}")
 
 
 def _joined(before: ChatTurn, after: ChatTurn) -> ChatTurn | None:
@@ -278,7 +278,7 @@ def _part(where: str, number: int, part: ResponseInputPart) -> str | ImageInput:
     if not _shows(part):
         return _text_of(where, number, part)
     if part.image_url is None:
-        raise invalid(f"{where}[{number}].image_url", "is missing: no files are stored here")
+        raise invalid(f"{where}[{number}].image_url", "is missing: file_id is not supported")
     return ImageInput(part.image_url, part.detail == "low")
 
 
@@ -292,7 +292,7 @@ def _text(where: str, content: str | list[ResponseInputPart] | None) -> str:
 
 def _text_of(where: str, number: int, part: ResponseInputPart) -> str:
     if not part.type.endswith("text") or part.text is None:
-        raise invalid(f"{where}[{number}]", "is no text; only text is supported")
+        raise invalid(f"{where}[{number}]", "is not text: only text is supported")
     return part.text
 
 

@@ -92,13 +92,13 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
         missing = "text_1" if first is None else "text_2"
-        raise invalid(missing, "is missing; or query and items are")
+        raise invalid(missing, "is missing: set text_1 and text_2, or query and items")
     ones = [first] if isinstance(first, str) else first
     others = [second] if isinstance(second, str) else second
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        sentence = f"text_1 has {len(ones)} texts and text_2 {len(others)}"
+        sentence = f"text_1 has {len(ones)} texts and text_2 {len(others)}: expected equal numbers"
         raise ApiError(400, sentence, param="text_2")
     return list(zip(ones, others, strict=True))
 

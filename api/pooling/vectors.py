@@ -58,7 +58,7 @@ def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
     """Return Qwen3's format. Raise ConfigError if yes or no is not a single token."""
     yes, no = tokenizer.token_of("yes"), tokenizer.token_of("no")
     if yes is None or no is None:
-        raise ConfigError("--reranker: qwen3 is for models with a token for yes and one for no")
+        raise ConfigError("--reranker: qwen3 needs a model with a token for yes and one for no")
     return YesNoReranker((yes, no))
 
 
@@ -131,7 +131,7 @@ class PoolingService:
             InvalidRequest: among other reasons, the model does not make embeddings.
         """
         if self._files.classifies:
-            raise InvalidRequest("model: it scores pairs of texts, and makes no embeddings")
+            raise InvalidRequest("model: it scores pairs of texts and does not compute embeddings")
         if self._files.unsupported:
             raise InvalidRequest(f"model: {self._files.unsupported}")
         known = self._files.dimensions
@@ -222,7 +222,7 @@ class PoolingService:
     async def _pooled(self, wanted: PoolingRequest, asker: PoolingCaller) -> PoolingResult:
         if not self._has_nodes:
             raise InvalidRequest(
-                "model: vectors and scores are made by prefill nodes, and this router has none"
+                "model: prefill nodes compute embeddings and scores, and this router has none"
             )
         if not 1 <= len(wanted.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(

@@ -84,7 +84,7 @@ def check_length(token_ids: Sequence[int], limits: ModelLimits, field: str) -> N
     if len(token_ids) >= limits.context_length:
         raise InvalidRequest(
             f"{field} has {len(token_ids)} tokens; the context of {limits.context_length} tokens "
-            f"takes prompts of at most {limits.context_length - 1}"
+            f"accepts prompts of at most {limits.context_length - 1}"
         )
 
 
@@ -101,7 +101,7 @@ def check_vocabulary(token_ids: Sequence[int], limits: ModelLimits, field: str) 
     if token_ids and max(token_ids) >= limits.vocabulary_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocabulary_size)
         raise InvalidRequest(
-            f"{field}[{index}] is {token_ids[index]}, out of the vocabulary "
+            f"{field}[{index}] is {token_ids[index]}, outside the vocabulary "
             f"of {limits.vocabulary_size} tokens"
         )
 

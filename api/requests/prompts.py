@@ -251,7 +251,7 @@ class PromptEncoder:
         context, size = self._limits.context_length, num_bytes(text)
         if size > self._limits.text_bytes:
             raise InvalidRequest(
-                f"{field} has {size} bytes of text; the context of {context} tokens takes "
+                f"{field} has {size} bytes of text; the context of {context} tokens accepts "
                 f"at most {self._limits.text_bytes}"
             )
         if size > context * _DOUBTFUL_BYTES_PER_TOKEN and await self._tokenizer.surely_exceeds(
@@ -259,7 +259,7 @@ class PromptEncoder:
         ):
             raise InvalidRequest(
                 f"{field} has more than {context} tokens; the context of {context} tokens "
-                f"takes prompts of at most {context - 1}"
+                f"accepts prompts of at most {context - 1}"
             )
 
     def _render(self, messages: ChatPrompt) -> str:
@@ -406,4 +406,4 @@ def _texts_of(call: PastToolCall) -> tuple[str, ...]:
 def _unknown_setting(name: str, template: ChatTemplate) -> str:
     close = get_close_matches(name, template.settings, 1)
     guess = f" (did you mean {close[0]}?)" if close else ""
-    return f"chat_template_kwargs: this model's chat template has no setting {name[:40]!r}{guess}"
+    return f"chat_template_kwargs: this model's chat template has no variable {name[:40]!r}{guess}"

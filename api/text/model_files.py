@@ -56,7 +56,7 @@ def pooling_files(read: Callable[[str], Any], config: dict[str, Any]) -> Pooling
         if kind == "Pooling":
             path = str(module.get("path", path))
         elif kind not in _KNOWN_MODULES:
-            unsupported = f"modules.json names {kind[:80]!r}, which is not computed here"
+            unsupported = f"modules.json names {kind[:80]!r}, which is not supported"
     pooling = read(f"{path}/config.json") if ".." not in path else None
     way: Way = "last"
     if isinstance(pooling, dict):

@@ -245,7 +245,7 @@ class Positions:
                 return _Part((False, bool(of_lines), True))
             case _:
                 what = str(value) if kind == "AT" else kind
-                raise InvalidRequest(f"{what.lower().replace('_', ' ')} is not known in it")
+                raise InvalidRequest(f"{what.lower().replace('_', ' ')} is not supported in it")
 
     def _repeated(self, least: int, most: int, inner: Any, flags: int) -> _Part:
         if not _num_positions(inner):  # only anchors: repetitions change nothing

@@ -94,7 +94,9 @@ def output_file(text: str) -> Path:
     """Parse the name of a file to write, for argparse."""
     file = Path(text)
     if not file.parent.is_dir() or file.is_dir():
-        raise InvalidInput(f"{file} cannot be written: no such directory, or it is one")
+        raise InvalidInput(
+            f"{file} cannot be written: it is a directory, or its directory does not exist"
+        )
     return file
 
 

@@ -75,7 +75,7 @@ def base_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise InvalidInput(f"{url!r} is no URL of the form http://HOST:PORT")
+        raise InvalidInput(f"{url!r} is not a URL of the form http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -135,7 +135,7 @@ class OpenAiClient:
         except aiohttp.ClientError as error:
             raise UnusableRun(f"{url}: {_reason(error)}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise UnusableRun(f"{url}: the response is no list of models") from None
+            raise UnusableRun(f"{url}: the response is not a list of models") from None
         for model in models:
             if name in (None, model.id):
                 self._model = model.id
@@ -221,7 +221,7 @@ class _EventStream:
         data = self._rest + data if self._rest else data
         *events, self._rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > _MAX_EVENT_BYTES:
-            self.fail("no events", "the response is no stream of events")
+            self.fail("no events", "the response is not a stream of events")
             self._rest = b""
         for event in events:
             if event.startswith(b"data:"):
@@ -250,7 +250,7 @@ class _EventStream:
         try:
             event = _read_event(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.fail("no events", f"an event that is not OpenAI's: {error}")
+            self.fail("no events", f"invalid event: {error}")
             return
         if event.error is not None:
             self.fail("error event", _error_message(data))

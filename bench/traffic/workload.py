@@ -34,9 +34,9 @@ class Lengths:
         try:
             lengths = _parsed(text)
         except ValueError:
-            raise InvalidInput(f"{text!r} is no length: {HELP}") from None
+            raise InvalidInput(f"{text!r} is not a length: {HELP}") from None
         if not 1 <= lengths.smallest <= lengths.largest:
-            raise InvalidInput(f"{text!r}: lengths are at least 1 and go upwards")
+            raise InvalidInput(f"{text!r}: lengths must be at least 1 and ascending")
         return lengths
 
     @classmethod
@@ -173,7 +173,7 @@ class WorkloadTrace:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"--trace {file}: {error}") from None
         if not lines:
-            raise InvalidInput(f"--trace {file} has no line")
+            raise InvalidInput(f"--trace {file} has no lines")
         return cls(file.name, tuple(sorted(lines, key=lambda line: line.at_s)))
 
     @property

@@ -81,7 +81,7 @@ def _check_pair(files: Sequence[str], flags: Sequence[str], *, as_json: bool) ->
     if len(files) != 2:
         wrong(PROGRAM, f"expected two files, of a prefill and a decode node, got {len(files)}")
     if any(flag.partition("=")[0] == "--config" for flag in flags):
-        wrong(PROGRAM, "--config: the two files are the settings")
+        wrong(PROGRAM, "--config cannot be combined with two files")
     prefill = read(PrefillConfig, PROGRAM, [*flags, f"--config={files[0]}"])
     decode = read(DecodeConfig, PROGRAM, [*flags, f"--config={files[1]}"])
 

@@ -234,7 +234,7 @@ def _hosts(config: ParallelConfig, network: str) -> Finding:
 def _device(devices: Sequence[torch.device], config: EngineConfig) -> str:
     if devices[0].type == "cuda":
         return ", ".join(f"{each}: {torch.cuda.get_device_name(each)}" for each in devices)
-    features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
+    features = ", ".join(matrix_features()) or "no 16-bit or 8-bit matrix instructions"
     num_ranks = config.parallel.ranks_per_host
     threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
     each = "" if num_ranks == 1 else " for each rank"
@@ -291,7 +291,7 @@ def _tls(what: str, config: TlsConfig, setting: str) -> Iterator[Finding]:
     if certificates is None:
         return
     if config.cert is None:
-        yield Finding(what, "ok", f"verified by {config.ca}, without an own certificate")
+        yield Finding(what, "ok", f"verified by {config.ca}, without its own certificate")
         return
     names, end = tls.names_and_end(certificates.current())
     soon = end - datetime.now(UTC) < SOON

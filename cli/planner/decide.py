@@ -293,7 +293,7 @@ def decide(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Decision:
     """
     looks = _of_one_roster(history)
     if not looks:
-        return WaitAction("nothing has been seen yet")
+        return WaitAction("no observations yet")
     changing = [node for node in looks[-1].nodes if node.state not in ("ready", *_GONE)]
     if changing:
         return WaitAction(f"{changing[0].role} {changing[0].address} is {changing[0].state}")
@@ -302,17 +302,17 @@ def decide(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Decision:
         return move
     settled_s = max(rules.settle_s, rules.sustained_s)
     if age_s < settled_s:
-        return WaitAction(f"these nodes are known for less than {settled_s:g} s")
+        return WaitAction(f"the nodes changed less than {settled_s:g} s ago")
     recent = _Window(looks, rules.sustained_s, rules)
     pressed = [role for role in ROLES if recent.mean(role) >= 1.0]
     for role in sorted(pressed, key=recent.mean, reverse=True):
         (other,) = set(ROLES) - {role}
-        why = f"{role} nodes have {recent.mean(role):.2f} times what they should"
+        why = f"{role} nodes have {recent.mean(role):.2f} of their maximum load"
         if recent.can_spare(other):
             node = _lightest(looks[-1].of(other))
             left = recent.most_without_one(other)
             return SwitchRoleAction(
-                node.address, role, f"{why}, {other} nodes {left:.2f} with one fewer"
+                node.address, role, f"{why}, {other} nodes would have {left:.2f} with one fewer"
             )
         return AddNodeAction(role, f"{why}, and no {other} node can be spared")
     if age_s >= rules.idle_s:
@@ -324,7 +324,9 @@ def decide(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Decision:
                     node.address, role, f"{role} nodes would have had {left:.2f} with one fewer"
                 )
     return NoAction(
-        ", ".join(f"{role} nodes have {recent.mean(role):.2f} of what they may" for role in ROLES)
+        ", ".join(
+            f"{role} nodes have {recent.mean(role):.2f} of their maximum load" for role in ROLES
+        )
     )
 
 
@@ -377,7 +379,7 @@ def _move(looks: Sequence[ClusterSnapshot], rules: PlannerRules) -> ShiftCapacit
     return ShiftCapacityAction(
         source.address,
         target.address,
-        f"it has {here:.2f} times what it should, the other one {there:.2f}",
+        f"it has {here:.2f} of its maximum load, the target {there:.2f}",
     )
 
 

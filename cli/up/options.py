@@ -346,7 +346,7 @@ def _have_model(model: str, screen: Screen) -> None:
         ConfigError: it is neither a directory nor available from the hub, or no such checkpoint.
     """
     if not Path(model).is_dir():
-        screen.say(f"fetching {model}, unless it is here already")
+        screen.say(f"downloading {model} unless it is cached")
     directory = model_directory(model, weights=True)
     model_files.load(str(directory))
     if not any(directory.glob("*.safetensors")):

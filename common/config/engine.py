@@ -157,8 +157,8 @@ class SchedulerConfig(ConfigRecord):
     )
     prefill_delayer: bool = Field(
         False,
-        description="In a data-parallel group, a prompt waits up to 30 steps until most nodes have "
-        "one. Fewer steps are slowed down by prompts, which begin later",
+        description="In a data-parallel group, delay a prompt by up to 30 steps until most nodes "
+        "have one, so that prompts slow down fewer steps",
     )
     new_token_ratio: float = Field(
         0.7,
@@ -217,7 +217,8 @@ def check_adapter_name(name: str) -> str:
     """Return the name. Raises ValueError if it is no valid adapter name."""
     if _ADAPTER_NAME.fullmatch(name) is None:
         raise ValueError(
-            "a name of an adapter is 1 to 128 letters, digits, and ._:/- after the first"
+            "an adapter name has 1 to 128 letters, digits or ._:/-, and begins with a "
+            "letter or digit"
         )
     return name
 
@@ -398,13 +399,13 @@ class ParallelConfig(ConfigRecord):
         ge=1,
         le=64,  # each node gets two descriptors of all others in one message of at most 253
         description="Nodes of this node's data-parallel group. They share the experts of the "
-        "model, and each is started by itself, see docs/parallel.md",
+        "model, and each is started separately, see docs/parallel.md",
     )
-    dp_rank: int = Field(0, ge=0, description="Number of this node in its group, from 0")
+    dp_rank: int = Field(0, ge=0, description="Rank of this node in its group, from 0")
     dp_group: Path | None = Field(
         None,
         description="Directory in which the nodes of the group find each other. It gives the group "
-        "its name, belongs to this user alone, and is created if it is missing",
+        "its name, must belong to this user alone, and is created if it is missing",
     )
 
     @model_validator(mode="after")
@@ -581,7 +582,7 @@ class EngineConfig(ConfigRecord):
     batch_invariant: bool = Field(
         False,
         description="Batch-invariant responses: tokens and logprobs of a request have the same "
-        "bits whatever runs beside it. Only for models of text, on a CPU or a GPU whose bits were "
+        "bits whatever runs beside it. Only for text models, on a CPU or a GPU whose bits were "
         "compared. Paired nodes must have the same value, see docs/batch-invariance.md",
     )
     cuda_graphs: bool = Field(

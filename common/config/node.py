@@ -27,8 +27,8 @@ class TransferConfig(ConfigRecord):
     )
     listen_port: Port = Field(
         0,
-        description="Port of the tcp backend, and + n of rank n. 0: any free port, which firewall "
-        "rules cannot name",
+        description="Port of the tcp backend. Rank n uses this port + n. 0: any free port, which "
+        "is unsuitable for firewall rules",
     )
     encrypt: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -112,8 +112,8 @@ class KvEventsConfig(ConfigRecord):
     )
     hwm: Positive = Field(
         10_000,
-        description="ZMQ high water mark: batches that wait for each slow reader. Further ones are "
-        "dropped for it. A batch has up to 80 KiB",
+        description="ZMQ high water mark: batches queued for each slow reader. Further batches are "
+        "dropped for this reader. A batch has up to 80 KiB",
     )
     topic: str = Field(
         "", description="Topic of the events. llm-d expects kv@POD@MODEL", max_length=256
@@ -210,8 +210,8 @@ class DecodeConfig(NodeConfig):
     )
     max_inflight_pages: Positive | None = Field(
         None,
-        description="KV pages of hand-offs that are granted and not finished. Default: half the "
-        "pool",
+        description="Maximum KV pages of hand-offs that are granted and not finished. Default: "
+        "half the pool",
     )
 
     @model_validator(mode="after")
@@ -241,7 +241,7 @@ class RankHostServer(ProcessConfig):
     """Logs and credentials of a rank host."""
 
     insecure: bool = Field(
-        False, description="Follow a leader on another host that proves its identity by nothing"
+        False, description="Follow a leader on another host without verifying its identity"
     )
 
     @field_validator("tls")

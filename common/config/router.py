@@ -288,7 +288,7 @@ class RouterConfig(ConfigRecord):
                 raise ValueError(f"{count} models are called {name!r}: set served_model_name")
         for entry, count in Counter(entry for each in models for entry in each.nodes).items():
             if count > 1:
-                raise ValueError(f"{entry} is an entry of {count} models, and a node has only one")
+                raise ValueError(f"{entry} is listed for {count} models, and a node has only one")
         return models
 
     @field_validator("model")
@@ -305,7 +305,7 @@ class RouterConfig(ConfigRecord):
     @classmethod
     def _of_one_model(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("models"):
-            raise ValueError("belongs into each entry of --models")
+            raise ValueError("must be set in each entry of --models")
         return value
 
     @field_validator("dead_after_s")

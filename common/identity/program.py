@@ -37,9 +37,9 @@ def check_exposure(host: str, *, asked: bool, insecure: bool) -> None:
     """
     if not (asked or insecure or is_loopback(host)):
         raise ConfigError(
-            f"--host {host} is reached from other hosts, and callers would need neither secret nor "
-            "certificate: set --secret-file (`baton cluster-secret` prints a secret), --tls-ca or "
-            "--insecure"
+            f"--host {host} is reachable from other hosts, and callers would need neither secret "
+            "nor certificate: set --secret-file (`baton cluster-secret` prints a secret), --tls-ca "
+            "or --insecure"
         )
 
 

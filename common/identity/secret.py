@@ -98,8 +98,8 @@ def parse(text: str, source: str, role: Role) -> SecretKeys:
             continue
         if len(word) < MIN_CHARACTERS:
             raise ConfigError(
-                f"{source}: secret {number} has {len(word)} characters, {MIN_CHARACTERS} are the "
-                "fewest; `baton cluster-secret` prints a new one"
+                f"{source}: secret {number} has {len(word)} characters, expected {MIN_CHARACTERS} "
+                "or more; `baton cluster-secret` prints a new one"
             )
         for each in ROLES:
             keys[each] += (_derived(word, each),)
@@ -138,7 +138,7 @@ def unread(file: Path, error: OSError) -> str:
     """
     path = str(file)
     if error.errno in _NO_FILE and len(path) >= MIN_CHARACTERS and "/" not in path:
-        return f"names no file by its {len(path)} characters: {error.strerror}"
+        return f"the path of {len(path)} characters is not a file: {error.strerror}"
     return f"{path}: {error.strerror}"
 
 
@@ -154,5 +154,5 @@ def _of_operator(word: str, source: str) -> bytes:
     except binascii.Error:
         key = b""
     if len(key) != _NUM_BYTES:
-        raise ConfigError(f"{source} is not whole")
+        raise ConfigError(f"{source} is incomplete")
     return key

@@ -117,7 +117,9 @@ def verify(keyring: SecretKeys, text: str, audience: str) -> Token:
             secret=number,
             text=text,
         )
-    raise AuthRejection("secret", "the token is signed with another secret than those known here")
+    raise AuthRejection(
+        "secret", "the token is signed with another secret, which this process does not have"
+    )
 
 
 def _role(text: str) -> Role:

@@ -111,7 +111,7 @@ def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
             raise InvalidRequest(f"images[{number}]: its tokens are outside the prompt")
         if list(token_ids[image.at : image.end]) != image.token_ids:
             raise InvalidRequest(
-                f"images[{number}]: in its place are not the tokens of its content"
+                f"images[{number}]: the prompt does not have its tokens at its position"
             )
         end, before = image.end, image
 

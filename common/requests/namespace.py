@@ -76,7 +76,7 @@ def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace
 def check_identity(field: str, value: bytes) -> bytes:
     """Return the value. Raises InvalidRequest if it has neither 16 bytes nor none."""
     if len(value) not in (0, IDENTITY_BYTES):
-        raise InvalidRequest(f"{field} has {len(value)} bytes; it has {IDENTITY_BYTES}, or none")
+        raise InvalidRequest(f"{field} has {len(value)} bytes, expected {IDENTITY_BYTES} or 0")
     return value
 
 

@@ -149,7 +149,9 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
     except grpc.aio.BaseError:
         raise
     except NotImplementedError:  # from generated code: the library's servicer lacks the method
-        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
+        await _abort(
+            context, grpc.StatusCode.UNIMPLEMENTED, "this process does not implement this method"
+        )
     except Exception as error:
         log_of_faults.error("call failed by an internal error", exc_info=error)
         await _abort(
@@ -285,7 +287,7 @@ def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
 async def _message(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:
     async for data in incoming:
         return parse(data)
-    raise InvalidRequest("the call came without a message")
+    raise InvalidRequest("the call has no message")
 
 
 async def _messages(parse: Callable[[bytes], Any], incoming: AsyncIterator[bytes]) -> Any:

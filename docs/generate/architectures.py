@@ -52,7 +52,7 @@ RANKS = 2
 LENGTHS = (1, 16, 45, 90)
 CPU = torch.device("cpu")
 # The class is built with a size that its default configuration lacks. The tiny checkpoint sets it.
-_UNSAID = ("cannot be built from its configuration", "cannot be tried without weights")
+_UNSAID = ("cannot be built from its configuration", "of one token without weights failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _own(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 def _reason(error: ConfigError) -> str:
-    return str(error).partition(" is not served: ")[2] or str(error).partition(": ")[2]
+    return str(error).partition(" is not supported: ")[2] or str(error).partition(": ")[2]
 
 
 def _line(error: Exception) -> str:

@@ -341,8 +341,8 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
     num_slots = 0 if config.adapter_dir is None else config.max_loras
     if num_slots and not model.products:
         raise ConfigError(
-            "engine.lora.adapter_dir: adapters need a natively computed model, and this model is "
-            "computed by transformers"
+            "engine.lora.adapter_dir: adapters need a native model implementation, and this "
+            "model runs on the Transformers library"
         )
     needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
     if needed > free:

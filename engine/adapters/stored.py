@@ -142,7 +142,7 @@ def _check_size(path: Path, max_bytes: int) -> None:
     try:
         num_bytes = path.stat().st_size
     except OSError:
-        raise ConfigError(f"{path}: it is not there") from None
+        raise ConfigError(f"{path}: no such file") from None
     if not path.is_file():
         raise ConfigError(f"{path}: not a file")
     if num_bytes > max_bytes:
@@ -178,7 +178,7 @@ def _modules(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
         found.setdefault(name.removeprefix(_PREFIX).removesuffix(side), set()).add(side)
     for module, sides in found.items():
         if len(sides) < 2:
-            raise ConfigError(f"{directory}: {module} has {sides.pop()} alone")
+            raise ConfigError(f"{directory}: {module} has only {sides.pop()}")
     if not found:
         raise ConfigError(f"{directory}: it has no tensors")
     return sorted(found)
@@ -198,7 +198,7 @@ def _check_module(
     down, up = (tensors[f"{_PREFIX}{name}{side}"] for side in (_DOWN, _UP))
     for tensor in (down, up):
         if tensor.dtype not in FLOATS:
-            raise ConfigError(f"{directory}: {name} is {tensor.dtype}, not of floats")
+            raise ConfigError(f"{directory}: {name} is {tensor.dtype}, expected a float type")
     rank = down.shape[0] if down.shape else 0
     if not rank or down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ConfigError(

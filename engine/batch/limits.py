@@ -142,7 +142,7 @@ class RequestLimits:
         self._check_known("prediction", token_ids)
         if len(token_ids) >= self.context_length:
             raise InvalidRequest(
-                f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
+                f"prediction: {len(token_ids)} tokens exceed a context of {self.context_length}"
             )
 
     def _check_embeddings(self, given: InputEmbeddings, spec: RequestSpec) -> None:
@@ -194,20 +194,20 @@ class RequestLimits:
         for number, image in enumerate(images):
             if not image.fits(self.image_token_side):
                 raise InvalidRequest(
-                    f"images[{number}]: the model sees no images"
+                    f"images[{number}]: the model does not support images"
                     if not self.image_token_side
-                    else f"images[{number}]: a token of it is no square of "
-                    f"{self.image_token_side} pixels a side"
+                    else f"images[{number}]: each of its tokens must have "
+                    f"{self.image_token_side} x {self.image_token_side} pixels"
                 )
             if image.frames not in (1, self.video_frames):
                 raise InvalidRequest(
-                    f"images[{number}]: a temporal patch of {image.frames} frames, the model takes "
-                    + (f"{self.video_frames}" if self.video_frames else "no videos")
+                    f"images[{number}]: a temporal patch of {image.frames} frames, the model "
+                    "accepts " + (f"{self.video_frames}" if self.video_frames else "no videos")
                 )
             if count and (image.rows, image.columns) != (count, count):
                 raise InvalidRequest(
                     f"images[{number}]: it has {image.rows} x {image.columns} tokens, the model "
-                    f"takes {count} x {count}"
+                    f"accepts {count} x {count}"
                 )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:

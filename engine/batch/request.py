@@ -54,7 +54,7 @@ def out_of_time() -> RequestEnd:
 
 def waited_too_long(retry_after_s: float) -> RequestEnd:
     """Return the end of a request that was not scheduled within its queue limit."""
-    sentence = "overloaded: its turn did not come within the time that it may wait"
+    sentence = "overloaded: the request could not start within its wait limit"
     status = StatusCode.RESOURCE_EXHAUSTED
     return RequestEnd(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
 

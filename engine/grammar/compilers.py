@@ -163,7 +163,7 @@ def prepared(guide: GuidedDecoding) -> Prepared:
         form = _prepared(guide)
         if len(form.text) > MAX_PREPARED_CHARACTERS:
             raise InvalidRequest(
-                f"written out it has {len(form.text)} characters, {MAX_PREPARED_CHARACTERS} allowed"
+                f"expanded, it has {len(form.text)} characters, {MAX_PREPARED_CHARACTERS} allowed"
             )
     return form
 
@@ -201,7 +201,9 @@ def _check_words(ebnf: str, refused: Set[str]) -> None:
     invalid."""
     words = _WORD.findall(_LITERAL.sub("", str(xgrammar.Grammar.from_ebnf(ebnf))))
     if found := refused & {*words}:
-        raise InvalidRequest(f"{min(found)} is refused: a structural tag's formats name tokens")
+        raise InvalidRequest(
+            f"{min(found)} is not supported in a grammar: use token formats of a structural tag"
+        )
 
 
 def _check_begins(compiled: Compiled) -> None:
@@ -216,7 +218,7 @@ def _check_size(compiled: Compiled) -> None:
     size = compiled.memory_size_bytes
     if size > MAX_GRAMMAR_BYTES:
         limit = MAX_GRAMMAR_BYTES >> 20
-        raise InvalidRequest(f"its grammar takes {size >> 20} MiB, {limit} allowed")
+        raise InvalidRequest(f"its grammar needs {size >> 20} MiB, {limit} allowed")
 
 
 def _reason(error: Exception) -> str:

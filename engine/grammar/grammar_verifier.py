@@ -89,8 +89,8 @@ class SubprocessVerifier:
             raise Overloaded("the grammar verification process failed or stalled") from error
         if answer.took_too_long:
             raise GrammarTimeout(
-                f"sampling.{guide.kind}: compiling and trying it takes more than {lane.value} s of "
-                "a core"
+                f"sampling.{guide.kind}: compiling and testing it takes more than {lane.value} s "
+                "of CPU time"
             )
         if answer.code != ANSWERED:
             raise InvalidRequest(

@@ -117,7 +117,7 @@ class GrammarCache:
             return
         self._slow = [each for each in self._slow if not each.done()]
         if len(self._slow) >= MAX_SLOW:
-            sentence = f"{MAX_SLOW} guides that take long wait to be compiled already"
+            sentence = f"{MAX_SLOW} slow grammars are already waiting for compilation"
             made.set_exception(Overloaded(sentence))
             return
         slow = self._workers[GrammarWorker.SLOW].submit(self._compile, guide, GrammarWorker.SLOW)

@@ -238,9 +238,8 @@ class Match:
         budget_s = ALLOWANCE_S + S_PER_TOKEN * self.num_followed
         if not self.fault and self._spent_s + self.spending_s > budget_s:
             self.fault = (
-                f"sampling.guide: its grammar has taken {budget_s:.1f} s of a core for "
-                f"{self.num_followed} tokens, which is the limit: a grammar in which a text has "
-                "fewer readings takes less"
+                f"sampling.guide: its grammar has used its limit of {budget_s:.1f} s of CPU time "
+                f"within {self.num_followed} tokens: make it less ambiguous"
             )
 
     def drive(self) -> None:
@@ -250,7 +249,7 @@ class Match:
         try:
             self._follow()
         except RuntimeError as error:
-            self.fault = f"sampling.guide: its grammar cannot be followed: {error}"
+            self.fault = f"sampling.guide: matching its grammar failed: {error}"
         spent_s = time.clock_gettime(self._clock) - self._began_s
         self._clock = 0
         self._spent_s += spent_s
@@ -374,7 +373,7 @@ class MatchThreads:
         """Raise Overloaded while too many threads are stuck with slow grammars."""
         self._stuck = [each for each in self._stuck if not each.done()]
         if len(self._stuck) >= MAX_STUCK:
-            raise Overloaded(f"{MAX_STUCK} grammars already exceed their time")
+            raise Overloaded(f"{MAX_STUCK} grammars already exceed their time limit")
 
     def start(self, match: Match) -> None:
         """Drive a slow or new matcher, for which no step waits."""

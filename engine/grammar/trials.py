@@ -164,8 +164,8 @@ def _verdict(compilers: GrammarCompilers, walks: Walks, guide: GuidedDecoding) -
     except TooExpensive:
         field, limit_ms = f"sampling.{guide.kind}", round(1e3 * S_PER_TOKEN)
         return Verdict(
-            refusal=f"{field}: following it takes more than {limit_ms} ms of a core for a token, "
-            f"within {NUM_TOKENS} tokens: write it so that a text has fewer readings",
+            refusal=f"{field}: matching it takes more than {limit_ms} ms of CPU time for a token, "
+            f"within {NUM_TOKENS} tokens: make it less ambiguous",
         )
     return Verdict(form)
 

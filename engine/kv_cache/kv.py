@@ -80,7 +80,9 @@ class KVPool:
                 self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
         except (torch.OutOfMemoryError, OutOfDeviceMemory, OSError) as error:
             gib = num_pages * layout.page_bytes / 2**30
-            raise ConfigError(f"no room for a KV pool of {gib:.1f} GiB on {device}") from error
+            raise ConfigError(
+                f"not enough memory for a KV pool of {gib:.1f} GiB on {device}"
+            ) from error
         self.layers: tuple[Tensor, ...] = tuple(
             layout.view(self.tensor, layer) for layer in range(len(layout.places))
         )
@@ -117,7 +119,7 @@ class HostPool:
             self.tensor = empty_in_huge_pages((num_pages, layout.page_bytes), torch.uint8)
         except OSError as error:
             gib = num_pages * layout.page_bytes / 2**30
-            raise ConfigError(f"no room for {gib:.1f} GiB of host pages") from error
+            raise ConfigError(f"not enough memory for {gib:.1f} GiB of host pages") from error
         if device.type == "cuda":
             pin(self.tensor, self)
 

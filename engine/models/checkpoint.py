@@ -66,7 +66,7 @@ class OpenFiles:
             try:
                 mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=page_start)
             except ValueError as error:
-                raise OSError(f"{path} is cut off") from error
+                raise OSError(f"{path} is truncated") from error
         return memoryview(mapped)[offset - page_start :]
 
     def ask_for(self, path: Path, offset: int, num_bytes: int) -> None:
@@ -156,7 +156,7 @@ class StoredTensor:
             while left:
                 block = file.read(min(num_bytes, left))
                 if not block:
-                    raise OSError(f"{self.path} is cut off")
+                    raise OSError(f"{self.path} is truncated")
                 left -= len(block)
                 yield block
 
@@ -187,7 +187,7 @@ class Checkpoint:
         """Return the tensor's two dimensions. Raises ConfigError if it is not a matrix."""
         shape = self.tensors[name].shape
         if len(shape) != 2:
-            raise ConfigError(f"{self._directory}: {name} has shape {shape}, and is no matrix")
+            raise ConfigError(f"{self._directory}: {name} has shape {shape}, expected a matrix")
         return shape[0], shape[1]
 
     def check(
@@ -218,7 +218,7 @@ class Checkpoint:
             if stored.shape not in (wanted.shape, *wanted.or_shapes):
                 raise ConfigError(
                     f"{self._directory}: {name} has shape {stored.shape}, the configuration "
-                    f"asks for {wanted.shape}"
+                    f"expects {wanted.shape}"
                 )
             if stored.dtype not in wanted.dtypes:
                 raise ConfigError(
@@ -289,7 +289,7 @@ def _files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.exists():
         if not (directory / SINGLE).exists():
-            raise ConfigError(f"{directory}: neither {SINGLE} nor {_INDEX} is there")
+            raise ConfigError(f"{directory}: has neither {SINGLE} nor {_INDEX}")
         return [directory / SINGLE]
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -297,7 +297,7 @@ def _files(directory: Path) -> list[Path]:
         raise ConfigError(f"{index}: not an index of safetensors shards ({error!r})") from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
-            raise ConfigError(f"{index}: shard {name!r} is not there")
+            raise ConfigError(f"{index}: shard {name!r} does not exist")
     return [directory / name for name in names]
 
 
@@ -305,7 +305,7 @@ def _whole(path: Path) -> dict[str, StoredTensor]:
     tensors = _header(path)
     end, size = _end(tensors), path.stat().st_size
     if end > size:
-        raise ConfigError(f"{path}: cut off, {size} of {end} bytes are there")
+        raise ConfigError(f"{path}: truncated, it has {size} of {end} bytes")
     return tensors
 
 

@@ -205,13 +205,15 @@ def open_checkpoint(
         return NativeCheckpoint(directory, speculation)
     if speculation.has_layers:
         raise ConfigError(
-            f"engine.speculative.method: {speculation.method} needs a natively computed model, and "
-            f"{kind} is computed by transformers"
+            f"engine.speculative.method: {speculation.method} needs a native implementation, "
+            f"and {kind} runs on the Transformers library"
         )
     # Imported here because transformers takes a second to import and native models do not need it.
     from engine.models.transformers_backend import TransformersCheckpoint
 
-    because = "as requested" if backend == "transformers" else f"{kind} has no blocks here"
+    because = (
+        "as requested" if backend == "transformers" else f"{kind} has no native implementation"
+    )
     return TransformersCheckpoint(directory, because)
 
 

@@ -135,7 +135,9 @@ class NativeCheckpoint:
 
     def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
         if not isinstance(model, Decoder):
-            raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
+            raise ConfigError(
+                f"{self._directory}: the running model does not use the native implementation"
+            )
         # A drafter of another checkpoint stays if the weights are updated.
         drained = self._beside if model.drained else None
         if drained is not None and drained.name() != model.drained:
@@ -188,7 +190,7 @@ def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> D
     offered = decoder.offered
     if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
         raise ConfigError(
-            f"engine.speculative.method: mtp wants a layer for drafts in the checkpoint (of "
+            f"engine.speculative.method: mtp needs an MTP layer in the checkpoint (of "
             f"deepseek_v3, with num_nextn_predict_layers, qwen3_next or qwen3_5), and {directory} "
             "has none"
         )

@@ -83,7 +83,7 @@ class OneFile:
                 file.seek(tensor.offset + within)
                 got = file.readinto(buffer[done : done + length])
             if not got:
-                raise OSError(f"{tensor.path} is cut off")
+                raise OSError(f"{tensor.path} is truncated")
             done += got
         return num_bytes
 
@@ -118,7 +118,7 @@ class ReceivedFile:
         self._entered.acquire()
         if self._closed:
             self._entered.release()
-            raise FileNotFoundError("what came from another node is no longer stored")
+            raise FileNotFoundError("weights from another node are no longer stored")
 
     def __exit__(self, *_: object) -> None:
         self._entered.release()

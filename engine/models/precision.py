@@ -42,12 +42,12 @@ def choose_precision(
         features: of the processor, see `matrix_features`.
     """
     if name != "auto":
-        return Precision(_NAMED[name], "asked for")
+        return Precision(_NAMED[name], "as configured")
     if device.type != "cpu":
         return Precision(torch.bfloat16, "the device is a GPU")
     native = sorted(BFLOAT16 & set(features))
     if not native:
-        return Precision(torch.float32, "the processor does not multiply bfloat16 natively")
+        return Precision(torch.float32, "the processor has no native bfloat16")
     stored = checkpoint.tensors.values()
     num_bytes = sum(tensor.num_bytes for tensor in stored)
     if all(tensor.dtype == "F32" for tensor in stored) and num_bytes < SMALL_BYTES:

@@ -140,4 +140,4 @@ def _copy(present: Tensor, fresh: Tensor, place: str) -> None:
 
 
 def _differ(place: str) -> EngineFault:
-    return EngineFault(f"the weights differ in more than numbers, at {place}")
+    return EngineFault(f"the structure of the new weights differs, at {place}")

@@ -83,7 +83,7 @@ def check_locks(directory: Path, mounts: str = "") -> None:
         )
     if _UNKNOWN.match(mount.kind):
         log.warning(
-            "other hosts need other directories: locks may hold on this host alone %s",
+            "file locks may not work across hosts, so each host needs its own directory %s",
             kv(directory=str(directory), file_system=mount.kind),
         )
 
@@ -226,7 +226,8 @@ class PageFiles:
         self.num_slots: int = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
         if not self.num_slots:
             raise ConfigError(
-                f"engine.offload.disk_bytes: {num_bytes} have no room for a page of {page_bytes}"
+                f"engine.offload.disk_bytes: {num_bytes} bytes are less than a page of "
+                f"{page_bytes} bytes"
             )
         try:
             self.directory, self._index = _claim(root, self._header)
@@ -340,7 +341,7 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
         index = _lock(place)
         if index is not None:
             return place, index
-    raise ConfigError(f"{_FLAG}: {MOST_NODES} nodes have {root} already")
+    raise ConfigError(f"{_FLAG}: {MOST_NODES} nodes already use {root}")
 
 
 def _lock(place: Path) -> int | None:

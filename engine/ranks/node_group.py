@@ -163,7 +163,7 @@ def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[
                 if not ready:
                     missing = sorted({*range(1, size)} - joined.keys())
                     raise EngineFault(
-                        f"nodes {missing} of the group are not there after {MEET_S} s"
+                        f"nodes {missing} of the group did not join within {MEET_S} s"
                     )
                 for rank in [rank for rank, each in joined.items() if each.socket in ready]:
                     del joined[rank]  # it has ended, and may be started again
@@ -246,7 +246,7 @@ def _follow(place: str, message: JoinGroup, own: Sequence[int]) -> Sequence[int]
         for file in files:
             os.set_inheritable(file, False)
         return files
-    raise EngineFault(f"rank 0 of the group is not there after {MEET_S} s")
+    raise EngineFault(f"rank 0 of the group did not start within {MEET_S} s")
 
 
 def _socket() -> socket.socket:

@@ -37,8 +37,8 @@ def has_gpu() -> bool:
         reason = str(error).partition("\n")[0]
         if not reason.startswith(_NO_GPU):
             raise ConfigError(
-                f"engine.device: there is a GPU that torch {torch.__version__} cannot use: "
-                f"{reason} (engine.device cpu does without)"
+                f"engine.device: torch {torch.__version__} cannot use the GPU: {reason}. To "
+                "run without it, set engine.device to cpu"
             ) from None
     return False
 

@@ -305,7 +305,7 @@ class StepGraphs:
             self._choice.capture(num_rows)
         except Uncapturable as error:
             self._choice.give_up()
-            log.warning("tokens are chosen without CUDA graphs %s", kv(operations=error))
+            log.warning("sampling runs without CUDA graphs %s", kv(operations=error))
 
     def _recorded(self, shape: GraphShape) -> _Recorded:
         inputs, drafter, drafts = self._inputs(shape), self._drafter, None

@@ -106,7 +106,7 @@ class FinishRule:
         if request.to_finish is not None:
             return request.to_finish
         if token == NOT_FINITE:
-            return _fault("the model's logits were not finite")
+            return _fault("the model's logits contain NaN or Inf")
         if not 0 <= token < self.vocabulary_size:
             return _fault(f"token {token} is outside the vocabulary")
         sampling = request.sampling

@@ -206,7 +206,7 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    raise NotCompiled(f"{path} was held for {DEADLINE_S:.0f} s") from error
+                    raise NotCompiled(f"the lock {path} was held for {DEADLINE_S:.0f} s") from error
                 time.sleep(_POLL_S)
             else:
                 break

@@ -160,7 +160,7 @@ class CompiledLayers:
             RankLost: another rank has ended, or is too late.
         """
         if any(view.dtype != x.dtype for view in pool.views):
-            raise ValueError(f"keys and values are not of {x.dtype}, as what is computed")
+            raise ValueError(f"keys and values must have the dtype {x.dtype} of x")
         num_tokens, hidden = x.shape
         locations, page_starts, angles = map(
             _addresses, (step.locations, step.page_starts, step.angles)

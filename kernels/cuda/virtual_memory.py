@@ -131,7 +131,7 @@ class Region:
             if isinstance(error, OutOfDeviceMemory):
                 left = self._driver.free_bytes()
                 raise OutOfDeviceMemory(
-                    f"{missing / 2**30:.2f} GiB are wanted, {left / 2**30:.2f} GiB are left"
+                    f"{missing / 2**30:.2f} GiB are needed, {left / 2**30:.2f} GiB are free"
                 ) from error
             raise
 

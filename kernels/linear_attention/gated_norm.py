@@ -31,7 +31,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     if weight.shape != (size,) or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"weight: {x.dtype} or float32 [{size}] expected")
     if gate.stride(2) != 1 or gate.dtype != x.dtype or not x.is_contiguous():
-        raise ValueError("x is to be contiguous, and columns of the gate; both of one dtype")
+        raise ValueError("x and the columns of the gate must be contiguous and of one dtype")
     if device.uses_triton(x):
         return gated_rms_norm_triton(x, gate, weight, eps)
     if (compiled := device.compiled(x)) is not None:

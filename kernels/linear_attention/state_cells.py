@@ -105,7 +105,7 @@ class StateRows:
         if self.writes.shape != shape or self.kept.shape != shape:
             raise ValueError(
                 f"reads {tuple(shape)}, writes {tuple(self.writes.shape)} and kept "
-                f"{tuple(self.kept.shape)} are not alike"
+                f"{tuple(self.kept.shape)} have different shapes"
             )
         if self.starts.shape != (num_rows + 1,) or self.marks.shape != (num_rows,):
             raise ValueError(

@@ -79,15 +79,15 @@ def check_pool(remote: RemotePool) -> None:
     """Raise LayoutMismatch if no memory can be like `remote`."""
     end = remote.base + remote.page_bytes * remote.num_pages
     if not (0 < remote.base < end < _MAX_ADDRESS and remote.num_pages <= _MAX_PAGES):
-        raise LayoutMismatch(f"no memory is like {remote}")
+        raise LayoutMismatch(f"the memory region is invalid: {remote}")
 
 
 def check_pages(source: Ints, num_source: int, destination: Ints, num_destination: int) -> None:
     """Raise ReadRefused if the producer has no such page, EngineFault if this node has none."""
     if (wrong := first_outside(source, num_source)) is not None:
-        raise ReadRefused(f"page {wrong} is not one of the producer's {num_source}")
+        raise ReadRefused(f"the producer has no page {wrong}, only {num_source} pages")
     if (wrong := first_outside(destination, num_destination)) is not None:
-        raise EngineFault(f"page {wrong} is not one of this node's {num_destination}")
+        raise EngineFault(f"this node has no page {wrong}, only {num_destination} pages")
 
 
 def first_outside(pages: Ints, num_pages: int) -> int | None:
@@ -281,7 +281,9 @@ class ReadMap:
         numbers: dict[PagePart, int] = {}
         for _, source_page, source, page, at, size in (each for table in moves for each in table):
             if min(source_page, source, page, at, size - 1) < 0:
-                raise LayoutMismatch(f"no {size} bytes are at {source} of a page, or at {at}")
+                raise LayoutMismatch(
+                    f"a slice of {size} bytes from {source} to {at} of a page is invalid"
+                )
             if source + size > remote.page_bytes or at + size > pool.page_bytes:
                 raise LayoutMismatch(
                     f"{size} bytes at {source} and at {at} are outside pages of "
@@ -315,8 +317,7 @@ class ReadMap:
             return [PartRead(part, source, destination) for part in self._tables[table]]
         if len(source) < self._state_pages[0] or len(destination) < self._state_pages[1]:
             raise EngineFault(
-                f"a state of {self._state_pages} pages, and {len(source)} and {len(destination)} "
-                f"are given"
+                f"a state needs {self._state_pages} pages, got {len(source)} and {len(destination)}"
             )
         check_pages(source, self._num_source, destination, self._num_destination)
         return [

@@ -272,7 +272,8 @@ class ConsumerHandoff:
             raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
         if message.compute_tokens > self.num_tokens:
             raise ProtocolViolation(
-                f"{message.compute_tokens} of the {self.num_tokens} tokens of {self.id} to compute"
+                f"Admitted of {self.id} with {message.compute_tokens} tokens to compute "
+                f"of {self.num_tokens}"
             )
         self.admitted = message
         self.admitted_at = now
@@ -292,11 +293,13 @@ class ConsumerHandoff:
             )
         comes = message.last and self.kind.samples
         if comes is (message.first_token is None):
-            raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
+            raise ProtocolViolation(
+                f"Ready of {self.id}: the first token must be in the last Ready"
+            )
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
         if len(message.token_ids) != max(self.ranges.num_tokens - self.num_tokens, 0):
             raise ProtocolViolation(
-                f"Ready of {self.id} with {len(message.token_ids)} tokens behind {self.num_tokens}"
+                f"Ready of {self.id} with {len(message.token_ids)} tokens after {self.num_tokens}"
             )
         if self.state is not HandoffStatus.TRANSFERRING:
             self.first_ready = now

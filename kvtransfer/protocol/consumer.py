@@ -280,7 +280,9 @@ class ConsumerEnd:
                 if message.held:
                     self._finish(attempt)
                 else:
-                    self._lose(attempt, "the producer had let its pages go", retryable=True)
+                    self._lose(
+                        attempt, "the producer had already released its pages", retryable=True
+                    )
             case HandoffFailed():
                 self._lose(
                     attempt,
@@ -373,7 +375,7 @@ class ConsumerEnd:
         for stream in due.silent:
             self._end_stream(stream, "the producer missed too many heartbeats")
         for stream in self._links.take_overdue(now):
-            self._end_stream(stream, "no link in time")
+            self._end_stream(stream, "the link was not set up in time")
         for id, wait in self._deadlines.take_due(now):
             # An ended attempt has no deadlines, but several of one may be due together.
             attempt = self._attempts.get(id)

@@ -258,7 +258,7 @@ class ProducerEnd:
         if handoff.ranges is None or not handoff.ranges.complete:
             raise ProtocolViolation(f"Done of {message.id} before its last Ready")
         self._actions.append(SendMessage(stream, PagesReleased(message.id, held=True)))
-        self._drop(handoff, HandoffStatus.SUCCESS, "the consumer has everything")
+        self._drop(handoff, HandoffStatus.SUCCESS, "the consumer has all pages")
 
     def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
         handoff = self._handoffs.get(id)

@@ -121,7 +121,7 @@ def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
     """Raise ProtocolViolation unless a consumer may already hold a prefix of this length."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
     if not 0 <= prefix_tokens <= num_tokens or not aligned:
-        raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
+        raise ProtocolViolation(f"invalid prefix of {prefix_tokens} tokens of {num_tokens}")
 
 
 def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
@@ -130,7 +130,7 @@ def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size:
     """
     if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
         raise ProtocolViolation(
-            f"a prefix of {prefix_tokens} tokens of {num_tokens}, and room for {room_tokens}"
+            f"invalid prefix of {prefix_tokens} of {num_tokens} tokens with room for {room_tokens}"
         )
 
 
@@ -173,21 +173,21 @@ class PageRanges:
 
     def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
         if self.complete:
-            return "it comes after the last"
+            return "it comes after the last range"
         if start != self.next:
-            return f"it does not follow the one before, which ended at {self.next}"
+            return f"it does not follow the previous range, which ended at {self.next}"
         if self.ends is not None:
             if not last or end not in self.ends:
                 least, most, step = self.ends
-                return f"it must be the only one, and end at {least} to {most}, {step} by {step}"
+                return f"it must be the only one and end at {least} to {most} in steps of {step}"
         elif last and end != self.num_tokens:
-            return "it is the last but not the end"
+            return "it is marked as the last, but does not reach the end"
         if not last and (end <= start or end > self.num_tokens or end % self.tables.page_size):
-            return "it must end at a later page's edge"
+            return "it must end at a later page boundary"
         num_tokens = end if self.ends is not None else self.num_tokens
         spans = self.tables.spans(num_tokens, self.start, start, end, last=last)
         if num_pages != num_pages_of(spans):
-            return f"it comes with {num_pages} pages"
+            return f"it has {num_pages} pages, expected {num_pages_of(spans)}"
         return None
 
 

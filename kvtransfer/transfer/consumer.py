@@ -231,7 +231,7 @@ class ConsumerSide:
 
     def close(self) -> None:
         for link in self._streams:
-            link.close("this node ends")
+            link.close("this node is shutting down")
         for link in self._streams:
             if not link.join(LINK_END_S):
                 log.warning("link thread did not stop %s", kv(producer=f"{link.producer:016x}"))
@@ -326,6 +326,6 @@ class ConsumerSide:
             "checksum mismatch of pages read %s",
             kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
         )
-        reason = f"{len(wrong)} of {len(sums)} pages that were compared are not as published"
+        reason = f"{len(wrong)} of {len(sums)} compared pages differ from what was published"
         self._outlet.emit(FailedEvent(held.id, reason, retryable=True))
         self._distrusted.append((stream, reason))

@@ -238,7 +238,7 @@ class FollowerTransfer:
         # The next role counts its links from 0 again, and these may end later.
         ending, self._open = self._open, {}
         for state in ending.values():
-            state.link.close("this role ends")
+            state.link.close("the role of this node changes")
         for state in ending.values():
             if not state.link.join(_LINK_END_S):
                 log.warning("link thread did not stop")
@@ -260,7 +260,7 @@ class FollowerTransfer:
 
         def admit() -> None:
             if consumer not in self._consumers:
-                raise TransferError("the consumer has been dismissed")
+                raise TransferError("the consumer is no longer connected")
             reply(encode(self._offers.admit(consumer)))
 
         def prepared() -> None:

@@ -187,7 +187,7 @@ class RankLinks:
         """Connect to a rank of a producer. Link's thread only."""
         path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
         if path is None:
-            raise TransferError("the producer offers none that this node may use")
+            raise TransferError("the producer offers no data path that this node can use")
         region = hello.regions[producer]
         remote = RemotePool(region.base, region.page_bytes, region.num_pages)
         return self._backends[backend].connect(path.description, remote, self._pool, moves)

@@ -130,7 +130,7 @@ class MemoryCalls:
         if self.busy:
             raise FailedPrecondition(self.why_paused)
         if role.busy and not role.scheduler.paused:
-            raise FailedPrecondition("requests are here: pause the node first")
+            raise FailedPrecondition("this node has requests: pause it first")
         self._memory.check(command.tags)
         self._paused_here |= not role.scheduler.paused
         role.scheduler.paused = True

@@ -112,7 +112,7 @@ class Pauses:
         was_paused, role.scheduler.paused = role.scheduler.paused, False
         yield NodeCallResult(number, integer=int(was_paused))
         for each in self._awaited:
-            yield NodeCallResult(each.number, error="it was continued before it was paused")
+            yield NodeCallResult(each.number, error="it was resumed before it was paused")
         self._awaited.clear()
 
     def reached(self, role: ControlledRole) -> Iterator[NodeCallResult]:

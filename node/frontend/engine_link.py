@@ -160,7 +160,7 @@ class EngineLink:
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
-            raise Overloaded("too many questions wait for the engine of this node")
+            raise Overloaded("too many calls are waiting for the engine of this node")
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
         try:

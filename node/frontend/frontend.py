@@ -343,7 +343,9 @@ class Node:
         if role == self._tenure.role:
             raise FailedPrecondition(f"this is a {role} node already")
         if self._tenure.is_paused:
-            raise FailedPrecondition("this node is paused: its requests would not leave it")
+            raise FailedPrecondition(
+                "this node is paused, so its requests cannot finish or migrate: resume it first"
+            )
         if self._ending.wanted:
             raise FailedPrecondition("this node is draining")
         return self._other(role)

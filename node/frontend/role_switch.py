@@ -67,11 +67,11 @@ class RoleSwitch:
         self._engine.check_ready()
         program = self._program_of(role)
         if self._under_way is not None:
-            raise FailedPrecondition("this node is about to take another role already")
+            raise FailedPrecondition("this node is already changing its role")
         self._under_way = task = asyncio.ensure_future(self._change(program))
         await asyncio.wait({task})
         if task.cancelled():
-            raise NodeUnavailable("this node ends")
+            raise NodeUnavailable("this node is shutting down")
         task.result()
 
     def drained(self) -> None:
@@ -104,5 +104,5 @@ class RoleSwitch:
                 await self._drained.wait()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"what is here has neither ended nor moved within {self._drain_s:g} s"
+                f"the requests of this node neither ended nor migrated within {self._drain_s:g} s"
             ) from None

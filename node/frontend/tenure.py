@@ -171,7 +171,7 @@ class ProcessExit:
         if done.done() and not self._verdict.done():
             return None
         done.cancel()
-        self.fault(f"the engine has not begun another role within {timeout_s:g} s")
+        self.fault(f"the engine did not start its new role within {timeout_s:g} s")
         return self._verdict.result()
 
     def _decide(self, verdict: ExitVerdict) -> None:

@@ -108,9 +108,11 @@ async def join(config: RankHostConfig, stub: Any) -> tuple[LeaderStream, ranks_p
                     return await _started(call)
                 except StreamStatus as ended:
                     if ended.code in _CREDENTIALS:
-                        raise ConfigError(f"the leader {config.leader} refuses: {ended}") from ended
+                        raise ConfigError(
+                            f"the leader {config.leader} rejected this host: {ended}"
+                        ) from ended
                     if ended.code in _REFUSALS:
-                        refusal = f"the leader {config.leader} refuses: {ended.sentence}"
+                        refusal = f"the leader {config.leader} rejected this host: {ended.sentence}"
                         raise NodeUnavailable(refusal) from ended
                     reason = str(ended)
                 await asyncio.sleep(_AGAIN_S)
@@ -185,7 +187,7 @@ class HostRanks:
                 case "packet":
                     await self._take_packet(message.packet)
                 case _:
-                    raise ProtocolViolation("the leader starts a host once")
+                    raise ProtocolViolation("the leader sent a second start message")
 
     async def reply(self, rank: int, leader: LeaderStream) -> None:
         """Pass on what a rank sends, until it has ended.
@@ -229,7 +231,7 @@ class HostRanks:
     async def _take_step(self, part: ranks_pb2.StepPart) -> None:
         ring, end = self._ring, part.offset + len(part.tensors)
         if ring is None or end > ring.block_bytes:
-            raise ProtocolViolation("the leader has sent a step that fits into no block")
+            raise ProtocolViolation("the leader sent a step that is larger than a block")
         # No rank reads this block any more, because the leader has waited for that.
         ring.block(self._number)[part.offset : end] = np.frombuffer(part.tensors, np.uint8)
         if part.header:
@@ -272,7 +274,7 @@ async def run(config: RankHostConfig) -> int:
     proved = identity is not None or server.tls.ca is not None or server.insecure
     if not proved and not is_loopback(config.leader.rpartition(":")[0].strip("[]")):
         raise ConfigError(
-            f"--leader {config.leader} is another host, and would prove its identity by nothing: "
+            f"--leader {config.leader} is another host, and its identity would not be verified: "
             "set --secret-file, --tls-ca or --insecure"
         )
     async with rpc.make_channel(config.leader, certificates, identity) as channel:

@@ -145,7 +145,9 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 f"this node is Baton {VERSION}, and the rank host is {join.version[:32]!r}"
             )
         if len(self._hosts) == self._parallel.hosts - 1:
-            raise FailedPrecondition(f"this node has all its {self._parallel.hosts} hosts")
+            raise FailedPrecondition(
+                f"all {self._parallel.hosts} hosts of this node have joined already"
+            )
         number, each = len(self._hosts) + 1, self._parallel.ranks_per_host
         host = RankHost(number, range(number * each, (number + 1) * each), context)
         self._hosts.append(host)
@@ -164,17 +166,17 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         await host.context.write(ranks_pb2.LeaderMessage(start=start))
         async for message in messages:
             if not message.HasField("packet"):
-                raise ProtocolViolation("a rank host joins once")
+                raise ProtocolViolation("the rank host sent a second join message")
             rank, packet = message.packet.rank, message.packet.packet
             if rank not in host.ranks or not 0 < len(packet) <= MAX_PACKET_BYTES:
                 raise ProtocolViolation(
-                    f"{len(packet)} bytes of rank {rank}: at most {MAX_PACKET_BYTES} of ranks "
-                    f"{host.ranks[0]} to {host.ranks[-1]} are allowed"
+                    f"a packet of {len(packet)} bytes of rank {rank}: this host may send at most "
+                    f"{MAX_PACKET_BYTES} bytes, of ranks {host.ranks[0]} to {host.ranks[-1]}"
                 )
             try:
                 reply = _reply.decode(packet)
             except msgspec.DecodeError as error:
-                raise ProtocolViolation(f"rank {rank} has sent no message: {error}") from error
+                raise ProtocolViolation(f"rank {rank} sent an invalid message: {error}") from error
             if isinstance(reply, RankFailed):
                 self._end(reply)
             else:
@@ -247,8 +249,8 @@ async def _first(messages: AsyncIterator[ranks_pb2.HostMessage]) -> ranks_pb2.Jo
                     return message.join
                 break
     except TimeoutError:
-        raise DeadlineExceeded(f"a rank host joins within {_JOIN_S:g} s") from None
-    raise ProtocolViolation("the first message of a rank host is not its join")
+        raise DeadlineExceeded(f"the rank host did not join within {_JOIN_S:g} s") from None
+    raise ProtocolViolation("the first message of the rank host is not its join message")
 
 
 def _lost(host: RankHost, error: BaseException | None) -> str:

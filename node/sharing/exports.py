@@ -196,12 +196,12 @@ class PrefixExports:
         match = self._cache.match(tokens, namespace)
         end = match.num_tokens
         if end <= prefix:
-            return self._refuse(serial, f"this node has no more than {end} tokens of it")
+            return self._refuse(serial, f"only {end} tokens of the prefix are cached here")
         holding = PageHolding(match.holding.tables, match.state)
         exported = holding.take(self._tables.handed_over(end, prefix))
         if not runs:
             if sum(self._at_a_loss.values()) + len(exported) > self._pages.num_pages // SHARE:
-                return self._refuse(serial, "busy: too much is exported already")
+                return self._refuse(serial, "busy: too many pages are exported already")
             self._at_a_loss[serial] = len(exported)
         self._tiers.used(tokens[:end], namespace)
         self._pages.hold(exported, PageHolder.PUBLICATION)

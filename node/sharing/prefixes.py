@@ -260,7 +260,7 @@ class PrefixSharing:
                     return False
                 self._serials.add(serial)
                 if isinstance(source, Embeddings):
-                    reason = "this is no encode node"
+                    reason = "this is not an encode node"
                     self._weights.port.post(FailCommand(serial, reason, retryable=False))
                 else:
                     self._pass_on(event)

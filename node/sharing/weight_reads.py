@@ -180,8 +180,8 @@ def _check_room(wanted: int) -> None:
     left = free_bytes(_HOST, 1.0)
     if wanted > left:
         raise FailedPrecondition(
-            f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones, "
-            f"{left / 2**30:.2f} GiB are left"
+            f"weights: {wanted / 2**30:.2f} GiB are needed in addition to the present ones, "
+            f"{left / 2**30:.2f} GiB are free"
         )
 
 
@@ -310,7 +310,7 @@ class WeightReads:
             read.over = True
             self._end(
                 taking,
-                FailedPrecondition(f"{taking.address}: its weights end before they are whole"),
+                FailedPrecondition(f"{taking.address}: it sent incomplete weights"),
             )
             return
         first, past = read.window.first, read.window.first + event.num_tokens
@@ -372,7 +372,7 @@ class WeightReads:
                 self._prepared(taking, taking.preparing)
         elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
             paired = taking.address in self._producers
-            reason = "its weights do not come" if paired else "it does not pair with this node"
+            reason = "it sends no weights" if paired else "it does not pair with this node"
             self._end(
                 taking,
                 FailedPrecondition(f"{taking.address}: {reason}: see the logs of both nodes"),

@@ -66,7 +66,7 @@ class KnownAdapters:
             return NO_ADAPTER
         adapter = self.by_name().get(name)
         if adapter is None:
-            raise NotFound(f"adapter: no {name!r} is loaded")
+            raise NotFound(f"adapter: {name!r} is not loaded")
         return adapter
 
     def wake(self) -> None:
@@ -91,8 +91,8 @@ class KnownAdapters:
 
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
-OTHER_FINGERPRINT = "no decode node that is ready has the fingerprint of the response so far"
-NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
+OTHER_FINGERPRINT = "no ready decode node has the system_fingerprint of the response so far"
+NO_ADAPTER_THERE = "no ready decode node has the adapter"
 
 
 def of_model(sentence: str, served: str) -> str:
@@ -331,7 +331,7 @@ class Cluster:
         ]
         if not choices:
             raise NodeUnavailable(
-                f"{wanted} is no other decode node that is ready for it"
+                f"{wanted} is not another decode node that is ready for the request"
                 if wanted
                 else "no other decode node is ready"
             )

@@ -25,7 +25,7 @@ from router.cluster.sources import Role
 
 log = logging.getLogger(__name__)
 
-LEFT = "it has left"
+LEFT = "it left the cluster"
 
 
 class NodeMember(Protocol):
@@ -316,11 +316,11 @@ class ClusterState:
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
         if description.model in self._other_models:
-            return "a node is listed under a model, and has another model of this router"
+            return "a node is listed for one model and serves another model of this router"
         if description.state not in _STATES:
-            return "a node is in no state that there is"
+            return "a node reports an unknown state"
         if description.role not in get_args(Role):
-            return "a node has no role that there is"
+            return "a node reports an unknown role"
         return ""
 
 

@@ -121,7 +121,7 @@ class EngineCalls:
         }
         weights, pairs = has.get(producer), await self._pairs()
         if not weights:
-            raise InvalidRequest(f"node: none is known at {producer}, or it does not respond")
+            raise InvalidRequest(f"node: {producer} is unknown or does not respond")
         others = [each for each in self._state.serving if each.address != producer]
         takers = [each for each in others if has.get(each.address) != weights]
         mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
@@ -131,7 +131,7 @@ class EngineCalls:
         request = node_pb2.TakeWeightsRequest(id=weights, address=producer)
         said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
-            raise FailedPrecondition(f"{problems}. The nodes that were to load them stay paused")
+            raise FailedPrecondition(f"{problems}. The nodes that should load them stay paused")
         await self._paired(pairs)
         if paused.fresh:
             await self._resume(takers)
@@ -316,7 +316,7 @@ class AdapterCalls:
         if problems:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")
         if not any(each.answer.known for each in said):
-            raise NotFound(f"lora_name: no adapter {name!r} is loaded")
+            raise NotFound(f"lora_name: adapter {name!r} is not loaded")
         await self._cluster.adapters.until(name, None, _REPORT_S)
         return router_pb2.UnloadAdapterResponse(known=True)
 
@@ -330,4 +330,4 @@ class AdapterCalls:
         except ValueError as error:
             raise InvalidRequest(f"lora_name: {error}") from None
         if name in self._served:
-            raise InvalidRequest(f"lora_name: a model itself is called {name!r}")
+            raise InvalidRequest(f"lora_name: {name!r} is the name of a model")

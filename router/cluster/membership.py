@@ -79,7 +79,7 @@ class CacheWatch:
                     raise ProtocolViolation("its message is too large")
                 if not heard:
                     if not events.cleared:
-                        raise ProtocolViolation("it began in the middle")
+                        raise ProtocolViolation("its first message does not reset the cache index")
                     heard = True
                     log.info("prefix cache subscription started %s", kv(node=address))
                 self._index.changed(

@@ -32,7 +32,7 @@ from router.cluster.sources import Role
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPolicy
 from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad, RequestDue
 
-NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and scores"
+NO_PREFILL_NODE = "no prefill node is ready to compute embeddings or scores"
 _MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection
 _MAX_RETRY_S = 3600.0
 _LATE_S = 1.0  # added to the budget: the node's own error is more specific
@@ -86,9 +86,9 @@ class PoolingNode:
                 raise _serving_error(error) from None
             except asyncio.CancelledError:
                 rpc.raise_if_cancelled()
-                raise NodeUnavailable("this prefill node has left") from None
+                raise NodeUnavailable("this prefill node left the cluster") from None
         if answer is None or len(answer.vectors) != len(request.prompts):
-            raise RequestFailed("a prefill node did not respond with vectors")
+            raise RequestFailed("the response of a prefill node lacks embeddings")
         response: pooling_pb2.PoolResponse = answer
         return response
 
@@ -183,7 +183,7 @@ class PoolingNodes:
 def _serving_error(error: grpc.aio.AioRpcError) -> ServingError:
     sentence = cut(error.details() or error.code().name)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return NodeUnavailable("this prefill node is of a version that makes no vectors")
+        return NodeUnavailable("this version of a prefill node does not support embeddings")
     if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
         return _ERRORS.get(error.code(), RequestFailed)(sentence)
     for name, value in error.trailing_metadata() or ():

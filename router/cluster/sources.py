@@ -123,7 +123,7 @@ class DnsSource:
                 f"cannot resolve {self.name}: {error.strerror or error}"
             ) from error
         except UnicodeError as error:  # for example, a label is too long
-            raise DiscoveryError(f"{self.name} is no name: {error}") from error
+            raise DiscoveryError(f"{self.name} is not a valid host name: {error}") from error
 
 
 class FileSource:
@@ -155,7 +155,9 @@ class FileSource:
     def _content(self) -> bytes:
         try:
             if self._path.exists() and not self._path.is_file():
-                raise DiscoveryError(f"{self._path} is no file")  # reading a pipe might never end
+                raise DiscoveryError(
+                    f"{self._path} is not a file"
+                )  # reading a pipe might never end
             with self._path.open("rb") as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
@@ -264,7 +266,8 @@ class Discovery:
         """
         if not decode and not prefill:
             raise ConfigError(
-                "--decode: at least one decode node is needed; or prefill nodes alone, for vectors"
+                "--decode: at least one decode node is required, except for embeddings (only "
+                "--prefill)"
             )
         roles: Mapping[Role, Sequence[str]] = {
             "prefill": prefill,

@@ -385,8 +385,8 @@ class NodeBacklogs:
             now, wait_s = self._now(), min(late.values())
             self._pressure.refused(due.start_by - now, now, due.priority)
             raise QueueFull(
-                f"overloaded: what waits takes {wait_s:.2f} s longer than this request may wait, "
-                "at every node",
+                f"overloaded: the queue of every node exceeds this request's wait limit by at "
+                f"least {wait_s:.2f} s",
                 retry_after_s=wait_s,
             )
         return left

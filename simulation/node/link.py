@@ -250,7 +250,7 @@ class SimLink:
         described = {path.backend: path.description for path in hello.paths}
         try:
             if backend not in described:
-                raise TransferError("the producer is no simulated node")
+                raise TransferError("the producer is not a simulated node")
             num_pages = hello.regions[0].num_pages
             directory = self._port.pool_directory
             self._source = open_pool(directory, described[backend], num_pages)

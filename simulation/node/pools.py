@@ -29,7 +29,9 @@ def pool_directory(configured: Path | None) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise ConfigError(f"engine.sim.pool_dir: {directory} is not this user's alone")
+            raise ConfigError(
+                f"engine.sim.pool_dir: {directory} must belong to this user alone (mode 0700)"
+            )
         for file in directory.iterdir():
             if _NAME.fullmatch(os.fsencode(file.name)):
                 _delete_unused(file)

@@ -67,9 +67,9 @@ class Traffic(msgspec.Struct, frozen=True):
             elif (place := rng.randrange(count)) < _SAMPLE:
                 chosen[place] = line
         if not chosen:
-            raise ValueError(f"{file} has no line")
+            raise ValueError(f"{file} has no lines")
         if rate is None and last <= first:
-            raise ValueError(f"{file} has no timestamps, hence no rate of requests")
+            raise ValueError(f"{file} has no timestamps, so the rate of requests is unknown")
         return cls(
             rate=1e3 * (count - 1) / (last - first) if rate is None else rate,
             requests=tuple(Lengths(line.input_length, line.output_length) for line in chosen),

@@ -204,7 +204,7 @@ async def _run(
 ) -> RunReport:
     first, end = scenario.load.warm_up, len(arrivals) - scenario.load.cool_down
     if first >= end:
-        raise ValueError(f"load: no request of {len(arrivals)} is left for the figures")
+        raise ValueError(f"load: warm_up and cool_down leave none of {len(arrivals)} requests")
     async with running(scenario, directory) as cluster:
         await cluster.until_ready()
         gc.freeze()

@@ -55,10 +55,10 @@ NO_MATRICES = [
     ({"input_embeds": [[0.5, 1.0], [2.0]]}, "input_embeds has rows of different lengths"),
     ({"input_embeds": [[0.5, [1.0]]]}, "input_embeds must be a matrix"),
     ({"input_embeds": [[0.5], [[1.0]]]}, "input_embeds must be a matrix"),
-    ({"input_embeds": [[[0.5]]] * 129}, "these are more than 128 answers"),
+    ({"input_embeds": [[[0.5]]] * 129}, "at most 128 responses"),
     ({"input_embeds": [[0.5, "1"]]}, "input_embeds"),
-    ({"input_embeds": [[]]}, "text or input_ids or input_embeds is needed"),
-    ({"input_embeds": MATRIX, "text": "x"}, "one of them"),
+    ({"input_embeds": [[]]}, "text: set exactly one of text, input_ids and input_embeds"),
+    ({"input_embeds": MATRIX, "text": "x"}, "exactly one of"),
     ({"input_embeds": [[0.5]] * 5000}, "input_embeds has 5000 tokens"),
     ({"input_embeds": MATRIX, "return_hidden_states": True}, "not supported for prompts with"),
 ]

@@ -385,7 +385,7 @@ async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refus
             client.chat({"guide": {"json_object": True}}, tools=[json.dumps(STRICT)]),
             StatusCode.INVALID_ARGUMENT,
         )
-        assert (error.details() or "").startswith("sampling.guide: no grammar")
+        assert (error.details() or "").startswith("sampling.guide: cannot be combined")
 
 
 WRONG_OVER_GRPC = [

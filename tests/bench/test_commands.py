@@ -143,7 +143,7 @@ async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
         (("load",), "--rate"),
         (("load", "--rate=0"), "--rate"),
         (("load", "--rate=1", "--concurrency=1"), "choose"),
-        (("load", "--rate=1", "--prompt-tokens=x"), "'x' is no length"),
+        (("load", "--rate=1", "--prompt-tokens=x"), "'x' is not a length"),
         (("load", "--rate=1", "--goodput=speed=1"), "speed=1"),
         (("load", "--rate=1", "--prefix-groups=2"), "--prefix-tokens"),
         (("load", "--rate=1", "--trace=missing"), "missing"),

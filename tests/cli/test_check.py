@@ -64,7 +64,7 @@ def test_json_has_the_findings_and_help_has_the_own_flags(check, model):
 def test_it_says_by_what_callers_are_known(check, model, tmp_path):
     base = (f"--model={model}", "--device=cpu", "--port=0")
     code, table, _ = check(*base, "--host=0.0.0.0")
-    assert code == 1 and "is reached from other hosts" in table
+    assert code == 1 and "is reachable from other hosts" in table
     secret = tmp_path / "secret"
     secret.write_text(new_secret())
     code, table, _ = check(*base, "--host=0.0.0.0", f"--secret-file={secret}")
@@ -76,7 +76,7 @@ def test_a_router_that_only_checks_nodes_is_known_to_nobody(check, model, tmp_pa
     base = ("--role=router", f"--model={model}", "--decode=a:1", "--port=0", "--http-port=0")
     checks = (*base, "--host=0.0.0.0", f"--node-tls.ca={tls.ca}")
     code, table, _ = check(*checks)
-    assert code == 1 and "is reached from other hosts" in table
+    assert code == 1 and "is reachable from other hosts" in table
     code, table, _ = check(*checks, f"--node-tls.cert={tls.cert}", f"--node-tls.key={tls.key}")
     assert code == 0 and "by their certificates" in table
 
@@ -169,14 +169,16 @@ def test_which_way_a_model_is_computed_is_told_and_why(check, model, tmp_path):
     assert "natively" in table
     code, table, _ = check(f"--model={make_tiny(tmp_path, 'gpt2')}", "--device=cpu", "--port=0")
     assert code == 0
-    assert "by transformers' GPT2LMHeadModel, gpt2 has no blocks here" in " ".join(table.split())
+    assert "by transformers' GPT2LMHeadModel, gpt2 has no native implementation" in " ".join(
+        table.split()
+    )
 
 
 def test_a_class_that_is_not_served_is_told_with_its_reason(check, tmp_path):
     tiny_config("mamba").save_pretrained(tmp_path)
     code, table, _ = check(f"--model={tmp_path}", "--device=cpu", "--port=0")
     assert code == 1
-    assert "mamba is not served: layers of linear_attention" in " ".join(table.split())
+    assert "mamba is not supported: layer types linear_attention" in " ".join(table.split())
 
 
 def test_a_wrong_configuration_is_one_line_and_code_2(check, model):

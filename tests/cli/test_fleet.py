@@ -59,7 +59,7 @@ class Guarded(router_pb2_grpc.RouterServicer):
     """Believes nobody."""
 
     async def Pause(self, request, context):
-        raise Unauthenticated("this API key is not known here")
+        raise Unauthenticated("this API key is unknown to this router")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
     async with serving((router_pb2_grpc.add_RouterServicer_to_server, Guarded())) as address:
         with pytest.raises(UnfinishedRestart) as undone:
             await _pause(f"--router={address}", *arguments)
-    assert str(undone.value).endswith(f"UNAUTHENTICATED: this API key is not known here ({source})")
+    assert str(undone.value).endswith(
+        f"UNAUTHENTICATED: this API key is unknown to this router ({source})"
+    )
 
 
 async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from(

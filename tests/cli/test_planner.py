@@ -73,7 +73,7 @@ def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_i
     assert isinstance(decision, SwitchRoleAction)
     assert (decision.address, decision.role) == ("4:1", "prefill")  # it has the least to move
     assert decision.because == (
-        "prefill nodes have 1.50 times what they should, decode nodes 0.30 with one fewer"
+        "prefill nodes have 1.50 of their maximum load, decode nodes would have 0.30 with one fewer"
     )
 
 
@@ -189,7 +189,7 @@ def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_roo
     # Long before the cluster has settled: no node changes.
     nodes = node(1, "prefill", 0.5), *_decodes((8, 1.2), (5, 0.9), (2, 0.3))
     assert decide(seen(12.0, *nodes), RULES) == ShiftCapacityAction(
-        "2:1", "4:1", "it has 1.20 times what it should, the other one 0.30"
+        "2:1", "4:1", "it has 1.20 of its maximum load, the target 0.30"
     )
     assert isinstance(decide(seen(8.0, *nodes), RULES), WaitAction)
 
@@ -402,7 +402,7 @@ async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags):
     assert set(reported.pressures) == {"prefill", "decode"} and reported.pressures["prefill"] == 2.0
     done, decided = ("d:1 becomes a prefill node", "d:1 should become a prefill node")
     waits, *events = reversed(reported.events)
-    assert (waits.what, waits.because) == ("waiting", "these nodes are known for less than 30 s")
+    assert (waits.what, waits.because) == ("waiting", "the nodes changed less than 30 s ago")
     assert [event.what for event in events][:2] == ([decided, done] if flags else [decided])
-    assert events[0].because.startswith("prefill nodes have 2.00 times what they should")
+    assert events[0].because.startswith("prefill nodes have 2.00 of their maximum load")
     assert not then.events  # each once

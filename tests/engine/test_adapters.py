@@ -194,7 +194,7 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
             "lora_path: it is outside engine.lora.adapter_dir",
             "lora_path: not a path",
         )
-    assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: it is not there")
+    assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: no such file")
     assert str(tmp_path) not in refusal(shelf, "nowhere")
     outside.rename(tmp_path / "shelf" / "again")
     assert shelf.read(str(tmp_path / "shelf" / "again")).pairs
@@ -228,7 +228,7 @@ def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tm
         bank_of(config, model, free=1 << 10)
     borrowed = type("Borrowed", (), {"products": ()})()
     with pytest.raises(
-        ConfigError, match=r"engine\.lora\.adapter_dir: .* computed by transformers"
+        ConfigError, match=r"engine\.lora\.adapter_dir: .* runs on the Transformers library"
     ):
         bank_of(config, borrowed, free=1 << 30)
 

@@ -137,5 +137,7 @@ def test_half_of_what_files_need_is_refused(told: dict[str, object], sentence: s
 
 
 def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_bytes: 4097 have no room"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.offload\.disk_bytes: 4097 bytes are less than a page"
+    ):
         build(config_of(model, tmp_path / "files", disk_bytes=4097))

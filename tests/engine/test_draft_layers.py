@@ -351,7 +351,7 @@ def _with_draft(draft: Path) -> SpeculativeConfig:
     [
         ({"vocab_size": 400}, ["400 tokens", "the model 320"]),
         ({"architecture": "qwen3_next"}, ["qwen3_next", "recurrent states"]),
-        ({"made_by": AutoModel}, ["llama", "no head for tokens"]),
+        ({"made_by": AutoModel}, ["llama", "no language model head"]),
     ],
     ids=["vocabulary", "states", "no head"],
 )
@@ -374,18 +374,18 @@ def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_pa
         (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
         with pytest.raises(ConfigError, match=words):
             open_checkpoint(llama, speculation=_with_draft(draft))
-    with pytest.raises(ConfigError, match="draft_model needs a natively computed model"):
+    with pytest.raises(ConfigError, match="draft_model needs a native implementation"):
         open_checkpoint(llama, "transformers", _with_draft(llama))
 
 
 def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
     mtp = SpeculativeConfig(method="mtp")
-    with pytest.raises(ConfigError, match="mtp wants a layer"):
+    with pytest.raises(ConfigError, match="mtp needs an MTP layer"):
         open_checkpoint(llama, "native", mtp)
     without = make_checkpoint(tmp_path / "without", "qwen3_next")
-    with pytest.raises(ConfigError, match=f"mtp wants a layer.*{without} has none"):
+    with pytest.raises(ConfigError, match=f"mtp needs an MTP layer.*{without} has none"):
         open_checkpoint(without, "native", mtp)
-    with pytest.raises(ConfigError, match="mtp needs a natively computed model"):
+    with pytest.raises(ConfigError, match="mtp needs a native implementation"):
         open_checkpoint(llama, "transformers", mtp)
     with pytest.raises(ConfigError, match="no such directory"):
         open_checkpoint(llama, "native", _with_head(tmp_path / "none"))

@@ -381,7 +381,7 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
 def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.offload.page_files.MOST_NODES", 1)
     files = opened(tmp_path)
-    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: 1 nodes have"):
+    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: 1 nodes already use"):
         opened(tmp_path)
     files.close()
 
@@ -390,7 +390,9 @@ def test_what_cannot_be_there_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: .*file"):
         opened(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_bytes: 4096 have no room"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.offload\.disk_bytes: 4096 bytes are less than a page"
+    ):
         opened(tmp_path, num_bytes=4096)
 
 
@@ -430,4 +432,4 @@ def test_mounts_that_hide_locks_from_other_hosts_are_refused(
     check_locks(tmp_path, mounts)  # beside it
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         check_locks(shared / "pages", mounts)
-    assert ("this host alone" in caplog.text) == kind.startswith("fuse")
+    assert ("may not work across hosts" in caplog.text) == kind.startswith("fuse")

@@ -65,7 +65,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_with_torchs_words(monkeypatch, 
 def test_a_machine_without_a_gpu_serves_on_its_cpu(monkeypatch, complaint):
     has(monkeypatch, complaint=complaint)
     assert resolve_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="cuda:0 is not there"):
+    with pytest.raises(ConfigError, match="cuda:0 does not exist"):
         resolve_device("cuda:0")
 
 
@@ -94,10 +94,10 @@ def test_ranks_on_a_cpu_have_one_device(monkeypatch):
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     has(monkeypatch, gpus=2)
-    with pytest.raises(ConfigError, match="cuda:2 is not there, this machine has 2 CUDA devices"):
+    with pytest.raises(ConfigError, match="cuda:2 does not exist, this machine has 2 CUDA devices"):
         resolve_device("auto", 2)
     for wrong in ("cuda:3-1", "cuda:1,", "cuda:-1"):
-        with pytest.raises(ConfigError, match="is no device"):
+        with pytest.raises(ConfigError, match="is not a device"):
             resolve_device(wrong)
 
 

@@ -101,7 +101,7 @@ def test_a_head_that_cannot_be_captured_is_launched_after_the_graph_of_layers(mo
         steps.close()
     assert texts[0] == texts[1] and recorder.replays and not recorder.choices
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "tokens are chosen without CUDA graphs" in caplog.text and "nonzero" in caplog.text
+    assert "sampling runs without CUDA graphs" in caplog.text and "nonzero" in caplog.text
 
 
 class Failing(RepeatRecorder):

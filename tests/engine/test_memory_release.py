@@ -236,7 +236,7 @@ def test_weights_that_do_not_fit_come_back_later(update):
     assert memory.mapped_bytes == 0 and not weights.whole
     memory.driver.total = 0
     for _ in range(2):
-        with pytest.raises(FailedPrecondition, match=r"weights: 0\.00 GiB are wanted, 0\.00 GiB"):
+        with pytest.raises(FailedPrecondition, match=r"weights: 0\.00 GiB are needed, 0\.00 GiB"):
             weights.bring_back().result(60)
         assert memory.mapped_bytes == 0 and not weights.whole
     memory.driver.total = 1 << 30
@@ -364,7 +364,7 @@ def test_pages_that_do_not_come_back_leave_nothing_behind(occupation, what):
 
 
 def test_a_pool_that_does_not_fit_is_refused_at_start():
-    with pytest.raises(ConfigError, match="no room for a KV pool"):
+    with pytest.raises(ConfigError, match="not enough memory for a KV pool"):
         KVPool(LAYOUT, 5, CPU, host_memory(total=0))
 
 

@@ -77,7 +77,7 @@ def test_a_failed_load_leaves_no_file_open(tmp_path, monkeypatch):
 
 def test_a_file_that_is_cut_off_is_named(tmp_path):
     (tmp_path / "short").write_bytes(bytes(100))
-    with OpenFiles() as files, pytest.raises(OSError, match="short is cut off"):
+    with OpenFiles() as files, pytest.raises(OSError, match="short is truncated"):
         files.map(tmp_path / "short", 90, 20)
 
 

@@ -27,7 +27,7 @@ from tests.support.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
 FOUND = Path(__file__).parents[2] / "docs/generate/architectures.jsonl"
-NO_PLAN = "transformers has no plan to split its layers"
+NO_PLAN = "transformers has no tensor-parallel plan for it"
 
 # Kind, ranks, and what differs from the tiny checkpoint.
 QUICK: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
@@ -156,13 +156,13 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
         ("granite", Share(0, 2), {"intermediate_size": 95}, r"2 ranks .* 95 numbers of .*mlp\."),
         ("mixtral", Share(0, 2, whole_experts=True), {}, r"engine\.parallel\.experts: Mixtral"),
         # A norm of all heads, with a weight for each, of which the plan knows nothing.
-        ("cohere", Share(0, 2), {"use_qk_norm": True}, "plan does not fit its configuration"),
+        ("cohere", Share(0, 2), {"use_qk_norm": True}, "plan does not match its configuration"),
         # The inner numbers are compared with their mean.
         (
             "gemma3n_text",
             Share(0, 2),
             {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0]},
-            "it adds or compares numbers of which each rank has a part",
+            "it adds or compares values that are split between ranks",
         ),
     ],
 )
@@ -177,11 +177,14 @@ def test_classes_that_ranks_cannot_divide_are_refused(
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
-        ({"layers.*.mlp": "all_reduce"}, r"sums .*\.0\.mlp and of .*\.0\.mlp\.down_proj"),
-        ({"norm": "moe_tp_experts"}, r"sums .* model\.norm and does not split model\.norm\.weight"),
-        ({"norm": "sequence_parallel"}, "style sequence_parallel for model.norm"),
-        ({"norm": "colwise"}, "splits model.norm, which is not a product"),
-        ({"layers.*.mlp.up_proj.weight": "colwise"}, r"splits .*up_proj\.weight, and sums nothing"),
+        ({"layers.*.mlp": "all_reduce"}, r"sums .*\.0\.mlp and .*\.0\.mlp\.down_proj"),
+        (
+            {"norm": "moe_tp_experts"},
+            r"sums .* model\.norm, but does not split model\.norm\.weight",
+        ),
+        ({"norm": "sequence_parallel"}, "unsupported style sequence_parallel for model.norm"),
+        ({"norm": "colwise"}, "splits model.norm, which is not a linear layer"),
+        ({"layers.*.mlp.up_proj.weight": "colwise"}, r"splits .*up_proj\.weight, but does not sum"),
     ],
 )
 def test_plans_that_are_not_supported_are_refused_by_name(

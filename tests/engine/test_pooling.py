@@ -227,5 +227,5 @@ def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
 
 
 def test_a_classifier_of_a_class_that_is_borrowed_is_refused(classifier):
-    with pytest.raises(ConfigError, match="it is a classifier"):
+    with pytest.raises(ConfigError, match="classifiers are only supported"):
         load(classifier, torch.device("cpu"), torch.float32, backend="transformers")

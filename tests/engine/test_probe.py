@@ -43,11 +43,11 @@ def test_a_layer_that_is_given_no_mask_says_its_window_itself():
 @pytest.mark.parametrize(
     "said, reason",
     [
-        ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "makes a mask of its own"),
-        ({"is_causal": False}, "its tokens see those after them"),
-        ({"position_bias": torch.zeros(1)}, "its attention takes position_bias"),
-        ({"head_dim": 264}, "heads of 264 numbers, at most 256 are supported"),
-        ({"num_layers": LAYERS + 1}, "4 of 5 layers attend"),
+        ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "creates its own attention mask"),
+        ({"is_causal": False}, "its attention is not causal"),
+        ({"position_bias": torch.zeros(1)}, "its attention uses position_bias"),
+        ({"head_dim": 264}, "head_dim is 264, at most 256 is supported"),
+        ({"num_layers": LAYERS + 1}, "4 of 5 layers call attention"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -104,10 +104,10 @@ def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
 @pytest.mark.parametrize(
     "rule, reason",
     [
-        (chunks, "neither causal nor a window"),
+        (chunks, "neither causal nor a sliding window"),
         (packed, "depends on more than positions"),
-        (lambda batch, head, query, key: key <= query + 1, "see tokens after their own"),
-        (lambda batch, head, query, key: (key <= query) & (key % 5 != 3), "not the last ones"),
+        (lambda batch, head, query, key: key <= query + 1, "is not causal"),
+        (lambda batch, head, query, key: (key <= query) & (key % 5 != 3), "skips recent tokens"),
     ],
 )
 def test_a_rule_that_is_no_window_is_refused(rule, reason):

@@ -231,7 +231,7 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
         whole = memory.mapped_bytes
         assert done(ReleasePools(1)) == JobDone(1, "") and memory.mapped_bytes == 0
         driver.total = 0
-        assert done(RestorePools(2)).error == "0.00 GiB are wanted, 0.00 GiB are left"
+        assert done(RestorePools(2)).error == "0.00 GiB are needed, 0.00 GiB are free"
         driver.total = whole
         assert done(RestorePools(3)) == JobDone(3, "") and memory.mapped_bytes == whole
         pool.tensor.fill_(7)

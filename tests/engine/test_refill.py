@@ -169,7 +169,7 @@ def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
     "path, said",
     [
         ("wider", "its configuration belongs to another model"),
-        ("damaged", "cut off"),
+        ("damaged", "truncated"),
         ("empty", "config.json"),
         ("missing", "config.json"),
     ],

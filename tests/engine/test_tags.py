@@ -356,8 +356,8 @@ def test_a_tag_is_written_in_either_form(
 @pytest.mark.parametrize(
     "wanted, said",
     [
-        ({"type": "nonsense"}, "format: type 'nonsense' is not known"),
-        ({"type": "token", "token": "a"}, "format.token is no token's number"),
+        ({"type": "nonsense"}, "format: type 'nonsense' is not supported"),
+        ({"type": "token", "token": "a"}, "format.token is not a token id"),
         ({"type": "token", "token": 10**6}, "out of the vocabulary range"),
         (
             {
@@ -366,7 +366,7 @@ def test_a_tag_is_written_in_either_form(
                 "content": {"type": "any_text"},
                 "end": "a",
             },
-            "any_text cannot stand beside tokens",
+            "any_text cannot be combined with tokens",
         ),
         ({"type": "regex", "pattern": r"a\b"}, "format.pattern: "),
         ({"type": "regex", "pattern": "a", "flags": 1}, "format: a regex has no 'flags'"),
@@ -375,8 +375,8 @@ def test_a_tag_is_written_in_either_form(
             "format.elements[0].json_schema: #: not cannot be enforced",
         ),
         ({"type": "json_schema", "json_schema": {}, "style": "yaml"}, "format.style is invalid"),
-        ({"type": "sequence", "elements": 5}, "format.elements is no list"),
-        ({"type": "triggered_tags", "triggers": ["<"], "tags": 5}, "format.tags is no list"),
+        ({"type": "sequence", "elements": 5}, "format.elements is not a list"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": 5}, "format.tags is not a list"),
         ({"type": "tag", "begin": "a", "content": {"type": "any_text"}}, "end"),
     ],
     ids=lambda value: str(value)[:40],
@@ -407,7 +407,7 @@ def test_a_grammar_names_no_tokens(made: GrammarCompilers, grammar: str, word: s
         _guide({"type": "grammar", "grammar": grammar}),
         _guide({"type": "optional", "content": {"type": "grammar", "grammar": grammar}}),
     ):
-        with pytest.raises(InvalidRequest, match=f": {word} is refused"):
+        with pytest.raises(InvalidRequest, match=f": {word} is not supported"):
             made.compiled(prepared(guide))
 
 
@@ -421,13 +421,13 @@ def test_beside_tokens_a_grammar_has_no_free_text_either(made: GrammarCompilers)
     grammar = {"type": "grammar", "grammar": 'root ::= TagDispatch(("a", b))\nb ::= "b"'}
     assert _follows(made, _guide(grammar), "xab")
     beside = [{"type": "token", "token": 65}, grammar]
-    with pytest.raises(InvalidRequest, match=": TagDispatch is refused"):
+    with pytest.raises(InvalidRequest, match=": TagDispatch is not supported"):
         made.compiled(prepared(_guide({"type": "sequence", "elements": beside})))
 
 
 def test_a_structure_that_is_none_is_refused_and_not_left_out(made: GrammarCompilers) -> None:
     text = '{"structures": [5], "triggers": ["<"]}'
-    with pytest.raises(InvalidRequest, match=r"structures\[0\] is no object"):
+    with pytest.raises(InvalidRequest, match=r"structures\[0\] is not an object"):
         made.compiled(prepared(GuidedDecoding("structural_tag", text)))
 
 

@@ -167,7 +167,7 @@ async def test_nobody_listens_beyond_this_host_without_being_told_to(
     refused = start(role, "--host=0.0.0.0", "--port=0", *flags)
     assert await asyncio.to_thread(refused.exit_code) == 2
     (line,) = refused.output.splitlines()
-    assert "--host 0.0.0.0 is reached from other hosts" in line and "--insecure" in line
+    assert "--host 0.0.0.0 is reachable from other hosts" in line and "--insecure" in line
 
 
 async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_tell_it(

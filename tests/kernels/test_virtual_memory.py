@@ -97,7 +97,7 @@ def test_too_little_memory_is_an_error_with_the_numbers():
     memory = host_memory(total=6 * UNIT)
     region = memory.reserve(8 * UNIT, 2 * UNIT)
     region.map(2 * UNIT)
-    with pytest.raises(OutOfDeviceMemory, match=r"^0\.01 GiB are wanted, 0\.01 GiB are left$"):
+    with pytest.raises(OutOfDeviceMemory, match=r"^0\.01 GiB are needed, 0\.01 GiB are free$"):
         region.map()
     assert memory.driver.free_bytes() == 4 * UNIT
     memory.driver.total = 8 * UNIT
@@ -168,7 +168,7 @@ def test_calls_have_the_arguments_of_the_drivers_header(library):
         text=True,
         check=False,
     )
-    said = "2.00 GiB are wanted, 0.99 GiB are left\nreleased\n"
+    said = "2.00 GiB are needed, 0.99 GiB are free\nreleased\n"
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, said), ended.stderr
 
 

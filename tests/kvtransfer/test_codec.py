@@ -343,7 +343,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_failed(retry_after_s=math.inf), "retry_after_s"),
         (_failed(retry_after_s=-1.0), "retry_after_s"),
         (_open(request_id="x" * 5000), "request_id"),
-        (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
+        (_open(namespace=bytes(15)), "namespace has 15 bytes, expected 16 or 0"),
         (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
         (

@@ -228,7 +228,7 @@ def test_a_consumer_whose_device_fails_says_so_and_cannot_promise_the_fence(rig)
     rig.here.queues["to device"].fail("an illegal memory access was encountered")
     with pytest.raises(TransferError, match="illegal memory access"):
         connection.copy(ALL, ALL)
-    with pytest.raises(EngineFault, match=r"may yet land.*illegal memory access"):
+    with pytest.raises(EngineFault, match=r"may still write to the pool.*illegal memory access"):
         connection.close()
 
 

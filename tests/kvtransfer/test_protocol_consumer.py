@@ -623,7 +623,7 @@ def test_a_producer_that_publishes_as_many_pages_of_the_state_as_the_consumer_ha
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
     ended = unlike.received(STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, 42), 0.0)
-    assert "it comes with 6 pages" in next(a for a in ended if isinstance(a, EndStream)).reason
+    assert "it has 6 pages" in next(a for a in ended if isinstance(a, EndStream)).reason
 
 
 # Seen failing with pieces read as pages of the first table.

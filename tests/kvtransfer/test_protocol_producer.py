@@ -95,7 +95,7 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert end.received(STREAM, ReadsDone(ID), 1.0) == [
         SendMessage(STREAM, PagesReleased(ID, True)),
         WithdrawPages(ID),  # nobody reads them any more before the engine lets them go
-        ClosedEvent(SERIAL, ID, True, "the consumer has everything"),
+        ClosedEvent(SERIAL, ID, True, "the consumer has all pages"),
     ]
     assert end.num_open == 0
 

@@ -747,7 +747,7 @@ def test_a_consumer_whose_paths_are_ready_too_late_is_not_admitted(
         else:
             node.jobs.ask(encoded(StopTransfer())).result(WAIT_S)
         preparation.set_result(None)
-        with pytest.raises(EngineFault, match=r"dismissed|this role has ended"):
+        with pytest.raises(EngineFault, match=r"no longer connected|this role has ended"):
             offered.result(WAIT_S)
         assert node.jobs.ask(encoded(PollPaths())).exception(WAIT_S) is None or end == "stopped"
 
@@ -927,7 +927,7 @@ LIES: dict[str, tuple[Callable[[PairHello], dict[str, Any]], str]] = {
         lambda hello: {
             "regions": tuple(msgspec.structs.replace(each, base=0) for each in hello.regions)
         },
-        "no memory is like",
+        "the memory region is invalid",
     ),
     "pages of different numbers": (
         lambda hello: {
@@ -979,7 +979,7 @@ def test_a_producer_without_a_path_for_all_ranks_closes_the_link(make: Make) -> 
     rig = make((2, 2))
     rig.hello = msgspec.structs.replace(rig.hello, paths=rig.hello.paths[:1])
     link = rig.open()
-    assert "offers none" in rig.next(LinkClosed).reason
+    assert "offers no data path" in rig.next(LinkClosed).reason
     assert link.join(WAIT_S) and rig.events.empty()
 
 

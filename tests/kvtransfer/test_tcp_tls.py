@@ -194,7 +194,7 @@ def test_strangers_never_have_a_producer_compute_a_handshake(ends):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises((ssl.SSLError, ConnectionError)):
             context.wrap_socket(raw)
-    assert "does not follow the consumer's protocol" in ends.log.read_text()
+    assert "does not use the protocol of consumers" in ends.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt, used):
     memory = Memory(8, PAGE_BYTES)
     with pytest.raises(TransferError) as refusal:
         nixl.connect(description, memory.remote, memory.pool)
-    assert ("rdma: not known here" in str(refusal.value)) != used
+    assert ("rdma: unknown path" in str(refusal.value)) != used
 
 
 def _start(channel: TcpChannel, seal: bytes) -> None:

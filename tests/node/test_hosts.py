@@ -417,7 +417,10 @@ async def test_one_host_too_many_and_another_version_are_refused(make: Callable[
     assert code is refused and "0.0.9" in sentence
     joined = await rig.call()
     assert (await within(joined.read())).HasField("start")
-    assert await ended(await rig.call()) == (refused, "this node has all its 2 hosts")
+    assert await ended(await rig.call()) == (
+        refused,
+        "all 2 hosts of this node have joined already",
+    )
     packet = ranks_pb2.RankPacket(rank=1, packet=encoder.encode(RankStarted()))
     await joined.write(ranks_pb2.HostMessage(packet=packet))
     await received(rig.first, RankStarted)  # the node lives
@@ -429,8 +432,8 @@ async def test_one_host_too_many_and_another_version_are_refused(make: Callable[
         (2, encoder.encode(RankStarted()), "ranks 1 to 1"),
         (1, bytes(MAX_PACKET_BYTES + 1), "at most"),
         (1, b"", "at most"),
-        (1, b"junk", "no message"),
-        (1, encoder.encode(Ping()), "no message"),
+        (1, b"junk", "an invalid message"),
+        (1, encoder.encode(Ping()), "an invalid message"),
     ],
 )
 async def test_what_no_rank_sends_ends_the_node(
@@ -466,7 +469,7 @@ async def test_a_relay_that_anybody_could_reach_is_not_opened(
     monkeypatch.setattr(relay, "own_address", lambda *_: OwnAddress("192.0.2.1", "eth7"))
     rig = await make().started()
     failed = await received(rig.first, RankFailed)
-    assert failed.config and "192.0.2.1 is reached from other hosts" in failed.error
+    assert failed.config and "192.0.2.1 is reachable from other hosts" in failed.error
     assert await within(rig.relay) == 2
 
 

@@ -92,7 +92,7 @@ def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_process
 
 @pytest.mark.parametrize(
     "model, because",
-    [("echo", "neither ended nor moved within 0.3 s"), ("one-role", "there is no room")],
+    [("echo", "neither ended nor migrated within 0.3 s"), ("one-role", "there is no room")],
 )
 def test_a_node_that_cannot_change_its_role_goes_on_as_it_was(
     start_node: StartNode, model: str, because: str

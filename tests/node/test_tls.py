@@ -232,7 +232,7 @@ def _encrypted(path: Path) -> None:
         (lambda c: (c.key.unlink(), c.key.mkdir()), "tls.key: Is a directory"),
         (lambda c: c.cert.write_text("x"), "tls.crt holds no PEM certificate"),
         (lambda c: _change(c.cert, VERSION, b"\x09"), "tls.crt holds no PEM certificate"),
-        (lambda c: _change(c.cert, CURVE, b"\x7f"), "tls.crt is of a key that cannot be used"),
+        (lambda c: _change(c.cert, CURVE, b"\x7f"), "tls.crt is not supported"),
         (lambda c: c.ca.write_text(""), "ca.crt holds no PEM certificate"),
         (lambda c: c.key.write_text("x"), "tls.key holds no PEM private key"),
         (lambda c: _encrypted(c.key), "tls.key is encrypted"),

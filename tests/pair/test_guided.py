@@ -377,7 +377,7 @@ def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monke
         slow = rig.ask(PROMPTS[1], 200, **fields)
         free = rig.serve(PROMPTS[2], 60)
         assert slow.ended.error_code == StatusCode.INVALID_ARGUMENT.value[0]
-        assert slow.ended.error.startswith("sampling.guide: its grammar has taken")
+        assert slow.ended.error.startswith("sampling.guide: its grammar has used")
         assert 1 < len(slow.tokens) < 200
         assert len(free.tokens) == 60
 

@@ -216,7 +216,7 @@ def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
     with rig_of(model, prefill=[]) as rig:
         asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
         rig.run()
-        assert "2 x 3 tokens, the model takes 6 x 6" in asked.ended.error
+        assert "2 x 3 tokens, the model accepts 6 x 6" in asked.ended.error
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "llava"])

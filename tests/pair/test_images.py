@@ -170,7 +170,7 @@ def test_what_a_node_cannot_compute_it_refuses(model):
     with rig_of(model) as rig:
         refused = {
             "outside the vocabulary": rig.ask(token_ids, 1),
-            "is no square": rig.ask(token_ids, 1, images=[smaller]),
+            "must have": rig.ask(token_ids, 1, images=[smaller]),
             "prompt_logprobs": rig.ask(token_ids, 1, images=images, prompt_logprobs=0),
         }
         rig.run()

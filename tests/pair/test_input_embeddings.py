@@ -161,7 +161,11 @@ def test_what_the_model_cannot_take_is_refused_by_name(known):
     "values, prompt, error",
     [
         (bytes(4 * 6), [GIVEN_TOKEN] * 4, r"24 bytes are not float32 \[4, hidden size\]"),
-        (bytes(4 * 8), [GIVEN_TOKEN, 1, GIVEN_TOKEN, GIVEN_TOKEN], "the prompt has token ids"),
+        (
+            bytes(4 * 8),
+            [GIVEN_TOKEN, 1, GIVEN_TOKEN, GIVEN_TOKEN],
+            "cannot be combined with token ids",
+        ),
         (bytes((4 << 20) + 16), [GIVEN_TOKEN] * 4, "4194304 allowed"),
     ],
 )

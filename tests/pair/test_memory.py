@@ -38,7 +38,7 @@ def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy
     one_runs(rig)
     (node, *_), pairs = rig.decode, rig.wires.num_begun
     assert call_node(rig, node, ReleaseMemory(tags)).error == (
-        "requests are here: pause the node first"
+        "this node has requests: pause it first"
     )
     pause(rig)
     released(rig, tags=tags)

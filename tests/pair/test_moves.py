@@ -243,7 +243,7 @@ def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> N
         ]
         rig.run(*movers)
         errors = [mover.ended.error for mover in movers]
-        assert "no request here has that ticket" in errors[0]
+        assert "no request on this node has this ticket" in errors[0]
         assert "not paired" in errors[1]
         rig.cancel(asked)
 

@@ -182,7 +182,7 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
         rig.until(lambda: len(node.router.answers) == before + 3, "three answers")
         *_, continued, called_off = node.router.answers
         assert continued.integer == 1
-        assert called_off.error == "it was continued before it was paused"
+        assert called_off.error == "it was resumed before it was paused"
         assert call_node(rig, node, ContinueGeneration()).integer == 0
         rig.run()
         assert asked.tokens == known.greedy(PROMPTS[1], MANY)

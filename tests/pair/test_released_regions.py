@@ -153,7 +153,7 @@ def test_a_node_without_room_sleeps_on_and_wakes_later(rig, greedy):
     memory_of(node).driver.total = 0
     for _ in range(2):
         error = call_node(rig, node, ResumeMemory(ALL)).error
-        assert error.startswith("kv_cache: 0.0") and error.endswith("GiB are left")
+        assert error.startswith("kv_cache: 0.0") and error.endswith("GiB are free")
         assert node.role.scheduler.paused and memory_of(node).mapped_bytes == 0
     memory_of(node).driver.total = 1 << 40
     taken_again(rig, node)

@@ -160,7 +160,7 @@ def test_a_model_without_videos_refuses_them(tmp_path):
         token_ids, images = with_images("See ", doubled)
         asked = rig.ask(token_ids, NUM_TOKENS, images=images)
         rig.run()
-        assert "the model takes no videos" in asked.ended.error
+        assert "the model accepts no videos" in asked.ended.error
 
 
 def test_patches_that_continue_no_video_are_refused():

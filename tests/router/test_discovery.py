@@ -317,7 +317,7 @@ async def test_a_file_that_is_wrong_from_the_start_is_an_error(file, content):
 
 async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "nodes")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         await Discovery([], [f"file:{tmp_path / 'nodes'}"], times=HURRIED).start()
 
 

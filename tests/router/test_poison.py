@@ -122,10 +122,10 @@ async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(mod
         node.finish(
             submit.number,
             reason=FINISH_REASON_ERROR,
-            error="the model's logits were not finite",
+            error="the model's logits contain NaN or Inf",
             error_code=StatusCode.INTERNAL.value[0],
         )
         error = await failure(call)
         reported = (error.code(), error.details())
-        assert reported == (StatusCode.INTERNAL, "the model's logits were not finite")
+        assert reported == (StatusCode.INTERNAL, "the model's logits contain NaN or Inf")
         assert sum(bool(message.submits) for stub in stubs for message in stub.received) == 1

@@ -284,7 +284,7 @@ async def test_a_batch_invariant_response_continues_only_with_its_fingerprint(
 ):
     await promise(router, (d0, d1), ("one", "other"))
     call = await lost_after_a_token(client, d0, max_tokens=9)
-    assert "no decode node that is ready has the fingerprint" in (await failure(call)).details()
+    assert "no ready decode node has the system_fingerprint" in (await failure(call)).details()
     # The first tokens may come from any node.
     other = ask(client)
     await d1.complete([30])

@@ -111,5 +111,5 @@ def test_pools_of_killed_nodes_are_deleted_and_those_of_others_stay(tmp_path):
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match="not this user's alone"):
+    with pytest.raises(ConfigError, match="must belong to this user alone"):
         pool_directory(tmp_path / "open")

@@ -56,10 +56,10 @@ def enforced(text: str) -> str:
         root = msgspec.json.decode(text)
         return msgspec.json.encode(_Document(root).whole()).decode()
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"it is no JSON: {error}") from None
+        raise InvalidRequest(f"it is not valid JSON: {error}") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         # A keyword has a value of the wrong type, such as a number instead of a property list.
-        raise InvalidRequest(f"it is no JSON schema: {error}") from None
+        raise InvalidRequest(f"it is not a valid JSON schema: {error}") from None
 
 
 class _Document:
@@ -81,7 +81,7 @@ class _Document:
     def _schema(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
         self._count += 1
         if depth > MAX_DEPTH or self._count > MAX_SCHEMAS:
-            raise refuse(place, "there are too many schemas within each other")
+            raise refuse(place, "too many nested schemas")
         if isinstance(schema, Mapping) and _constraining(schema) == ["$ref"]:
             return {"$ref": f"#/$defs/{self._named(schema['$ref'], place)}"}
         schema = self._opened(schema, place)
@@ -127,7 +127,7 @@ class _Document:
             raise refuse(
                 place,
                 f"oneOf cannot be enforced: {len(others)} of its {len(opened)} branches are not "
-                f"constants, and {_MAX_PAIRS} pairs of branches can be compared; anyOf can be",
+                f"constants, and only {_MAX_PAIRS} pairs can be compared: use anyOf",
             )
         for second in others:
             for first in (*constants, *(each for each in others if each < second)):
@@ -135,8 +135,8 @@ class _Document:
                     low, high = sorted((first, second))
                     raise refuse(
                         place,
-                        f"oneOf cannot be enforced: a value might be valid in its branches {low} "
-                        f"and {high}; anyOf can be",
+                        f"oneOf cannot be enforced: a value might match branches {low} and {high}: "
+                        f"use anyOf",
                     )
 
     # References -----------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class _Document:
         if schema is True:
             return {}
         if schema is False:
-            raise UnsatisfiableSchema(f"{place}: no value is valid")
+            raise UnsatisfiableSchema(f"{place}: the schema false allows no value")
         if not isinstance(schema, Mapping):
             raise refuse(place, "it is neither an object nor a boolean")
         schema = _newest({word: value for word, value in schema.items() if word not in SILENT})
@@ -159,13 +159,13 @@ class _Document:
         if "$ref" in schema:
             pointer = schema["$ref"]
             if pointer in through or len(through) > MAX_DEPTH:
-                raise refuse(place, f"$ref {pointer!r} leads to itself")
+                raise refuse(place, f"$ref {pointer!r} refers to itself")
             parts.append(self._open(self._target(pointer, place), pointer, (*through, pointer)))
         for number, each in enumerate(schema.get("allOf", ())):
             parts.append(self._open(each, below(place, "allOf", number), through))
         self._count += len(parts) - 1
         if self._count > MAX_SCHEMAS:
-            raise refuse(place, "there are too many schemas within each other")
+            raise refuse(place, "too many nested schemas")
         made, *others = parts
         for each in others:
             made = merged(made, each, place)
@@ -181,11 +181,11 @@ class _Document:
             through.append(pointer)
             pointer = target["$ref"]
             if pointer in through:
-                raise refuse(place, f"$ref {pointer!r} leads to itself")
+                raise refuse(place, f"$ref {pointer!r} refers to itself")
 
     def _target(self, pointer: str, place: str = "#") -> Any:
         if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
-            raise refuse(place, f"$ref {pointer!r} leads out of the schema")
+            raise refuse(place, f"$ref {pointer!r} refers outside the schema")
         found = self._root
         for step in pointer.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -194,7 +194,7 @@ class _Document:
             elif isinstance(found, Mapping) and name in found:
                 found = found[name]
             else:
-                raise refuse(place, f"$ref {pointer!r} leads to nothing")
+                raise refuse(place, f"$ref {pointer!r} does not exist")
         return found
 
     # Types ----------------------------------------------------------------------------------------
@@ -247,14 +247,15 @@ class _Document:
             others = schema.get("additionalProperties", False)
             if properties or len(patterns) > 1 or others is not False:
                 raise refuse(
-                    place, "patternProperties can only be enforced alone, without any other names"
+                    place,
+                    "patternProperties: only one pattern and no other properties can be enforced",
                 )
         if names is not True and (properties or patterns):
-            raise refuse(place, "propertyNames cannot be enforced beside properties")
+            raise refuse(place, "propertyNames cannot be enforced together with properties")
         for name in required:
             if name not in properties:
                 if names is not True or patterns or schema.get("additionalProperties") is False:
-                    raise refuse(place, f"required has {name!r}, which is no property")
+                    raise refuse(place, f"required has {name!r}, which is not in properties")
                 properties[name] = schema.get("additionalProperties", True)
         must = set(required)
         properties = {
@@ -263,7 +264,9 @@ class _Document:
             if each is not False or name in must or others is not False
         }
         if least > len(required) and (others is not False or patterns):
-            raise refuse(place, "minProperties can only be enforced of names that are said")
+            raise refuse(
+                place, "minProperties above the number of required needs additionalProperties false"
+            )
         made: dict[str, Any] = {"type": "object"}
         if properties:
             made["properties"] = {
@@ -276,7 +279,9 @@ class _Document:
             made["minProperties"] = _whole(least)
         if most is not None:
             if _whole(most) < max(least, len(required)):
-                raise UnsatisfiableSchema(f"{place}: maxProperties is below what it must have")
+                raise UnsatisfiableSchema(
+                    f"{place}: maxProperties is below minProperties or required"
+                )
             made["maxProperties"] = _whole(most)
         if names is not True:
             made["propertyNames"] = self._names_of(names, below(place, "propertyNames"))
@@ -297,7 +302,7 @@ class _Document:
     def _names_of(self, schema: Any, place: str) -> dict[str, Any]:
         opened = self._opened(schema, place)
         if _constraining(opened) not in (["pattern"], ["type", "pattern"], ["pattern", "type"]):
-            raise refuse(place, "of names only a pattern can be enforced")
+            raise refuse(place, "propertyNames: only pattern can be enforced")
         return {"pattern": _expression(opened["pattern"], place)}
 
 
@@ -339,7 +344,7 @@ def _kept(values: list[Any], schema: Schema, place: str) -> list[Any]:
     """Return the values of an enum that match the schema's types."""
     beside = [word for word in schema if word in CONSTRAINTS]
     if beside:
-        raise refuse(place, f"{beside[0]} cannot be enforced beside enum or const")
+        raise refuse(place, f"{beside[0]} cannot be enforced together with enum or const")
     kept = values
     if "type" in schema:
         types = types_of(schema, place) or ()
@@ -408,7 +413,7 @@ def _integer(schema: Schema, place: str) -> dict[str, Any]:
     step = schema.get("multipleOf", 1)
     if step != 1:
         if int(step) != step:
-            raise refuse(place, f"multipleOf {step} cannot be enforced: it is no whole number")
+            raise refuse(place, f"multipleOf {step} cannot be enforced: expected an integer")
         made["multipleOf"] = int(step)
     return made
 
@@ -421,5 +426,5 @@ def _number(schema: Schema, place: str) -> dict[str, Any]:
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or int(number) != number or number < 0:
-        raise ValueError(f"{number!r} is no count")
+        raise ValueError(f"{number!r} is not an integer of at least 0")
     return int(number)

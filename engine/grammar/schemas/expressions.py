@@ -95,12 +95,12 @@ class _Scan:
                 self._depth -= 1
             case "^":
                 if self._depth or (start and self._expression[start - 1] != "|"):
-                    raise self._error("^ is only known at the start", start)
+                    raise self._error("^ is only supported at the start", start)
                 return self._anchor(sign)
             case "$":
                 rest = self._expression[self._at :]
                 if self._depth or (rest and rest[0] != "|"):
-                    raise self._error("$ is only known at the end", start)
+                    raise self._error("$ is only supported at the end", start)
                 return self._anchor(sign)
             case "." if self._quoted:
                 return f"[^{_BUT_UNQUOTABLE}]"
@@ -116,14 +116,14 @@ class _Scan:
     def _group(self) -> None:
         rest = self._expression[self._at :]
         if rest.startswith("?") and not rest.startswith("?:"):
-            raise self._error("of groups with (? only (?: is known", self._at - 1)
+            raise self._error("groups with (? are not supported, except (?:", self._at - 1)
         self._at += 2 * rest.startswith("?:")
 
     def _escape(self) -> str:
         """Read an escape after its backslash."""
         start = self._at - 1
         if self._at >= len(self._expression):
-            raise self._error("an escape has no end", start)
+            raise self._error("incomplete escape", start)
         sign = self._expression[self._at]
         self._at += 1
         if sign == "u":
@@ -131,16 +131,16 @@ class _Scan:
             try:
                 character = chr(int(code, 16))
             except ValueError:
-                raise self._error(f"\\u{code} is no character", start) from None
+                raise self._error(f"\\u{code} is not a character", start) from None
             self._at += 4
             if self._quoted:
                 self._check_quotable(character, start)
         elif self._quoted and sign in _BUT:
             return f"[^{_BUT[sign]}{_BUT_UNQUOTABLE}]"
         elif self._quoted and (sign in _CONTROL or sign in _UNQUOTABLE):
-            raise self._error("JSON's texts would have to escape it, which is not known", start)
+            raise self._error("characters that JSON escapes are not supported", start)
         elif sign.isalnum() and sign not in _CLASSES and sign not in _CONTROL:
-            raise self._error(f"\\{sign} is not known", start)
+            raise self._error(f"\\{sign} is not supported", start)
         return self._expression[start : self._at]
 
     def _set(self) -> str:
@@ -153,7 +153,7 @@ class _Scan:
             self._at += 1
         while True:
             if self._at >= len(self._expression):
-                raise self._error("a set has no end", start)
+                raise self._error("unterminated character set", start)
             if self._expression[self._at] == "]":
                 self._at += 1
                 break
@@ -163,7 +163,7 @@ class _Scan:
         if signs[:1] == ["^"]:
             signs.append(_BUT_UNQUOTABLE)
         if not any(signs):
-            raise self._error("JSON's texts would have to escape it, which is not known", start)
+            raise self._error("characters that JSON escapes are not supported", start)
         return f"[{''.join(signs)}]"
 
     def _member(self, *, negated: bool) -> str:
@@ -179,7 +179,7 @@ class _Scan:
         place = self._at
         high = self._single()
         if len(high) != 1 or high < low:
-            raise self._error("a range has no end", place)
+            raise self._error("invalid range in a character set", place)
         if not self._quoted or negated:
             return f"{_literal(low)}-{_literal(high)}"
         return "".join(_ranges(max(ord(low), 0x20), ord(high)))
@@ -192,12 +192,12 @@ class _Scan:
         if sign != "\\":
             return sign
         if self._at >= len(self._expression):
-            raise self._error("an escape has no end", start)
+            raise self._error("incomplete escape", start)
         sign = self._expression[self._at]
         self._at += 1
         if sign in _CLASSES:
             if self._quoted and sign in _BUT:
-                raise self._error(f"\\{sign} is not known in a set", start)
+                raise self._error(f"\\{sign} is not supported in a set", start)
             return "\\" + sign
         if sign in "ux":
             length = 4 if sign == "u" else 2
@@ -206,16 +206,16 @@ class _Scan:
             try:
                 return chr(int(code, 16))
             except ValueError:
-                raise self._error(f"\\{sign}{code} is no character", start) from None
+                raise self._error(f"\\{sign}{code} is not a character", start) from None
         if sign in "tnrfv":
             return {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}[sign]
         if sign.isalnum():
-            raise self._error(f"\\{sign} is not known", start)
+            raise self._error(f"\\{sign} is not supported", start)
         return sign
 
     def _check_quotable(self, character: str, place: int) -> None:
         if self._quoted and (character in _UNQUOTABLE or character < " "):
-            raise self._error("JSON's texts would have to escape it, which is not known", place)
+            raise self._error("characters that JSON escapes are not supported", place)
 
     def _error(self, why: str, place: int) -> InvalidRequest:
         return InvalidRequest(f"{why}, at character {place} of {self._expression[:80]!r}")

@@ -80,12 +80,12 @@ def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
             known = {key_of(value) for value in second}
             values = [value for value in first if key_of(value) in known]
         if not values:
-            raise UnsatisfiableSchema(f"{place}: no value is valid in all of it")
+            raise UnsatisfiableSchema(f"{place}: no value is valid in all combined schemas")
         made["enum"] = values
     if "type" in one or "type" in other:
         types = _common(_types(one, place), _types(other, place))
         if not types:
-            raise UnsatisfiableSchema(f"{place}: no type is valid in all of it")
+            raise UnsatisfiableSchema(f"{place}: no type is valid in all combined schemas")
         made["type"] = types
     return made
 
@@ -106,7 +106,7 @@ def _common(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> list[
 
 def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
     if "patternProperties" in one or "patternProperties" in other:
-        raise refuse(place, "patternProperties cannot be enforced beside those of another schema")
+        raise refuse(place, "patternProperties of combined schemas cannot be enforced")
     mine, others = one.get("properties", {}), other.get("properties", {})
     required = {*one.get("required", ()), *other.get("required", ())}
     properties: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
         if False not in parts:
             properties[name] = _all_of(*parts)
         elif name in required:
-            raise UnsatisfiableSchema(f"{place}: property {name!r} is required, and not allowed")
+            raise UnsatisfiableSchema(f"{place}: property {name!r} is required, but not allowed")
     made: dict[str, Any] = {"properties": properties}
     if "additionalProperties" in one or "additionalProperties" in other:
         parts = [schema.get("additionalProperties", True) for schema in (one, other)]
@@ -130,7 +130,7 @@ def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
 
 def _arrays(one: Schema, other: Schema, place: str) -> dict[str, Any]:
     if "prefixItems" in one or "prefixItems" in other:
-        raise refuse(place, "prefixItems cannot be enforced beside items of another schema")
+        raise refuse(place, "prefixItems cannot be combined with items of another schema")
     return {"items": _all_of(one["items"], other["items"])}
 
 
@@ -147,7 +147,7 @@ def _both(word: str, one: Any, other: Any, place: str) -> Any:
         return math.lcm(one, other)
     if word == "anyOf" and len(one) * len(other) <= _MAX_BRANCHES:
         return [_all_of(mine, others) for mine in one for others in other]
-    raise refuse(place, f"{word} cannot be enforced twice, as all of this together says it")
+    raise refuse(place, f"several values of {word} in combined schemas cannot be enforced")
 
 
 def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str], Schema]) -> bool:

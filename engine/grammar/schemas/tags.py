@@ -44,12 +44,12 @@ def enforced_tag(text: str) -> EnforcedTag:
         said = msgspec.json.decode(text, type=dict[str, Any])
         made = _format(_wanted(said), "format", 0)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"it is no JSON object: {error}") from None
+        raise InvalidRequest(f"it is not a JSON object: {error}") from None
     formats = [*_within(made)]
     kinds = {each["type"] for each in formats}
     has_tokens = "token" in kinds
     if has_tokens and (free := sorted(kinds & _FREE)):
-        raise InvalidRequest(rf"{free[0]} cannot stand beside tokens; a regex can: [\s\S]*")
+        raise InvalidRequest(rf"{free[0]} cannot be combined with tokens: use the regex [\s\S]*")
     encoded = msgspec.json.encode({"type": "structural_tag", "format": made}).decode()
     grammars = [str(each.get("grammar")) for each in formats if each["type"] == "grammar"]
     return EnforcedTag(encoded, has_tokens, grammars)
@@ -73,12 +73,12 @@ def _wanted(said: Mapping[str, Any]) -> Any:
             tags = [_structure(each, f"structures[{n}]") for n, each in enumerate(structures)]
             return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
         case _:
-            raise InvalidRequest("it has neither a format nor structures with their triggers")
+            raise InvalidRequest("it needs format, or structures and triggers")
 
 
 def _structure(said: Any, place: str) -> dict[str, Any]:
     if not isinstance(said, Mapping):
-        raise InvalidRequest(f"{place} is no object")
+        raise InvalidRequest(f"{place} is not an object")
     return {
         "type": "tag",
         "begin": said.get("begin"),
@@ -91,7 +91,7 @@ def _format(wanted: Any, place: str, depth: int) -> dict[str, Any]:
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     known = _KINDS.get(kind) if isinstance(kind, str) else None
     if known is None:
-        raise InvalidRequest(f"{place}: type {str(kind)[:40]!r} is not known")
+        raise InvalidRequest(f"{place}: type {str(kind)[:40]!r} is not supported")
     if depth > _MAX_DEPTH:
         raise InvalidRequest(f"{place} is nested too deeply")
     made = {"type": kind}
@@ -108,14 +108,14 @@ def _format(wanted: Any, place: str, depth: int) -> dict[str, Any]:
 
 def _formats(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
     if not isinstance(wanted, list):
-        raise InvalidRequest(f"{place} is no list")
+        raise InvalidRequest(f"{place} is not a list")
     return [_format(each, f"{place}[{number}]", depth) for number, each in enumerate(wanted)]
 
 
 def _tags(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
     """Rewrite formats that are tags even without saying so."""
     if not isinstance(wanted, list):
-        raise InvalidRequest(f"{place} is no list")
+        raise InvalidRequest(f"{place} is not a list")
     said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted]
     return _formats(said, place, depth)
 
@@ -165,7 +165,7 @@ def _style(wanted: Any, place: str, depth: int) -> Any:
 
 def _token(wanted: Any, place: str, depth: int) -> int:
     if type(wanted) is not int or wanted < 0:
-        raise InvalidRequest(f"{place} is no token's number")
+        raise InvalidRequest(f"{place} is not a token id")
     return wanted
 
 

@@ -91,7 +91,7 @@ def types_of(schema: Schema, place: str) -> tuple[str, ...] | None:
         types = (said,) if isinstance(said, str) else tuple(said)
         for each in types:
             if each not in TYPES:
-                raise refuse(place, f"type {each!r} is none of JSON Schema")
+                raise refuse(place, f"type {each!r} is not a JSON Schema type")
         return tuple(each for each in types if each != "integer" or "number" not in types)
     if (values := values_of(schema)) is not None:
         return tuple(dict.fromkeys(map(type_of, values)))

@@ -52,7 +52,7 @@ class DraftModelCheckpoint:
                 f"and the model {model.vocabulary_size}: a draft model needs the same vocabulary"
             )
         for reason, refused in {
-            "it has no head for tokens": not own.generates,
+            "it has no language model head": not own.generates,
             "draft models with images are not supported": VisionInput.of(directory) is not None,
             "draft models with recurrent states are not supported": any(
                 layer.cells for layer in own.layers

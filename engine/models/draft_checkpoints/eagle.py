@@ -131,7 +131,7 @@ def _check(config: Fields, model: ModelSpec, directory: Path) -> None:
         raise config.wrong("num_hidden_layers", "1: an EAGLE head is one layer")
     for name, here in (("hidden_size", model.hidden_size), ("vocab_size", model.vocabulary_size)):
         if config.integer(name) != here:
-            raise config.wrong(name, f"{here}, as of the model that it is to guess for")
+            raise config.wrong(name, f"{here}, as in the target model")
 
 
 def _architectures(config: Fields) -> tuple[str, ...]:

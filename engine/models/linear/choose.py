@@ -148,7 +148,7 @@ def _int8(device: torch.device) -> RoundingForm | None:
 def _refused(device: torch.device) -> NoReturn:
     if device.type != "cpu":
         raise ConfigError(
-            f"engine.quantize: int8 is computed on a CPU alone, and the device is {device}"
+            f"engine.quantize: int8 is only supported on CPUs, and the device is {device}"
         )
     raise ConfigError(
         "engine.quantize: int8 needs a processor with AVX512-VNNI and a torch with oneDNN"

@@ -37,7 +37,7 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
         grouped.sub_(zero.float().unsqueeze(-1)).mul_(scale.float().unsqueeze(-1))
         return grouped.view(rows, -1)
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-        raise ConfigError(f"an input belongs to a group that is none of the {num_groups} there are")
+        raise ConfigError(f"an input belongs to a group outside [0, {num_groups})")
     wide = numbers.float().sub_(zero.float()[:, groups.long()])
     return wide.mul_(scale.float()[:, groups.long()])
 

@@ -73,7 +73,9 @@ class TransformersCheckpoint:
 
     def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
         if not isinstance(model, TransformersModel):
-            raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
+            raise ConfigError(
+                f"{self._directory}: the running model does not use the Transformers library"
+            )
         fresh = self.load(model.device, model.dtype, quantize, share)
         refill_modules(model.modules, fresh.modules)
         del fresh
@@ -82,7 +84,9 @@ class TransformersCheckpoint:
     def move_experts(
         self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
     ) -> None:
-        raise ConfigError(f"{self._directory}: transformers' experts are not whole on any rank")
+        raise ConfigError(
+            f"{self._directory}: experts of the Transformers library cannot be moved between ranks"
+        )
 
     def drain(self, model: object) -> None:
         assert isinstance(model, TransformersModel)
@@ -97,18 +101,18 @@ class TransformersCheckpoint:
         """Return the class as a rank has it. Raises ConfigError as `part_of`."""
         if share.stage is not None:
             raise ConfigError(
-                f"engine.parallel.pp: {self._skeleton.name} is computed by transformers, and only "
-                "natively computed models have stages"
+                f"engine.parallel.pp: {self._skeleton.name} runs on the Transformers library, "
+                "which does not support stages"
             )
         if share.whole_experts:
             raise ConfigError(
-                f"engine.parallel.experts: {self._skeleton.name} is computed by transformers, and "
-                "only natively computed models have whole experts on each rank"
+                f"engine.parallel.experts: {self._skeleton.name} runs on the Transformers library, "
+                "which does not support whole experts on each rank"
             )
         if share.exchange is not None:
             raise ConfigError(
-                f"engine.parallel.dp: {self._skeleton.name} is computed by transformers, and only "
-                "natively computed models share experts"
+                f"engine.parallel.dp: {self._skeleton.name} runs on the Transformers library, "
+                "which does not support data-parallel groups"
             )
         if share.size == 1:
             return self._skeleton

@@ -66,7 +66,7 @@ def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> 
     `refill`."""
     here, there = list(_places(present)), list(_places(fresh))
     if len(here) != len(there):
-        raise EngineFault("the weights differ in more than numbers")
+        raise EngineFault("the structure of the new weights differs")
     for pair in zip(here, there, strict=True):
         refill(*pair)
 

@@ -162,7 +162,7 @@ class TensorPlan:
         except UnsupportedModel as error:
             refused = str(error)
         if not refused and all(cut.uneven for cut in cuts.values()):
-            refused = "transformers has no plan to split its layers"
+            refused = "transformers has no tensor-parallel plan for it"
         return cls(cuts, connected, _tied(model), refused)
 
     def splits(self, module: str) -> bool:
@@ -187,10 +187,14 @@ def _check_sums(
         whole = [each for each in inside if each not in cuts]
         added = [each for each in summed if each.startswith(f"{name}.")]
         if added:
-            raise UnsupportedModel(f"its plan sums the outputs of {name} and of {added[0]}")
+            raise UnsupportedModel(
+                f"its tensor-parallel plan sums the outputs of both {name} and {added[0]}"
+            )
         if whole or not inside:
             what = whole[0] if whole else "its parameters"
-            raise UnsupportedModel(f"its plan sums the outputs of {name} and does not split {what}")
+            raise UnsupportedModel(
+                f"its tensor-parallel plan sums the outputs of {name}, but does not split {what}"
+            )
 
 
 def _tied(model: PreTrainedModel) -> str:
@@ -207,7 +211,9 @@ def _style(name: str, entries: Mapping[str, str]) -> Style:
     """Return the style of a module or a parameter. Plans have * instead of numbers of layers."""
     kind = entries.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicate")
     if kind not in _STYLES:
-        raise UnsupportedModel(f"its plan has the style {kind} for {name}, which is not supported")
+        raise UnsupportedModel(
+            f"its tensor-parallel plan has the unsupported style {kind} for {name}"
+        )
     return _STYLES[kind]
 
 
@@ -222,13 +228,17 @@ def _cuts_of(
         UnsupportedModel: the plan is not supported.
     """
     if style.cut is not None and not _is_product(module):
-        raise UnsupportedModel(f"its plan splits {name}, which is not a product with a matrix")
+        raise UnsupportedModel(
+            f"its tensor-parallel plan splits {name}, which is not a linear layer"
+        )
     for leaf, parameter in module.named_parameters(recurse=False):
         of_leaf = f"{name}.{leaf}" if name else leaf
         own = _style(of_leaf, entries)
         if own.cut is not None:
             if parameter.ndim > 1 and style.after != "sum":
-                raise UnsupportedModel(f"its plan splits {of_leaf}, and sums nothing")
+                raise UnsupportedModel(
+                    f"its tensor-parallel plan splits {of_leaf}, but does not sum its outputs"
+                )
             dim = own.cut if parameter.ndim > 1 else -1
             yield of_leaf, ParameterCut(of_leaf, dim, 1 + own.packed)
         elif style.cut is not None:

@@ -52,7 +52,7 @@ class MaskRange:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedModel("its layers change their masks")
+        raise UnsupportedModel("its layers modify the attention mask")
 
 
 def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
@@ -67,12 +67,12 @@ def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
     try:
         counts = {query: _count(rule, query) for query in _QUERIES}
     except (RuntimeError, IndexError):
-        reason = "its mask depends on more than positions"
+        reason = "its attention mask depends on more than positions"
     else:
         widest = counts[_FURTHEST]
         if all(count == min(query + 1, widest) for query, count in counts.items()):
             return MaskRange(window=widest if widest <= _FURTHEST else None)
-        reason = "its mask is neither causal nor a window"
+        reason = "its attention mask is neither causal nor a sliding window"
     if chunk is None:
         raise UnsupportedModel(reason)
     return MaskRange(limit=chunk)
@@ -90,9 +90,7 @@ def _count(rule: Rule, query: int) -> int:
     visible = rule(zero, zero, torch.tensor(query), keys).expand(keys.shape)
     count = int(visible.count_nonzero())
     if bool(visible[query + 1]) or not bool(visible[query + 1 - count : query + 1].all()):
-        raise UnsupportedModel(
-            "its queries see tokens after their own, or not the last ones before it"
-        )
+        raise UnsupportedModel("its attention mask is not causal, or skips recent tokens")
     return count
 
 
@@ -192,21 +190,23 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedModel(
-            f"one token of it cannot be tried without weights ({line})"
+            f"a forward pass of one token without weights failed: {line}"
         ) from error
     if not calls:
-        raise UnsupportedModel("the class does not attend by transformers' attention interface")
+        raise UnsupportedModel(
+            "it does not use the attention interface of the Transformers library"
+        )
     names = {id(module): name for name, module in model.named_modules()}
     first: dict[int, int] = {}
     layers = [_attending(call, names[id(call.module)], first) for call in calls]
     places = [layer.layer for layer in layers]
     for place in places:
         if places.count(place) > 1:
-            raise UnsupportedModel(f"layer {place} attends {places.count(place)} times")
+            raise UnsupportedModel(
+                f"layer {place} calls attention {places.count(place)} times, expected once"
+            )
     if sorted(places) != list(range(num_layers)):
-        raise UnsupportedModel(
-            f"{len(places)} of {num_layers} layers attend, and the others may have states"
-        )
+        raise UnsupportedModel(f"{len(places)} of {num_layers} layers call attention, expected all")
     return Probe(tuple(sorted(layers, key=lambda layer: layer.layer)), found.sizes)
 
 
@@ -296,23 +296,21 @@ def _attending(call: _Call, name: str, first: dict[int, int]) -> AttentionProbe:
     """
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
-        raise UnsupportedModel(f"{name} does not know which layer it is")
+        raise UnsupportedModel(f"{name} has no layer_idx")
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     heads, kv_heads, head_dim = query[1], key[1], max(key[3], value[3])
     if query[3] != key[3] or heads % kv_heads or value[1] != kv_heads:
-        raise UnsupportedModel(f"{name} attends by heads that do not go together")
+        raise UnsupportedModel(f"{name} has numbers or sizes of heads that do not match")
     if head_dim > _MAX_HEAD_DIM:
-        raise UnsupportedModel(
-            f"heads of {head_dim} numbers, at most {_MAX_HEAD_DIM} are supported"
-        )
+        raise UnsupportedModel(f"head_dim is {head_dim}, at most {_MAX_HEAD_DIM} is supported")
     if call.scaling is not None and call.scaling <= 0:
-        raise UnsupportedModel(f"{name} scales its scores by {call.scaling}")
+        raise UnsupportedModel(f"{name} has a scaling of {call.scaling}, expected more than 0")
     if not getattr(module, "is_causal", True) or call.others.get("is_causal") is False:
-        raise UnsupportedModel("its tokens see those after them: it is an encoder")
+        raise UnsupportedModel("its attention is not causal: it is an encoder")
     seen = _seen(call, name)
     for what, said in call.others.items():
         if said is not None and what not in _HARMLESS and what != "sliding_window":
-            raise UnsupportedModel(f"its attention takes {what}")
+            raise UnsupportedModel(f"its attention uses {what}, which is not supported")
     return AttentionProbe(
         module=name,
         layer=layer,
@@ -329,7 +327,7 @@ def _seen(call: _Call, name: str) -> MaskRange:
     if isinstance(call.mask, MaskRange):
         return call.mask
     if call.mask is not None:
-        raise UnsupportedModel(f"{name} makes a mask of its own")
+        raise UnsupportedModel(f"{name} creates its own attention mask")
     window = call.others.get("sliding_window")
     return MaskRange(window if isinstance(window, int) else None)
 

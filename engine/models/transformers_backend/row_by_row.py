@@ -67,7 +67,7 @@ class RowByRow(TorchDispatchMode):
             output = module(**given)
         self._always = self._always or self._widths
         if self._widths != self._always:
-            raise self._rejected("other functions in steps of another size")
+            raise self._rejected("functions that depend on the size of a step")
         return output
 
     def __torch_dispatch__(
@@ -105,7 +105,9 @@ class RowByRow(TorchDispatchMode):
             of_a_row = others[:1] in ([[-1]], [[len(outer)]])
             others = [[-1], *others[1:]]
         if not of_a_row or width >= _LARGEST_ROW:
-            raise self._rejected(f"{name} of more than a row of {_LARGEST_ROW - 1} numbers")
+            raise self._rejected(
+                f"{name} of more than one row, or of a row of {_LARGEST_ROW} or more numbers"
+            )
         # Copies are aligned alike.
         rows = [func(row.clone(), *others, **given) for row in x.reshape(-1, width).split(1)]
 
@@ -118,6 +120,6 @@ class RowByRow(TorchDispatchMode):
 
     def _rejected(self, what: str) -> ConfigError:
         return ConfigError(
-            f"engine.batch_invariant: {self._name} computes {what}, whose bits may depend on the "
-            "batch: serve a model of a native family, or unset it"
+            f"engine.batch_invariant: {self._name} computes {what}, whose results may depend on "
+            "the batch: serve a model of a native family, or unset it"
         )

@@ -122,9 +122,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     for child in model.children():
         if isinstance(child, PreTrainedModel):
             return child
-    raise UnsupportedModel(
-        "what computes its logits is no module apart from what computes its states"
-    )
+    raise UnsupportedModel("its language model head is not a module separate from the decoder")
 
 
 def skeleton(directory: Path) -> MetaModel:
@@ -141,7 +139,7 @@ def skeleton(directory: Path) -> MetaModel:
         model = _without_weights(config)
         return _described(model, text)
     except UnsupportedModel as refused:
-        raise ConfigError(f"{directory}: {_name(config)} is not served: {refused}") from refused
+        raise ConfigError(f"{directory}: {_name(config)} is not supported: {refused}") from refused
 
 
 def part_of(whole: MetaModel, config: PreTrainedConfig, share: Share) -> MetaModel:
@@ -163,13 +161,13 @@ def part_of(whole: MetaModel, config: PreTrainedConfig, share: Share) -> MetaMod
         connect(model, whole.plan, ShapeGroup(share))
         probed = _probe_part(model, whole)
         if probed.layers != tuple(_own_heads(each, whole.plan, share) for each in whole.attending):
-            raise UnsupportedModel("its plan does not split attention by heads")
+            raise UnsupportedModel("its tensor-parallel plan does not split attention by heads")
         if probed.reductions != whole.reductions:
-            raise UnsupportedModel("it adds or compares numbers of which each rank has a part")
+            raise UnsupportedModel("it adds or compares values that are split between ranks")
     except UnsupportedModel as refused:
         raise ConfigError(
-            f"engine.parallel.tp: {whole.name} is computed by transformers and not divided between "
-            f"{share.size} ranks: {refused}"
+            f"engine.parallel.tp: {whole.name} runs on the Transformers library and cannot be "
+            f"split between {share.size} ranks: {refused}"
         ) from refused
     return replace(whole, model=model, attending=probed.layers)
 
@@ -178,7 +176,9 @@ def _probe_part(model: PreTrainedModel, whole: MetaModel) -> Probe:
     try:
         return probe(model, whole.config.num_hidden_layers)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"its plan does not fit its configuration: {error}") from error
+        raise UnsupportedModel(
+            f"its tensor-parallel plan does not match its configuration: {error}"
+        ) from error
 
 
 def _own_heads(layer: AttentionProbe, plan: TensorPlan, share: Share) -> AttentionProbe:
@@ -197,7 +197,7 @@ def config_of(directory: Path) -> PreTrainedConfig:
     except (ValueError, OSError, KeyError, TypeError) as error:
         if "auto_map" in Fields.of(directory / "config.json"):
             raise ConfigError(
-                f"{directory}: the model needs its own code, which Baton never runs"
+                f"{directory}: the model needs remote code, which is not supported"
             ) from error
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
@@ -214,20 +214,18 @@ def _name(config: PreTrainedConfig) -> str:
 
 def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if any(name.endswith(CLASSIFIER) for name in config.architectures or ()):
-        raise UnsupportedModel(
-            "it is a classifier, and only native families have their head for classes"
-        )
+        raise UnsupportedModel("classifiers are only supported by native implementations")
     if config.is_encoder_decoder:
-        raise UnsupportedModel("it is an encoder and a decoder")
+        raise UnsupportedModel("encoder-decoder models are not supported")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"transformers has no causal language model for {config.model_type!r}"
         )
     if getattr(text, "is_decoder", True) is False and "is_decoder" in text.to_dict():
-        raise UnsupportedModel("it is an encoder")
+        raise UnsupportedModel("encoders are not supported")
     strange = set(getattr(text, "layer_types", None) or ()) - _FULL
     if strange:
-        raise UnsupportedModel(f"layers of {', '.join(sorted(strange))} have a cache other than KV")
+        raise UnsupportedModel(f"layer types {', '.join(sorted(strange))} are not supported")
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -238,12 +236,12 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         line = str(error).strip().partition("\n")[0]
         raise UnsupportedModel(f"it cannot be built from its configuration: {line}") from error
     if model._is_stateful:
-        raise UnsupportedModel("its layers have recurrent states")
+        raise UnsupportedModel("recurrent states are not supported")
     decoder = decoder_of(model)
     if any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
-        raise UnsupportedModel("its layers have convolutions over tokens")
+        raise UnsupportedModel("convolutions over tokens are not supported")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise UnsupportedModel("its forward accepts no position_ids")
+        raise UnsupportedModel("its forward does not accept position_ids")
     # An implementation that chooses experts without values. Serving may use another one.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
@@ -260,16 +258,18 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
         raise UnsupportedModel("its configuration has no context length")
     by_layer = {layer.layer: layer for layer in attending}
     if any(by_layer[layer.shares].window != layer.window for layer in attending):
-        raise UnsupportedModel("layers that share KV see different windows of it")
+        raise UnsupportedModel("layers that share KV have different sliding windows")
     first_position = _first_position(model)
     length = lengths[0] - first_position
     chunk = min((layer.limit for layer in attending if layer.limit), default=length)
     fixed = min(_rope_limits(text), default=length)
     limited = ""
     if chunk < length:
-        limited = f"it attends by chunks of {chunk} tokens, and is served within the first one"
+        limited = f"chunked attention: the context is limited to the first chunk of {chunk} tokens"
     elif fixed < length:
-        limited = f"beyond {fixed} tokens it would rotate by the longest text of a batch"
+        limited = (
+            f"the context is limited to {fixed} tokens, beyond which RoPE depends on the batch"
+        )
     length = min(length, chunk, fixed)
     plan = TensorPlan.of(model, {layer.module: layer.kv_heads for layer in attending})
     return MetaModel(model, plan, text, attending, reductions, length, limited, first_position)
@@ -284,7 +284,7 @@ def _first_position(model: PreTrainedModel) -> int:
         if hasattr(module, "create_position_ids_from_input_ids")
     ]
     if None in kept:
-        raise UnsupportedModel("its positions begin with a token that pads texts, and it has none")
+        raise UnsupportedModel("its positions depend on a padding token, and it has none")
     return max(kept, default=-1) + 1
 
 

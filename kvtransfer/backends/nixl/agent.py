@@ -90,7 +90,7 @@ class NixlAgent:
         try:
             return _call(self._agent.add_remote_agent, metadata)
         except TransferError as error:
-            raise TransferError(f"the producer's agent is out of reach: {error}") from None
+            raise TransferError(f"the producer's agent is unreachable: {error}") from None
 
     def prepare(
         self, pool: PagePool, parts: Sequence[PageCut], remote: Any = "NIXL_INIT_AGENT"
@@ -131,7 +131,7 @@ class NixlAgent:
             _release(self._lists.pop())
         self._agent = None
         if agent() is not None:
-            raise EngineFault("a nixl agent outlives its connection")
+            raise EngineFault("a nixl agent still exists after its connection was closed")
 
     def _begin(self, local: int, here: Ints, remote: int, there: Ints) -> Any:
         self._reading = self._agent.make_prepped_xfer(
@@ -357,7 +357,10 @@ class NixlConnection:
         theirs = description.scratch_pages * remote.page_bytes // pool.page_bytes
         self._scratch_pages = min(theirs, memory.scratch.num_pages)
         if not self._scratch_pages:
-            raise TransferError(f"the producer has no {pool.page_bytes} bytes for probes")
+            raise TransferError(
+                f"the scratch memory of the producer is smaller than a page of "
+                f"{pool.page_bytes} bytes"
+            )
         self._part_bytes = kind.part_bytes
         self._stopped = False
         self._memory = memory
@@ -407,7 +410,9 @@ class NixlConnection:
             self._memory.settle()
         except DeviceFailure as error:
             self._agent.destroy()
-            raise EngineFault(f"bytes over {self.path} may yet land: {error}") from None
+            raise EngineFault(
+                f"a read over {self.path} may still write to the pool: {error}"
+            ) from None
         self._proved.close()
 
     def _meet(self, offer: NixlOffer, description: NixlDescription, remote: RemotePool) -> None:
@@ -454,7 +459,7 @@ class NixlConnection:
             self._read(self._block, page, page, late)
             best = max(best, self._block_bytes / _GIB / (time.perf_counter() - started))
         if best < kind.min_gib_per_s:
-            raise TransferError(f"reads do not use this path: they reach {best:.2f} GiB/s only")
+            raise TransferError(f"reads do not use this path: they reach only {best:.2f} GiB/s")
 
     def _read(
         self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf
@@ -467,6 +472,6 @@ class NixlConnection:
         )
         while not landed:
             if self._stopped or time.monotonic() > late:
-                raise TransferError("no read of the producer's memory has landed in time")
+                raise TransferError("no read of the producer's memory has completed in time")
             time.sleep(_POLL_S)
             landed = self._agent.read_has_landed()

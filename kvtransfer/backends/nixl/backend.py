@@ -110,7 +110,9 @@ class ConsumerAgents:
         if not self._places.acquire(blocking=False):
             paths = ", ".join(kind.name for kind in self._kinds)
             _rare.warning(
-                "consumer gets no keys", paths=paths, reason=f"{self._max_consumers} have"
+                "consumer gets no keys",
+                paths=paths,
+                reason=f"{self._max_consumers} have keys already",
             )
             return prepared()
         self._made[consumer] = self._thread.submit(self._make)
@@ -285,7 +287,7 @@ class NixlBackend:
         reasons = []
         for offer in parsed.offers:
             if offer.path not in kinds:
-                reasons.append(f"{offer.path}: not known here")
+                reasons.append(f"{offer.path}: unknown path")
                 continue
             try:
                 return NixlConnection(kinds[offer.path], offer, parsed, remote, memory, reads, late)

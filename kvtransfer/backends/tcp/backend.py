@@ -14,7 +14,7 @@ from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.tls import ProducerTls
 from kvtransfer.backends.tcp.wire import TcpDescription
 
-_ALIKE = "transfer.encrypt (and with auto, server.tls) must be alike on both"
+_ALIKE = "transfer.encrypt (and with auto, server.tls) must be the same on both nodes"
 
 
 def memory_of(pool: PagePool) -> TcpMemory:

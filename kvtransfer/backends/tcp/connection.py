@@ -102,7 +102,9 @@ class TcpConnection:
         try:
             self._arrivals.settle()
         except DeviceFailure as error:
-            raise EngineFault(f"bytes from {self._peer} may yet land: {error}") from None
+            raise EngineFault(
+                f"a read from {self._peer} may still write to the pool: {error}"
+            ) from None
 
     def _read(self, kind: FrameKind, reads: Iterable[_Read]) -> None:
         try:

@@ -61,9 +61,9 @@ class TcpConsumers:
             num_open = len(self._threads)
         proofs = TcpProofs.by(known.key if known else os.urandom(KEY_BYTES), count)
         if known is None or not hmac.compare_digest(proof, proofs.of_consumer):
-            raise ProtocolViolation(f"no proof that it is consumer {consumer}")
+            raise ProtocolViolation(f"it did not prove that it is consumer {consumer}")
         if count <= known.oldest or count in known.counts:
-            raise ProtocolViolation(f"a proof of consumer {consumer} that is not new")
+            raise ProtocolViolation(f"the proof of consumer {consumer} was used before")
         if num_open >= _MAX_CONNECTIONS:
             raise Overloaded(f"{_MAX_CONNECTIONS} data connections are open")
         known.counts.add(count)  # ranks of a consumer connect in any order
@@ -83,7 +83,7 @@ class TcpConsumers:
         with self._lock:
             known = self._consumers.get(consumer)
             if self._closed or known is None:
-                raise ProtocolViolation(f"consumer {consumer} is not admitted any more")
+                raise ProtocolViolation(f"consumer {consumer} is no longer admitted")
             try:
                 thread.start()
             except RuntimeError as error:

@@ -78,7 +78,7 @@ class PublishedPages:
                 return
             counts = self._counts.get(consumer)
             if counts is None or bool((counts[pages] < 1).any()):
-                raise EngineFault(f"withdrawn from consumer {consumer} without a publication")
+                raise EngineFault(f"withdrew pages that were not published to consumer {consumer}")
             counts[pages] -= 1
             self._totals[consumer] -= len(pages)
             if not self._totals[consumer]:
@@ -157,7 +157,7 @@ class TcpAcceptor:
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's sleep
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise EngineFault("the acceptor thread of a tcp producer does not end")
+            raise EngineFault("the acceptor thread of a tcp producer does not stop")
         self._listener.close()  # not by its thread, which may end before the shutdown above
 
     # On the acceptor's thread --------------------------------------------------------------------
@@ -191,7 +191,9 @@ class TcpAcceptor:
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
         if len(self._pending) >= _MAX_PENDING:
-            self._disconnect(self._longest_of_the_crowd(), f"{_MAX_PENDING} others wait")
+            self._disconnect(
+                self._longest_of_the_crowd(), f"{_MAX_PENDING} other connections are pending"
+            )
         connection.setblocking(False)
         late = time.monotonic() + self._patience_s
         self._pending[connection] = _Pending(address[0], late)
@@ -323,7 +325,9 @@ class TcpProducer:
         for thread in self._consumers.end_all():
             thread.join(CONNECT_S)
             if thread.is_alive():
-                raise EngineFault("a tcp producer's thread does not end: its pool is still in use")
+                raise EngineFault(
+                    "a thread of a tcp producer does not stop, so its pool is still in use"
+                )
 
     # On the acceptor's thread ---------------------------------------------------------------------
 
@@ -331,7 +335,7 @@ class TcpProducer:
         """Serve a connection on a thread of its own if a consumer has opened it."""
         magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
-            raise ProtocolViolation("it does not follow the consumer's protocol")
+            raise ProtocolViolation("it does not use the protocol of consumers")
         proofs = self._consumers.proved(consumer, count, proof)
         set_options(connection)
         connection.send(proofs.of_producer)  # never blocks: these are the first bytes sent
@@ -386,7 +390,7 @@ class TcpProducer:
         """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
         kind, num_pages, at, size = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= size <= at + size <= self._pool.page_bytes:
-            raise ProtocolViolation(f"a request for {size} bytes at {at} of pages")
+            raise ProtocolViolation(f"a request for {size} bytes at offset {at} of pages")
         if not 1 <= num_pages <= max_request_pages(size):
             raise ProtocolViolation(f"a request for {num_pages} pages")
         cut = PageCut(at, size)

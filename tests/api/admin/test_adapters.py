@@ -93,7 +93,7 @@ async def test_over_grpc_an_adapter_is_a_field(model):
         assert submit.namespace == namespace_of("salt") != within(submit.namespace, SQL)
         call.cancel()
         error = await fails(client.generate("x", adapter="other"), StatusCode.NOT_FOUND)
-        assert error.details() == "adapter: no 'other' is loaded"
+        assert error.details() == "adapter: 'other' is not loaded"
 
 
 async def test_only_decode_nodes_that_have_it_are_asked(model):

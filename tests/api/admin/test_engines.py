@@ -180,11 +180,11 @@ async def test_all_nodes_give_memory_back_and_take_it_again(pair):
 
 
 async def test_where_one_node_keeps_its_memory_all_do(pair):
-    pair.prefill.refuses_pauses = "requests are here: pause the node first"
+    pair.prefill.refuses_pauses = "this node has requests: pause it first"
     refused = await pair.post(RELEASE)
     assert refused.status == 409
     assert refused.error["message"] == (
-        f"prefill node {pair.prefill.address}: requests are here: pause the node first"
+        f"prefill node {pair.prefill.address}: this node has requests: pause it first"
     )
     assert not pair.decode.away
 

@@ -65,10 +65,10 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0,
     call, first, name = await _runs(client, d0)
     for order, code, words in (
         ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
-        ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no request 'nobody' runs"),
-        ({"source": d1.address}, StatusCode.NOT_FOUND, "no request that could be moved"),
+        ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no decode node runs a request 'nobody'"),
+        ({"source": d1.address}, StatusCode.NOT_FOUND, "can be migrated"),
         ({"request_id": name, "target": d0.address}, None, "it already runs there"),
-        ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is no other decode"),
+        ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is not another decode"),
     ):
         error = await failure(_move(client, **order))
         assert error.code() is (code or StatusCode.FAILED_PRECONDITION)
@@ -86,7 +86,7 @@ async def test_a_request_that_may_have_ended_an_engine_is_not_moved(client, d0, 
     d1.say({again.number: [21]})
     assert list((await call.read()).token_ids) == [21]
     error = await failure(_move(client, source=d1.address))
-    assert "no request that could be moved" in (error.details() or "")
+    assert "can be migrated" in (error.details() or "")
     call.cancel()
 
 

@@ -100,12 +100,12 @@ async def test_who_has_what_is_to_be_taken_is_not_paused(pair):
 
 
 async def test_who_could_not_take_them_stays_paused(pair):
-    pair.decode.loses_weights = "10.0.0.7:1: its weights do not come"
+    pair.decode.loses_weights = "10.0.0.7:1: it sends no weights"
     lost = await take(pair, pair.prefill)
     assert lost.status == 409
     assert lost.error["message"] == (
-        f"decode node {pair.decode.address}: 10.0.0.7:1: its weights do not come. The nodes that "
-        "were to load them stay paused"
+        f"decode node {pair.decode.address}: 10.0.0.7:1: it sends no weights. The nodes that "
+        "should load them stay paused"
     )
     assert (pair.prefill.paused, pair.decode.paused) == ("", "retract")
 

@@ -104,9 +104,9 @@ async def test_with_a_key_a_client_has_all_but_what_is_for_operators(model, keys
 @pytest.mark.parametrize(
     "credential, reason, words",
     [
-        ("Bearer baton-of-nobody", "unknown_key", "not known here"),
-        (f"Bearer {'x' * 1000}", "unknown_key", "not known here"),
-        ("Bearer ", "unknown_key", "not known here"),
+        ("Bearer baton-of-nobody", "unknown_key", "unknown to this router"),
+        (f"Bearer {'x' * 1000}", "unknown_key", "unknown to this router"),
+        ("Bearer ", "unknown_key", "unknown to this router"),
         (KEYS["alice"], "no_key", "missing"),
         (f"Basic {KEYS['alice']}", "no_key", "missing"),
         (f"Bearer {KEYS['old']}", "expired_key", "old has expired: 2020-01-01"),

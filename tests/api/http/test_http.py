@@ -113,7 +113,7 @@ async def test_head_is_get_without_the_body(served, wire):
 async def test_an_unknown_path_is_404_and_an_unknown_method_405(served):
     answer = await get(served.port, "/echo")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
-    assert "/echo takes POST, not GET" in answer.error["message"]
+    assert "/echo accepts POST, not GET" in answer.error["message"]
     answer = await get(served.port, "/nothing?here")
     assert (answer.status, answer.error["type"]) == (404, "invalid_request_error")
     assert "/nothing" in answer.error["message"]

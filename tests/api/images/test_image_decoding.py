@@ -67,7 +67,7 @@ def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(kind, job, 
     assert isinstance(worked(of_content(job, headed(kind, *most))), Decoded)
     assert asked == [most]
     outcome = worked(of_content(job, headed(kind, most[0], most[1] + 1)))
-    assert isinstance(outcome, Refused) and f"for {kind} " in outcome.sentence
+    assert isinstance(outcome, Refused) and f"pixels: {kind} " in outcome.sentence
     assert asked == [most]
 
 
@@ -166,7 +166,7 @@ def asks(decodes: Decoding, job: ImageJob, content: bytes, client: Client) -> as
 
 
 @pytest.mark.parametrize(
-    "code, reason", [(-signal.SIGXCPU, "5 s of a core"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
+    "code, reason", [(-signal.SIGXCPU, "5 s of CPU time"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
 )
 async def test_an_image_beyond_its_bounds_is_the_clients_fault(job, decodes, code, reason):
     held = Held(Answer(code))

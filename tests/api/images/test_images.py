@@ -132,7 +132,7 @@ async def seen_by(directory: Path, model_type: str) -> tuple[Any, Any]:
     write_vision_files(directory, model_type=model_type)
     async with api_for(directory) as api:
         submit = await submitted(api, *map(part, shown), text("Which is longer?"))
-        assert "has 1 places for 0 images" not in await refused(api, part(b"no image"))
+        assert "has 1 placeholders for 0 images" not in await refused(api, part(b"no image"))
     images = from_proto(submit.images)
     check_images(images, submit.token_ids)
     opened = [Pillow.open(io.BytesIO(each)) for each in shown]
@@ -283,7 +283,7 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api):
     assert answer.status == 400 and "images.allow-urls" in answer.body.decode()
     asked[0]["content"] = [{"type": "image", "source": {"type": "base64"}}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
-    assert "messages[0].content[0] is no image block" in answer.body.decode()
+    assert "messages[0].content[0] is not a valid image block" in answer.body.decode()
     for parts, why in (
         ([router_pb2.ChatPart()], "neither a text nor an image"),
         ([router_pb2.ChatPart(image=bytes(MAX_ENCODED_BYTES + 1))], "bytes allowed"),
@@ -319,7 +319,7 @@ WRONG = [
         [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
         "images.allow-urls",
     ),
-    ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
+    ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 placeholders for 1 images"),
 ]
 
 

@@ -156,7 +156,7 @@ async def test_what_is_too_much_or_no_video_is_refused_by_name(model):
             ([video(FRAMES[:1])], "at least 2 frames"),
             ([video(fps=0.0)], "fps is 0, expected 0.01 to 1000"),
             ([video(frames)], "the frames of a video differ in size"),
-            ([video(), text(VIDEO_PAD)], "2 places for 1 videos|places for"),
+            ([video(), text(VIDEO_PAD)], "2 placeholders for 1 videos|placeholders for"),
             ([video(video=["x"] * 200)], "128"),
             ([video(), video(), text("!")], "10 frames of videos"),
             ([video(audio="x")], "audio"),

@@ -110,7 +110,7 @@ def test_what_was_thought_has_the_templates_own_name(name):
 def test_settings_reach_the_template_and_others_are_refused_with_a_guess():
     source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
     assert prompt(source, settings={"enable_thinking": False}) == "no"
-    expected = r"^chat_template_kwargs: .* no setting 'enable_thinkin' \(did you mean enable_think"
+    expected = r"^chat_template_kwargs: .* no variable 'enable_thinkin' \(did you mean enable_think"
     with pytest.raises(InvalidRequest, match=expected):
         prompt(source, settings={"enable_thinkin": False})
     assert prompt("{{ reasoning_effort }}", reasoning_effort="high") == "high"
@@ -123,7 +123,7 @@ def test_settings_reach_the_template_and_others_are_refused_with_a_guess():
 )
 def test_a_setting_takes_nobodys_place(name):
     source = "{{ bos_token }}{{ raise_exception }}{{ add_generation_prompt }}{{ range }}{{ tools }}"
-    with pytest.raises(InvalidRequest, match=r"no setting"):
+    with pytest.raises(InvalidRequest, match=r"no variable"):
         prompt(PLAIN + source, settings={name: "x"})
 
 

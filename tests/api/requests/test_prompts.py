@@ -75,7 +75,7 @@ def prompts(encoder: Encoder, template: str = "") -> PromptEncoder:
 @pytest.mark.parametrize("character, num", [("x", 10_001), ("ö", 5_001), ("\U0001f600", 2_501)])
 async def test_a_text_of_too_many_bytes_is_not_encoded(character, num):
     encoder = Encoder()
-    expected = rf"text has {num_bytes(character * num)} bytes of text; .* takes at most 10000"
+    expected = rf"text has {num_bytes(character * num)} bytes of text; .* accepts at most 10000"
     with pytest.raises(InvalidRequest, match=expected):
         await prompts(encoder).checked(TextPrompt(character * num), CLIENT)
     assert encoder.num_encoded == 0

@@ -81,7 +81,7 @@ def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_no
     beyond = {"port": 1, "host": "0.0.0.0"}
     one_way = config.model_copy(update={"ca": None})
     certificates = tls.certificates(one_way, "--server.tls")
-    with pytest.raises(ConfigError, match="reached from other hosts"):
+    with pytest.raises(ConfigError, match="reachable from other hosts"):
         guard_of(ServerConfig(tls=one_way, **beyond), None, certificates, uncounted)
     certificates = tls.certificates(config, "--server.tls")
     assert guard_of(ServerConfig(tls=config, **beyond), None, certificates, uncounted)

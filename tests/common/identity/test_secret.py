@@ -62,12 +62,15 @@ def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, cap
     "content, sentence",
     [
         (b"", "has 0 secrets"),
-        (b"hunter2", "secret 1 has 7 characters, 32 are the fewest; `baton cluster-secret` prints"),
+        (
+            b"hunter2",
+            "secret 1 has 7 characters, expected 32 or more; `baton cluster-secret` prints",
+        ),
         (b"x" * 40 + b"\n" + b"y" * 31, "secret 2 has 31 characters"),
         (b"x" * 5000, "is longer than 4096 bytes"),
         (b"\xff" * 40, "is not ASCII text"),
         (b"\n".join([b"x" * 40] * 9), "has 9 secrets"),
-        (b"baton-operator-AAAA", "operator's key 1 is not whole"),
+        (b"baton-operator-AAAA", "operator's key 1 is incomplete"),
         (b"baton-operator-" + b"\x80" * 40, "is not ASCII text"),
     ],
 )
@@ -88,7 +91,9 @@ def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(
 @pytest.mark.parametrize("length", [43, 300])
 def test_a_secret_in_place_of_its_file_is_not_told(length):
     text = (new_secret() * 7)[:length]
-    with pytest.raises(ConfigError, match=f"names no file by its {length} characters") as caught:
+    with pytest.raises(
+        ConfigError, match=f"the path of {length} characters is not a file"
+    ) as caught:
         secret.keyrings(Path(text), "node")
     assert text not in str(caught.value)
 
@@ -157,7 +162,9 @@ def test_on_this_host_nobody_need_be_asked(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "no.such.host.invalid"])
 def test_beyond_this_host_callers_are_asked_or_the_user_says_that_they_are_not(host):
-    with pytest.raises(ConfigError, match=f"--host {host} is reached from other hosts.*--insecure"):
+    with pytest.raises(
+        ConfigError, match=f"--host {host} is reachable from other hosts.*--insecure"
+    ):
         program.check_exposure(host, asked=False, insecure=False)
     program.check_exposure(host, asked=True, insecure=False)
     program.check_exposure(host, asked=False, insecure=True)

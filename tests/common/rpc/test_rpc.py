@@ -242,7 +242,7 @@ async def test_a_call_without_its_message_is_an_invalid_argument(served):
     call = channel.stream_unary("/baton.v1.Router/Tokenize")
     code, sentence = await failure(call(iter(())))
     assert code is Code.INVALID_ARGUMENT
-    assert sentence == "the call came without a message"
+    assert sentence == "the call has no message"
 
 
 async def test_a_message_of_too_many_fields_is_refused(served):

@@ -73,11 +73,13 @@ def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     assert num_lent(memory) == 0 and not len(loans)
 
 
-@pytest.mark.parametrize("why", ["it has no more", "too much is exported", "it does not export"])
+@pytest.mark.parametrize(
+    "why", ["it has no more", "too many pages are exported", "it does not export"]
+)
 def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> None:
     port = Posts()
     loans = loans_of(memory, port, enabled=why != "it does not export")
-    if why == "too much is exported":
+    if why == "too many pages are exported":
         loans.opened(*opened(1))
         loans.granted(GrantedEvent(1, 0))
         port.take()
@@ -117,7 +119,7 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
     assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))
-    assert port.take() == [FailCommand(1, "this is no encode node", retryable=False)]
+    assert port.take() == [FailCommand(1, "this is not an encode node", retryable=False)]
     closed = ClosedEvent(1, ID, False, "")
     assert sharing.take(GrantedEvent(1, 0)) and sharing.take(closed)
     assert not sharing.take(closed)  # a later hand-off with this serial is not one of these
