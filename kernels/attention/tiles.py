@@ -137,7 +137,9 @@ def attend_tiles(
     # that do not change from tile to tile are not kept.
     WIDE: tl.constexpr = V_STRIDE == 0 and q.shape[0] >= 64
     BY_PAGE: tl.constexpr = WIDE and PAGE_SIZE < BLOCK_N
-    FEW_REGISTERS: tl.constexpr = WIDE or (OLDER_TRITON and q.shape[0] >= 128)
+    # Before Triton 3.9, so do prompts with wide heads, or with a few pages in a tile.
+    CROWDED: tl.constexpr = BLOCK_D > 128 or (PAGE_SIZE > 16 and PAGE_SIZE < BLOCK_N)
+    FEW_REGISTERS: tl.constexpr = WIDE or (OLDER_TRITON and q.shape[0] >= 128 and CROWDED)
     dims = tl.arange(0, BLOCK_D)
     # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
     # pipelined half as deep.
