@@ -5,6 +5,7 @@ import functools
 import os
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -12,6 +13,10 @@ from kernels.cpu.operators import Operators
 
 # Triton reads it once, when a kernel is decorated. The interpreter computes bfloat16 incorrectly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Launches are chosen for Triton 3.9. Older releases, such as the 3.7 of torch's wheels for CUDA,
+# would spill registers with some of them.
+OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 _LARGEST_SHARED_BYTES = 232448  # of one block, on compute capability 9.0
 

@@ -15,6 +15,7 @@ from kernels.attention.arguments import AttentionRows, Scoring
 from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.attention.tiles import (
     LOG2_E,
+    OLDER_TRITON,
     as_operand,
     attend_tiles,
     block,
@@ -66,6 +67,7 @@ def extend_attention(
         masked=masked,
         widened=widened,
         gated=gate is not None,
+        longer_keys=rest > 0,
     )
     if group > tile.rows:
         raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
@@ -133,6 +135,7 @@ def _tile(
     masked: bool,
     widened: bool,
     gated: bool,
+    longer_keys: bool,
 ) -> AttentionTile:
     """Return a tile. The numbers derive from instruction counts and are to be tuned by
     tools/bench/gpu.
@@ -144,10 +147,13 @@ def _tile(
         widened: keys and values are narrower than queries, which takes registers.
         gated: outputs have gates, which take registers where sums are copied to registers at the
             end.
+        longer_keys: keys are longer than values, whose further numbers take registers before
+            Triton 3.9.
     """
+    older = device.OLDER_TRITON
     if head_dim > LONGEST_HEAD:
         if element_size == 2 and not widened and architecture // 10 == 9:
-            return AttentionTile(64, 64, 8, 2, slack=8)
+            return AttentionTile(64, 32, 8, 3, 8) if older else AttentionTile(64, 64, 8, 2, 8)
         rows = 32 // element_size if widened else 64 // element_size
         return AttentionTile(rows, rows, 8, 3, slack=0)
     if element_size > 2:
@@ -156,10 +162,12 @@ def _tile(
     if architecture // 10 in (9, 10):
         if head_dim > 128:  # widening takes the registers that slack needs
             rows = 64 if gated and architecture >= 100 else 128
-            return AttentionTile(rows, 32, 8, 3, 0 if widened else slack)
+            return AttentionTile(rows, 32, 8, 3, 0 if widened or (gated and older) else slack)
         # The larger tile would spill registers with masked scores. With narrower heads it would
         # leave no space for a second program on the multiprocessor.
         large = head_dim > 64 and not masked
+        if architecture >= 100 and longer_keys and older:
+            large = False
         return (
             AttentionTile(128, 128, 8, 2, slack) if large else AttentionTile(128, 64, 8, 3, slack)
         )
@@ -300,6 +308,8 @@ def _extend_kernel(
                 MASKED=part != 1,
                 SLACK=SLACK,
             )
+    if OLDER_TRITON and gate_ptr is None:  # otherwise `places` takes registers during the loops
+        places = (tl.load(query_starts_ptr + row, volatile=True) + queries).to(tl.int64)
     out_places = places * OUT_STRIDE + heads * HEAD_DIM
     total = tl.maximum(total, 1e-30)  # 0 for a lane without a query, or a row without keys
     acc /= total[:, None]

@@ -7,10 +7,12 @@ import math
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from kernels import device
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+OLDER_TRITON = tl.constexpr(device.OLDER_TRITON)
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
@@ -135,11 +137,14 @@ def attend_tiles(
     # that do not change from tile to tile are not kept.
     WIDE: tl.constexpr = V_STRIDE == 0 and q.shape[0] >= 64
     BY_PAGE: tl.constexpr = WIDE and PAGE_SIZE < BLOCK_N
+    # Before Triton 3.9, so do prompts with wide heads, or with a few pages in a tile.
+    CROWDED: tl.constexpr = BLOCK_D > 128 or (PAGE_SIZE > 16 and PAGE_SIZE < BLOCK_N)
+    FEW_REGISTERS: tl.constexpr = WIDE or (OLDER_TRITON and q.shape[0] >= 128 and CROWDED)
     dims = tl.arange(0, BLOCK_D)
     # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
     # pipelined half as deep.
     pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW, BY_PAGE)
-    for start in tl.range(first, last, BLOCK_N, disable_licm=WIDE):
+    for start in tl.range(first, last, BLOCK_N, disable_licm=FEW_REGISTERS):
         tokens = start + tl.arange(0, BLOCK_N)
         live = tokens < end
         if WINDOW:
@@ -163,9 +168,9 @@ def attend_tiles(
         if V_STRIDE:
             v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
         else:
-            k = _widened(k, q.dtype)
+            k = _widened(k, q.dtype, q.shape[0])
             v = k
-        k, v = k.to(q.dtype), _widened(v, q.dtype)
+        k, v = k.to(q.dtype), _widened(v, q.dtype, q.shape[0])
         if WIDE:
             # Both conditions are always true. Without them, Triton sees that another product
             # follows, and computes all scores in each group of four warps.
@@ -304,13 +309,17 @@ def _load_tile(
 
 
 @triton.jit
-def _widened(x, wanted: tl.constexpr):
-    """Return numbers that may be stored in fewer bits in the dtype of a product.
+def _widened(x, wanted: tl.constexpr, ROWS: tl.constexpr):
+    """Return numbers that may be stored in fewer bits in the dtype of a product with ROWS rows.
 
     Pairs of 8-bit floats become float16 before the product's operand is made of them. The compiler
     would otherwise read the transposed operand byte by byte. It moves no operation with effects.
+    Products of tensor memory have operands in shared memory and need no such order. Triton 3.7
+    cannot pipeline operations with effects beside them.
     """
     if (x.dtype.primitive_bitwidth == 8) & (wanted == tl.float16):
+        DATA_CENTER: tl.constexpr = cuda_capability_geq(10) and not cuda_capability_geq(12)
+        TENSOR_MEMORY: tl.constexpr = DATA_CENTER and ROWS >= 64
         FORMAT: tl.constexpr = "e4m3x2" if x.dtype == tl.float8e4nv else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
@@ -322,7 +331,7 @@ def _widened(x, wanted: tl.constexpr):
             "=r,=r,r",
             [x],
             dtype=tl.float16,
-            is_pure=False,
+            is_pure=TENSOR_MEMORY,
             pack=4,
         )
     else:

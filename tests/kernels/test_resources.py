@@ -148,6 +148,15 @@ def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu() -> None:
     _assert_fits(_run("-m", "tools.bench.resources"), *ARCHITECTURES)
 
 
+def test_the_records_of_both_releases_of_triton_have_the_same_kernels() -> None:
+    folder = ROOT / "tools/bench/resources"
+    newest, of_wheels = (
+        json.loads((folder / f"instructions-{release}.json").read_text())
+        for release in ("3.9", "3.7")
+    )
+    assert newest.keys() == of_wheels.keys()
+
+
 def test_attention_uses_tensor_cores_and_copies_tiles_ahead(
     served: subprocess.CompletedProcess[str],
 ) -> None:
