@@ -8,7 +8,7 @@ BIN := .venv/bin
 SERVES := .venv/.serves
 TESTS := .venv/.tests
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
-PYTEST := $(BIN)/python -m pytest --workers 3 --cpu-by-file 25
+PYTEST := $(BIN)/python -m pytest --workers 4 --cpu-by-file 25
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
