@@ -129,7 +129,7 @@ def test_bfloat16_queries_are_multiplied_with_8_bits_in_float16(monkeypatch, kep
     """The interpreter multiplies as a GPU does, instead of in float32, but has no assembly. Numbers
     beyond the range of float16 become its largest ones."""
     if device.INTERPRETED:
-        monkeypatch.setattr(tiles, "_widened", lambda x, wanted: x.to(wanted))
+        monkeypatch.setattr(tiles, "_widened", lambda x, wanted, rows: x.to(wanted))
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     monkeypatch.setattr(device, "architecture", lambda: 90)
     monkeypatch.setattr(device, "shared_bytes", lambda: 232448)
