@@ -21,7 +21,7 @@ def faulty(rig: Rig, prompt: list[int]) -> Request:
     request = rig.request(prompt, 4)
     rig.come(request)
     rig.run()
-    assert "not finite" in rig.finished[request.key].error
+    assert "NaN or Inf" in rig.finished[request.key].error
     return request
 
 

@@ -712,7 +712,9 @@ def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path)
 
 
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"OPTForCausalLM .* 2 ranks: transformers has no plan"):
+    with pytest.raises(
+        ConfigError, match=r"OPTForCausalLM .* 2 ranks: transformers has no tensor-parallel plan"
+    ):
         build(config_of(2, **borrowed("opt")(tmp_path)), FOLLOWER)
 
 

@@ -85,7 +85,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
     good = rig.add([2] * 40, max_tokens=10)
     rig.run()
     assert rig.finished[bad.key].reason is FinishReason.ERROR
-    assert "not finite" in rig.finished[bad.key].error
+    assert "NaN or Inf" in rig.finished[bad.key].error
     assert rig.tokens[bad.key] == []
     rig.check_answers(good)
     assert rig.cache.match(ints([1] * 40)).num_tokens == 0
@@ -103,7 +103,7 @@ def test_what_is_not_finite_in_an_early_chunk_ends_its_request_at_that_chunk(ove
     prompt = [*[1] * 40, 96, *[1] * 200]
     bad = rig.add(prompt, max_tokens=10)
     rig.run()
-    assert "not finite" in rig.finished[bad.key].error
+    assert "NaN or Inf" in rig.finished[bad.key].error
     assert rig.tokens[bad.key] == []
     told = max(chunk.end for chunk in rig.chunks if chunk.request is bad)
     assert told <= 40

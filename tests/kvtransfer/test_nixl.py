@@ -94,7 +94,7 @@ def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends)
 def test_an_agent_that_does_not_end_is_not_passed_over():
     agent = NixlAgent()
     keeper = agent._agent.agent  # as a forgotten handle would
-    with pytest.raises(EngineFault, match="outlives"):
+    with pytest.raises(EngineFault, match="still exists"):
         agent.destroy()
     del keeper
 

@@ -248,7 +248,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     rig.producers["loopback"].faults.corrupt_next()
     rig.hand_over()
     lost = rig.consumer.next(FailedEvent)
-    assert lost.id == ID and lost.retryable and "not as published" in lost.reason
+    assert lost.id == ID and lost.retryable and "differ from what was published" in lost.reason
     rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
     assert rig.producer.next(ClosedEvent).held  # by its books it was
