@@ -15,6 +15,8 @@ from tests.kernels.conftest import DEVICE
 from tools.bench.gpu.operations.equal_queries import AttentionShape, Prompt, compare
 from tools.bench.gpu.operations.equal_rows import as_bits
 
+LONG = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
@@ -49,13 +51,13 @@ CASES = {
 }
 
 
-LONG = ("window and many heads", "latents")
+MORE = ("window and many heads", "latents")  # cases of `make test-long`
 
 
 @pytest.mark.parametrize(
     "shape, window",
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        pytest.param(*case, id=name, marks=LONG if name in MORE else ())
         for name, case in CASES.items()
     ],
 )
@@ -63,14 +65,17 @@ def test_a_query_has_the_same_bits_in_every_kind_of_step(shape, window):
     assert differing(prompt_of(100, **shape), window=window) == NONE
 
 
-@pytest.mark.parametrize("window", [None, 80])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=LONG), 80])
 def test_sinks_and_caps_change_no_bit(window):
     sinks = torch.randn(2, device=DEVICE)
     options = {"window": window, "soft_cap": 5.0, "sinks": sinks}
     assert differing(prompt_of(100), **options) == NONE
 
 
-@pytest.mark.parametrize("slots, multiprocessors", [(0, 3), (7, 3), (1000, 40)])
+@pytest.mark.parametrize(
+    "slots, multiprocessors",
+    [pytest.param(0, 3, marks=LONG), (7, 3), pytest.param(1000, 40, marks=LONG)],
+)
 def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multiprocessors):
     """From whole rows in one program to a program for each segment, with some rows whole."""
     prompt = prompt_of(200)
@@ -86,7 +91,7 @@ def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multipro
     assert torch.equal(as_bits(prompt.attend(rows, sinks=sinks)), as_bits(with_sinks))
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=LONG), 70])
 def test_rows_of_fixed_segments_are_right(window):
     rows = [(20, 100), (0, 9), (4, 300), (2, 65), (1, 0), (3, 64), (1, 129), (1, 213), (1, 1)]
     case = Case(rows, heads=6)

@@ -26,6 +26,7 @@ BLOCK = 512
 # Rows that verify drafts, of which some have more queries than an item, a row without a draft, and
 # padding. Lengths around tiles of 64 keys.
 VERIFIED = [(4, 4), (5, 700), (2, 65), (9, 130), (3, 64), (1, 0), (1, 200)]
+MORE = (16, 1), (16, 20), (64, 1)  # lanes and multiprocessors of `make test-long`
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,10 @@ def split(monkeypatch, lanes, multiprocessors, min_tiles=1):
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("lanes, multiprocessors", [(16, 1), (16, 3), (16, 20), (64, 1), (64, 9)])
+@pytest.mark.parametrize(
+    "lanes, multiprocessors",
+    [(16, 3), (64, 9), *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)],
+)
 def test_rows_with_several_queries_are_split_among_any_number_of_programs(
     monkeypatch, lanes, multiprocessors, window
 ):

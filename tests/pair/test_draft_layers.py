@@ -83,7 +83,7 @@ class Itself:
         return tokens
 
 
-@pytest.fixture(scope="module", params=["eagle", "draft_model"])
+@pytest.fixture(scope="module", params=["eagle", pytest.param("draft_model", marks=LONG)])
 def followed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Followed | Itself:

@@ -89,6 +89,7 @@ def test_a_depth_that_depends_on_the_rows_is_found(setting, monkeypatch, name):
     assert differing(setting, name)[name]
 
 
+@pytest.mark.long
 def test_experts_with_another_depth_for_many_pairs_are_found(setting, monkeypatch):
     shipped = grouped_mlp.tile_for
 
