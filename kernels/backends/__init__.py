@@ -1,1 +1,3 @@
-"""Operations of optional packages, which can replace kernels of this repository."""
+"""Operations of optional packages (FlashInfer, flash-linear-attention), which can replace Baton's
+kernels.
+"""

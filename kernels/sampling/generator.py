@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, token index, token id), in 32-bit integer arithmetic.
 
-The integers are exact on every device. The torch reference (for whole rows) and the functions for
-Triton kernels (for any tokens of a row) give the same bits.
+The integers are exact on every device. The torch reference (for whole rows) and the Triton
+functions (for any tokens of a row) give the same bits.
 """
 
 import torch
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The integer mixer "lowbias32": Christopher Wellons, Prospecting for Hash Functions, 2018.
+# Constants of the integer mixer "lowbias32": Christopher Wellons, Prospecting for Hash Functions,
+# 2018.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _SALT = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio
 
