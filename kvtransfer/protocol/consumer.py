@@ -63,7 +63,7 @@ _MORE_PAGES = 2
 
 
 class _Wait(IntEnum):
-    """What an attempt's deadline limits."""
+    """The wait of an attempt that a deadline limits."""
 
     BUDGET = 0
     PROGRESS = 1
@@ -369,7 +369,9 @@ class ConsumerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """Do what is due. Call it at `next_deadline`, after all input."""
+        """Handle expired deadlines and send due heartbeats. Call it at `next_deadline`, after
+        all input.
+        """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:
             self._heartbeat(stream)
@@ -401,7 +403,7 @@ class ConsumerEnd:
         self._actions.append(SendMessage(stream, message))
 
     def _stream_to(self, producer: int) -> int | None:
-        """Return the stream to an announced producer, or None if there is none."""
+        """Return the stream to an announced producer, or None."""
         paired = (n for n, s in self._streams.items() if s.producer == producer and s.announced)
         return next(paired, None)
 

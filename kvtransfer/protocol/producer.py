@@ -1,7 +1,7 @@
 """The producer's half of the protocol: its open hand-offs over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
-pages. ClosedEvent tells the engine to release them. A late or unknown message never creates state,
+pages. The engine releases them on ClosedEvent. A late or unknown message never creates state,
 and ended hand-offs leave no tombstones: a message with an unknown id gets a reply that says so.
 """
 
@@ -176,7 +176,9 @@ class ProducerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ProducerAction]:
-        """Do what is due. Call it at `next_deadline`, after all input."""
+        """Handle expired deadlines and send due heartbeats. Call it at `next_deadline`, after
+        all input.
+        """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:
             heartbeat = Heartbeat(self._heartbeats.sequence(stream), self._num_open_on(stream))

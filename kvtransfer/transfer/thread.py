@@ -56,7 +56,9 @@ class TransferSide(Protocol[CommandIn]):
     def command(self, command: CommandIn, now: float) -> None: ...
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Do what is due. Called after all input, at `next_deadline` at the latest."""
+        """Handle deadlines and send output. Called after all input, at `next_deadline` at the
+        latest.
+        """
         ...
 
     def next_deadline(self) -> float | None: ...
@@ -190,7 +192,7 @@ class Transfer(Generic[Command, Event]):
         self._side.start()
 
     def turn(self) -> None:
-        """Handle all input and do what is due. Raises PeerGone if the frontend has ended."""
+        """Handle all input and expired deadlines. Raises PeerGone if the frontend has ended."""
         now = time.monotonic()
         for message in self._frames.receive():
             match message:
