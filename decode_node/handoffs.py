@@ -208,8 +208,8 @@ class IncomingHandoffs:
         return not computed or now - computed < READ_SOON_S
 
     def _preempt(self) -> float:
-        """Preempt requests for the most urgent attempt without pages. Returns its priority, or -inf
-        if there is none.
+        """Preempt requests for the most urgent attempt without pages. Returns its priority,
+        or -inf.
         """
         state = self.prealloc.most_urgent(self._num_unready)
         if state is None:

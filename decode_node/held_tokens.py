@@ -58,7 +58,7 @@ class HeldTokens:
             self._requests[number] = _Held(interval)
 
     def take(self, step: StepTokens) -> TokenRows:
-        """Add the tokens of a step, and return what to send now."""
+        """Add the tokens of a step. Returns the tokens to send now."""
         requests = np.frombuffer(step.requests, "<u8").tolist()
         tokens = np.frombuffer(step.tokens, "<u4").tolist()
         if not self._requests:

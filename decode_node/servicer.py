@@ -97,7 +97,7 @@ class _RouterStream:
 
 
 class DecodeAbilities(NamedTuple):
-    """What a node can do without prefill nodes.
+    """The abilities of a node without prefill nodes.
 
     Attributes:
         serves_alone: sent to routers. True in colocated mode.
