@@ -1,7 +1,7 @@
 """The engine process of a node: one engine, and one role after another that uses it.
 
-Parts that only one role needs, such as the host pages and CUDA graphs of a decode node, are created
-before the role starts, while the previous role is idle, and dropped at its end. Weights, pool and
+Parts that only one role needs, such as the host pages and CUDA graphs of a decode node, exist only
+for that role. They are created before it starts, while the previous role is idle. Weights, pool and
 prefix cache stay.
 """
 

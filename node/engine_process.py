@@ -121,7 +121,7 @@ class EngineChannel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart(Generic[C]):
-    """What an engine program gets from its frontend for one role."""
+    """The values that an engine program gets from its frontend for one role."""
 
     role: str
     config: C

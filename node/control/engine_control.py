@@ -167,7 +167,7 @@ class FrontendChannel(Protocol):
 
 
 class MetricSource(Protocol):
-    """A source of counters besides the role, named as in EngineStats."""
+    """A source of counters other than the role, named as in EngineStats."""
 
     def gauges(self) -> Mapping[str, float]: ...
 

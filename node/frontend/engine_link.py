@@ -305,7 +305,7 @@ class EngineSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class NodeFrontend:
-    """What a role's program needs from the frontend to create its services."""
+    """The parts of a frontend that a role's program needs to create its services."""
 
     instance: int
     address: str

@@ -184,7 +184,7 @@ _STREAMS_S = 1.0  # for streams to send their error at the end
 
 @dataclass(frozen=True, slots=True)
 class TenurePost:
-    """What a node needs to enter a role.
+    """The values with which a node enters a role.
 
     Attributes:
         start: the engine's StartRole message.

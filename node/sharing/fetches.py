@@ -219,7 +219,7 @@ class PrefixFetches:
         return list(over)
 
     def fetched(self, key: int) -> FetchedPrefix:
-        """Return what was fetched for the request."""
+        """Return the prefix that was fetched for the request."""
         return self._fetched.get(key, NOTHING)
 
     def forget(self, key: int) -> None:
