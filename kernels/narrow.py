@@ -35,8 +35,9 @@ def may_keep(kept_in: torch.dtype, computed_in: torch.dtype) -> bool:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number of a narrow dtype. 0 for other dtypes, which tells kernels not to
-    narrow."""
+    """Return the largest number of a narrow dtype. 0 for other dtypes, so that kernels do not
+    narrow.
+    """
     return torch.finfo(dtype).max if dtype in NARROW else 0.0
 
 
