@@ -270,7 +270,8 @@ class ReadMap:
     """
 
     def __init__(self, remote: RemotePool, pool: PagePool, moves: Moves | None = None) -> None:
-        """Args:
+        """
+        Args:
             moves: slices of each table, then of the state. None: whole pages.
         Raises:
             LayoutMismatch: the slices do not fit into the pages, or whole pages differ in size.

@@ -78,7 +78,8 @@ class PairDialer:
         *,
         times: DialTimes | None = None,
     ) -> None:
-        """Args:
+        """
+        Args:
         make_channel: opens a channel to an address, with this node's credentials, and verifies
             the producer.
         """

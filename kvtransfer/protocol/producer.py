@@ -84,7 +84,8 @@ class ProducerEnd:
     def __init__(
         self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
     ) -> None:
-        """Args:
+        """
+        Args:
         max_handoffs: limit of open hand-offs. Above it, an Open is answered by a retryable
             Failed.
         """

@@ -39,7 +39,8 @@ class LinkRate:
     """
 
     def __init__(self, gib_per_s: float, now: float) -> None:
-        """Args:
+        """
+        Args:
         gib_per_s: result of the first probe.
         """
         self._measured = deque([gib_per_s], maxlen=WINDOW)

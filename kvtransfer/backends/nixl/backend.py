@@ -90,7 +90,8 @@ class ConsumerAgents:
     def __init__(
         self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_consumers: int = MAX_CONSUMERS
     ) -> None:
-        """Args:
+        """
+        Args:
         kinds: paths with keys. Each consumer gets one agent for each of them.
         max_consumers: limit of consumers that have agents.
         """
@@ -256,7 +257,8 @@ class NixlBackend:
         paths: Sequence[PathKind] = PATHS,
         memory_of: Callable[[PagePool], NixlMemory] = memory_of,
     ) -> None:
-        """Args:
+        """
+        Args:
         paths: paths to offer. A name may occur once for each kind of memory.
         """
         self._paths = paths
