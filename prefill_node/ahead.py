@@ -142,9 +142,7 @@ class PrefillAhead:
             return
 
     def _is_eligible(self, request: Request) -> bool:
-        """Return whether the prompt's KV can only come from the cache or from a computation
-        here.
-        """
+        """Return whether the prompt may use cached KV and does not wait for KV of another node."""
         return (
             len(request.reusable_tokens) == len(request.token_ids) - 1
             and not request.engine_crashes
