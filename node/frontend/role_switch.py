@@ -39,7 +39,8 @@ class RoleSwitch:
         over: Callable[[], None],
         drain_s: float,
     ) -> None:
-        """Args:
+        """
+        Args:
         program_of: returns a role by name. Raises ServingError if this node cannot have it.
         pause: accepts no new work from now on, and migrates the requests of this node.
         resume: accepts new work again.
