@@ -25,7 +25,7 @@ def use_early_launch(enabled: bool) -> None:
 
 
 def launches_early() -> bool:
-    """Return the argument EARLY of every kernel of a layer, and `launch_pdl` of its launch."""
+    """Return the arguments `EARLY` and `launch_pdl` for the launch of a layer's kernels."""
     return ENABLED and not device.INTERPRETED and device.architecture() >= LEAST_CAPABILITY
 
 

@@ -68,8 +68,8 @@ class SplitPlan:
     """
 
     tile_starts: Tensor  # int32 [num_items + 1]: item i's tiles are [tile_starts[i], [i + 1])
-    # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], with fixed segments [2 *
-    # num_programs + segments, kv_heads, queries * group, value_dim]
+    # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], with fixed segments
+    # [2 * num_programs + segments, kv_heads, queries * group, value_dim]
     partials: Tensor
     logs: Tensor  # float32, shaped like partials without the last dimension
     arrivals: Tensor  # int32 [kv_heads, num_items], zeros between layers

@@ -286,7 +286,7 @@ struct DeltaRule {
         return x + (token * key_heads + head / group) * (2 * k_size + group * v_size);
     }
 
-    // Number of existing columns in a part of a block.
+    // Number of existing columns from a part of a block on.
     int64_t left(int64_t column, int part) const {
         return std::max<int64_t>(0, v_size - column - part * WIDTH);
     }

@@ -56,7 +56,7 @@ struct Bytes {  // unsigned inputs by signed weights
 template <class Kind>
 constexpr bool BY_TILE = false;
 
-// WIDTH words of numbers in the dtype of the product. Words from `count` on are 0.
+// WIDTH words of numbers in the dtype of the product. Numbers from `count` on are 0.
 template <class T>
 inline Words words_of(const T* numbers, int64_t count) {
     Words words = {};
