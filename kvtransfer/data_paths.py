@@ -73,9 +73,7 @@ def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:
 
 
 def why_pinned(backends: Mapping[str, TransferBackend], pool: PagePool) -> str:
-    """Return why the operating system cannot reclaim the pool's memory while it is served, or "" if
-    it can.
-    """
+    """Return why the system cannot reclaim the pool's memory while it is served, or ""."""
     if pool.device != "cpu":
         return "GPU memory is released only with --engine.memory-saver"
     if "nixl" not in backends:

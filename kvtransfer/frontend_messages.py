@@ -59,9 +59,7 @@ class LocalHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """The Hello that this node sends as a producer on one stream. Describes the paths for that
-    consumer.
-    """
+    """The Hello that this node sends as a producer on one stream, with paths for that consumer."""
 
     stream: int
     hello: PairHello

@@ -80,7 +80,7 @@ class CancelCommand(msgspec.Struct, frozen=True):
 
 
 class InvalidateCommand(msgspec.Struct, frozen=True):
-    """A report to `producer`, if it is still paired, that its KV of these tokens led to NaN or Inf
+    """A report to `producer`, if still paired, that its KV of these tokens gave NaN or Inf
     logits.
     """
 
@@ -263,9 +263,7 @@ class InvalidateEvent(msgspec.Struct, frozen=True):
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True):
-    """A new weight version. All pairs end, and the node pairs again with nodes of the same
-    version.
-    """
+    """A new weight version. All pairs end, and the node pairs again with nodes of that version."""
 
     weights: WeightsId
 

@@ -1,3 +1,1 @@
-"""Backends that copy pages from a producer's pool into a consumer's. base.py defines their
-interface.
-"""
+"""Backends that copy pages from a producer's pool into a consumer's. base.py has the interface."""

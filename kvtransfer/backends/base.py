@@ -19,8 +19,7 @@ from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
-# Slices to read from one producer: one entry for each table, then weight pieces, then the recurrent
-# state.
+# Slices to read from one producer: for each table, then for weight pieces, then for the state.
 Moves: TypeAlias = Sequence[Sequence[Slice]]
 Parsed = TypeVar("Parsed")
 
@@ -237,8 +236,8 @@ class TransferBackend(Protocol):
 
 
 class PagePart(NamedTuple):
-    """A byte range to read: [source, source + size) of a producer's page, to offset `at` of a local
-    page.
+    """A byte range to read: [source, source + size) of a source page, to offset `at` of a local
+    one.
     """
 
     source: int

@@ -56,9 +56,7 @@ class CopyQueue(Protocol):
 
 
 class DeviceScratch(Protocol):
-    """Scratch pages on the device, for probes. They hold no request's data and are freed with the
-    object.
-    """
+    """Scratch pages on the device, for probes, without a request's data. Freed with the object."""
 
     @property
     def pool(self) -> PagePool: ...
@@ -77,9 +75,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def view(self, pool: PagePool) -> Tensor:
-        """Return the pool's own bytes as uint8 [num_pages, page_bytes]. The tensor does not own the
-        memory.
-        """
+        """Return the pool's bytes as uint8 [num_pages, page_bytes], which do not own the memory."""
         ...
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:

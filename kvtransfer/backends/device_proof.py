@@ -43,9 +43,7 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The location of a producer's pool and scratch pages, and the first bytes of the scratch
-    pages.
-    """
+    """The location of a producer's pool and scratch pages, and the first bytes of the latter."""
 
     process: HostLocation
     device_uuid: Annotated[

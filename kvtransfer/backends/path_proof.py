@@ -101,9 +101,7 @@ def check_shared_memory() -> None:
 
 
 def prove_same_host(place: HostLocation, metadata: bytes) -> None:
-    """Raise TransferError if the memory at `place` cannot be read, or `metadata` is not the
-    producer's.
-    """
+    """Raise TransferError if memory at `place` is unreadable, or `metadata` not the producer's."""
     if place.boot_id != _boot_id():
         raise TransferError("the producer is on another host")
     if place.namespaces != (ours := _namespaces()):

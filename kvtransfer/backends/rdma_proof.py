@@ -19,9 +19,7 @@ _ACTIVE = "4: ACTIVE"
 
 
 class RdmaPorts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The producer's active ports, for error messages. UCX determines which ports can reach each
-    other.
-    """
+    """The producer's active ports, for error messages. UCX finds those that reach each other."""
 
     ports: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=256)]
 

@@ -31,9 +31,7 @@ class ReadScratch:
 
 
 def measure(num_pages: int, page_bytes: int, read: Callable[[Ints], None]) -> float:
-    """Return the rate of `read` in GiB/s. Calls it first with one page id as a warm-up, then with
-    all ids.
-    """
+    """Return the rate of `read` in GiB/s. Reads one page as a warm-up, then all pages."""
     pages = np.arange(num_pages, dtype=np.int32)
     read(pages[:1])
     started = time.perf_counter()

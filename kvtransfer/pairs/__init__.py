@@ -1,3 +1,1 @@
-"""Pair streams, one gRPC stream between the frontends of each two nodes: dialer, service and
-codec.
-"""
+"""Pair streams, one gRPC stream between the frontends of two nodes: dialer, service and codec."""

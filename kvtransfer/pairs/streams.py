@@ -146,9 +146,7 @@ class PairStreams:
             self._connection.close()
 
     async def local_hello(self) -> PairHello:
-        """Return the Hello that this node sends as a consumer, once the transfer thread has sent
-        it.
-        """
+        """Return this node's Hello as a consumer, once the transfer thread has sent it."""
         return await asyncio.shield(self._hello)
 
     async def renewed(self, hello: PairHello) -> None:
@@ -342,9 +340,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
 
 
 def _check_instance(hello: PairHello, caller: Caller) -> None:
-    """Raise Forbidden unless the instance is the caller's own. Hand-offs and data keys depend on
-    it.
-    """
+    """Raise Forbidden unless the instance is the caller's: hand-offs and data keys depend on it."""
     if caller.name is not None and caller.name != node_name(hello.instance):
         raise Forbidden(
             f"Hello is of instance {node_name(hello.instance)}, the token of {caller.name[:100]!r}"

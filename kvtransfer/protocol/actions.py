@@ -19,9 +19,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class EndStream(msgspec.Struct, frozen=True):
-    """Ends a stream. The state machine has already dropped it and ignores further input about
-    it.
-    """
+    """Ends a stream. The state machine has already dropped it and ignores further input."""
 
     stream: int
     reason: str
@@ -86,9 +84,7 @@ class ConfirmRead(msgspec.Struct, frozen=True):
 
 
 class ExposePages(msgspec.Struct, frozen=True):
-    """Lets the consumer of this stream read these pages. Precedes the PagesReady that announces
-    them.
-    """
+    """Lets the stream's consumer read these pages. Precedes the PagesReady that announces them."""
 
     id: HandoffId
     stream: int

@@ -82,7 +82,7 @@ class LinkReads:
         self.waiting = deque(read for read in self.waiting if read.id != id)
 
     def closed(self) -> list[LinkRead]:
-        """Remove and return the unfinished reads of the closed link, in order. None can land any
+        """Remove and return the closed link's unfinished reads, in order. None can land any
         more.
         """
         unfinished = list(self.posted)
@@ -96,9 +96,7 @@ LINK_S = 30.0
 
 
 class ConsumerLinks:
-    """The links by stream, with their reads. Knows to which attempt each read belongs, not its
-    outcome.
-    """
+    """The links by stream, and their reads. Knows the attempt of each read, not its outcome."""
 
     def __init__(self) -> None:
         self._links: dict[int, LinkReads] = {}
@@ -216,9 +214,7 @@ class ConsumerLinks:
             self._links[stream].forget(id)
 
     def settle(self, id: HandoffId) -> list[ConsumerAction]:
-        """Return ReadsEndedEvent for an ended attempt if none of its bytes can land any more, else
-        nothing.
-        """
+        """Return ReadsEndedEvent for an ended attempt if no byte of it can land any more, or []."""
         if self._landing.get(id) != 0:
             return []
         del self._landing[id]
@@ -343,9 +339,7 @@ class ConsumerHandoff:
 
     @property
     def num_kv(self) -> int:
-        """Number of tokens whose KV the consumer has when everything is read. Granted attempts
-        only.
-        """
+        """Number of tokens whose KV the consumer has after all reads. Granted attempts only."""
         return self.ranges.num_tokens if self.ranges is not None else 0
 
     @property

@@ -57,8 +57,7 @@ from kvtransfer.protocol.progress import (
     earliest,
 )
 
-# Pages of each table that a migrating request may still fill: until it has stopped, and with its
-# next step.
+# Pages of each table that a migrating request may still fill before it stops, and in its next step.
 _MORE_PAGES = 2
 
 
@@ -117,9 +116,7 @@ class ConsumerEnd:
         )
 
     def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only while it does (rule
-        7).
-        """
+        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
         self._heartbeats.moving = moving
 
     # Inputs: streams and links ------------------------------------------------------------------
@@ -369,8 +366,8 @@ class ConsumerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """Handle expired deadlines and send due heartbeats. Call it at `next_deadline`, after
-        all input.
+        """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
+        input.
         """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:
@@ -441,16 +438,14 @@ class ConsumerEnd:
     # Ends of an attempt -------------------------------------------------------------------------
 
     def _finish(self, attempt: ConsumerHandoff) -> None:
-        # The order matters: the engine must hold the pages for its request before the hold for
-        # "read" ends.
+        # In this order: the engine must hold the pages for its request before the "read" hold ends.
         held = CompletedEvent(attempt.id, attempt.landed, attempt.num_kv)
         confirm = ConfirmRead(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
         self._leave(attempt, HandoffStatus.SUCCESS)
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
-        """End an attempt for a reason of this node, and notify the producer immediately (rule
-        2)."""
+        """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
         self._send_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
@@ -481,8 +476,7 @@ class ConsumerEnd:
         self._settle(attempt.id)
 
     def _settle(self, id: HandoffId) -> None:
-        """Report ReadsEndedEvent once an attempt has ended and none of its bytes can land any
-        more."""
+        """Report ReadsEndedEvent if an attempt has ended and no byte of it can land any more."""
         if id not in self._attempts:
             self._actions += self._links.settle(id)
 

@@ -114,9 +114,7 @@ class ProducerEnd:
         return any(s.connecting and now < s.poll_until for s in self._streams.values())
 
     def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only while it does (rule
-        7).
-        """
+        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
         self._heartbeats.moving = moving
 
     # Inputs -------------------------------------------------------------------------------------
@@ -177,8 +175,8 @@ class ProducerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ProducerAction]:
-        """Handle expired deadlines and send due heartbeats. Call it at `next_deadline`, after
-        all input.
+        """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
+        input.
         """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:

@@ -305,9 +305,7 @@ class Link:
             return self._state.due
 
     def expire(self, now: float) -> None:
-        """Close the link if the read in progress is late. Call it at `deadline`, or
-        periodically.
-        """
+        """Close the link if the read in progress is late. Call it at `deadline` or periodically."""
         with self._changed:
             if self._state.due is not None and now >= self._state.due:
                 self.close("a read passed its deadline")
@@ -325,9 +323,7 @@ class Link:
             self._changed.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the link's thread has ended, at the end of the process. Returns whether it
-        has.
-        """
+        """Wait at the end of the process for the link's thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

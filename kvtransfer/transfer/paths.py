@@ -99,8 +99,8 @@ class ComparedBytes:
         return tuple((each.source, each.size) for each in self._slices(consumer, self._node)[table])
 
     def read(self, producer: NodeShape | None, table: int) -> Cuts | None:
-        """Return the compared bytes of a page of a table that was read from `producer`. None: the
-        whole page.
+        """Return the compared bytes of a table's page that was read from `producer`. None: all
+        bytes.
         """
         if producer is None or producer == self._node:
             return None
@@ -123,9 +123,7 @@ class ComparedBytes:
 def map_of(
     rank: int, mine: RankPages, producers: Sequence[RankPages]
 ) -> tuple[tuple[Slice, ...], ...]:
-    """Return the byte ranges that a rank reads: for each table, then pieces of weights, then the
-    state.
-    """
+    """Return the byte ranges that a rank reads: for each table, weight pieces, and the state."""
     piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, producers[0].page_bytes))
     *tables, state = copy_map(rank, mine, producers)
     return (*tables, () if rank else (piece,), state)
@@ -241,7 +239,5 @@ class PageChecksums:
         return [_checksum(*each) for each in zip(contents, cuts, strict=True)]
 
     def _gap(self) -> int:
-        """Return the number of pages to skip before the next sample, random with the configured
-        mean.
-        """
+        """Return the number of pages to skip before the next sample, random with the set mean."""
         return random.randrange(2 * self._every - 1) if self._every else 0

@@ -80,9 +80,7 @@ class ConsumerAdmissions:
             preparation.add_done_callback(lambda _: self._wake())
 
     def forget(self, stream: int) -> None:
-        """Remove a waiting consumer. The caller must dismiss it at the producers too.
-        Idempotent.
-        """
+        """Remove a waiting consumer. The caller must dismiss it at the producers. Idempotent."""
         self._waiting.pop(stream, None)
 
     @property
@@ -298,9 +296,7 @@ class HeldMessages:
             self._send(stream, message)
 
     def flush(self) -> None:
-        """Send all messages that need not wait. Raises the error of a rank that could not
-        publish.
-        """
+        """Send all messages that need not wait. Raises the error of a rank that failed."""
         for stream, held in list(self._held.items()):
             while held:
                 match held[0]:

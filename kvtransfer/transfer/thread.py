@@ -56,9 +56,7 @@ class TransferSide(Protocol[CommandIn]):
     def command(self, command: CommandIn, now: float) -> None: ...
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Handle deadlines and send output. Called after all input, at `next_deadline` at the
-        latest.
-        """
+        """Handle deadlines and send output. Called after all input, by `next_deadline`."""
         ...
 
     def next_deadline(self) -> float | None: ...

@@ -61,14 +61,10 @@ _log = logging.getLogger(__name__)
 
 
 class NixlAgent:
-    """A NIXL agent. One thread at a time may use it. Every method except `destroy` may raise
-    TransferError.
-    """
+    """A NIXL agent, for one thread at a time. All methods but `destroy` may raise TransferError."""
 
     def __init__(self, transports: NixlTransports = HOST) -> None:
-        """Create an agent for these transports. Takes 10 ms, and 2 s for the first agent of a
-        process.
-        """
+        """Create an agent for these transports. Takes 10 ms, or 2 s for a process's first agent."""
         self._lists: list[Any] = []
         self._reading: Any = None
         self._agent = _call(_new_agent, transports)
@@ -80,9 +76,7 @@ class NixlAgent:
         _call(self._agent.register_memory, rows, segment(pool.device)[0])
 
     def metadata(self) -> bytes:
-        """Return the metadata that another agent passes to `meet`. Covers all memory registered so
-        far.
-        """
+        """Return the metadata for another agent's `meet`. Covers all memory registered so far."""
         return bytes(_call(self._agent.get_agent_metadata))
 
     def meet(self, metadata: bytes) -> Any:
@@ -181,9 +175,7 @@ def descriptors(pool: PagePool, parts: Sequence[PageCut]) -> NDArray[np.uint64]:
 
 
 def load() -> Any:
-    """Import NIXL's Python API. Sets defaults for environment variables that the user has not
-    set.
-    """
+    """Import NIXL's Python API. Sets defaults for environment variables that are not set."""
     with _import_lock:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)  # UCX reads most of them when it is loaded
@@ -285,9 +277,7 @@ class NixlCudaMemory:
     """
 
     def __init__(self, pool: PagePool) -> None:
-        """Raises TransferError if the pool is not on the named device, or device memory is
-        short.
-        """
+        """Raises TransferError if the pool is not on the named device, or memory is short."""
         self._device = cuda_device(pool.device)
         self._device.use()
         self._device.view(pool)
@@ -332,7 +322,7 @@ class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """A pair of prepared descriptor lists: local pages, and the producer's pages that are read into
+    """A pair of prepared descriptor lists: local pages, and the producer's pages to read into
     them.
     """
 

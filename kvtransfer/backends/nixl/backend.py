@@ -174,9 +174,7 @@ _log = logging.getLogger(__name__)
 
 
 class NixlProducer:
-    """The producer of every one-sided path that this machine supports. One thread at a time may use
-    it.
-    """
+    """The producer of all one-sided paths that this machine supports. For one thread at a time."""
 
     def __init__(self, memory: NixlMemory, kinds: Sequence[PathKind]) -> None:
         """Raises TransferError if this machine supports none of the paths."""

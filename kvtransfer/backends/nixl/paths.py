@@ -57,9 +57,7 @@ class PathEvidence(Protocol):
     """
 
     def describe(self, metadata: bytes) -> bytes:
-        """Return the serialised location of the evidence, for the agent with this metadata. Called
-        once.
-        """
+        """Return the serialised location of the evidence, for an agent's metadata. Called once."""
         ...
 
 
@@ -86,8 +84,7 @@ class PathKind:
     # Args: the evidence, the metadata, the consumer's pool.
     prove: Callable[[bytes, bytes, PagePool], ProvedPath]
     part_bytes: int  # size of one read, which bounds how long `stop` takes
-    # Lower limit of the probed rate. A detour inside UCX through host memory is slower. 0: no such
-    # detour exists.
+    # Lower limit of the probed rate. A detour of UCX through host memory is slower. 0: no limit.
     min_gib_per_s: float = 0.0
     # Whether the description given to a consumer has keys that allow reads until they are revoked.
     # Then the producer creates an agent for each consumer, whose end revokes its keys.

@@ -48,7 +48,7 @@ class TcpChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the channel. After it returns, no more bytes arrive. Only outside other calls.
+        """Close the channel. Afterwards no more bytes arrive. Only outside other calls.
         Idempotent.
         """
         ...

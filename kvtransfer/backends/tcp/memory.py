@@ -33,16 +33,14 @@ class SendBuffers(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the buffers. After it returns, nothing reads the pool for this connection.
+        """Release the buffers. Afterwards nothing reads the pool for this connection.
         Idempotent.
         """
         ...
 
 
 class ReceiveBuffers(Protocol):
-    """The receiving side of one connection: pages on their way from the socket into a pool. Not
-    thread-safe.
-    """
+    """The receiving side of one connection: pages from the socket into a pool. Not thread-safe."""
 
     request_bytes: int  # upper limit for one request of several pages
 
@@ -56,9 +54,7 @@ class ReceiveBuffers(Protocol):
         ...
 
     def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
-        """Record that the bytes of the latest `vectors` call have arrived. Takes the same
-        arguments.
-        """
+        """Record that the bytes of the latest `vectors` call, with the same arguments, arrived."""
         ...
 
     def settle(self) -> None:

@@ -187,8 +187,7 @@ class TcpAcceptor:
             return  # the peer has already closed it
         except OSError as error:
             if not self._shut:
-                # The peer closed it while it was in the backlog, or no descriptors are free for
-                # now.
+                # The peer closed it while it was in the backlog, or no descriptors are free now.
                 _log.warning("data connection not accepted", reason=error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
@@ -389,7 +388,7 @@ class TcpProducer:
                 answers.append(self._begin(channel, consumer, departures))
 
     def _begin(self, channel: TcpChannel, consumer: int, departures: SendBuffers) -> _Answer:
-        """Receive one request and start its reply, which has the pages, or zeros if a page is
+        """Receive one request and start its reply, with the pages, or zeros if a page is
         refused.
         """
         kind, num_pages, at, size = REQUEST.unpack(channel.receive(REQUEST.size))

@@ -80,9 +80,7 @@ class _Slot:
         self._mark: CopyMark | None = None
 
     def fetch(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
-        """Start to copy the byte range `cut` of these pages into the slot, and overwrite its
-        previous content.
-        """
+        """Start to copy the byte range `cut` of these pages into the slot, over its old content."""
         self._begin(queue, partial(self._copy_out, pool, pages, cut))
 
     def bring(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
