@@ -178,8 +178,7 @@ class EmbeddingReads:
     # Events -------------------------------------------------------------------------------------
 
     def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread. Returns False if other parts of the node must
-        handle it too."""
+        """Handle an event of the transfer thread. Returns False if others must handle it too."""
         match event:
             case ProducerUp(address=address):
                 self._producers[address] = event

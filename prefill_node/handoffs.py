@@ -257,8 +257,7 @@ class OutgoingHandoffs:
                 queued_tokens=self._queues.scheduled.scheduler.queued_tokens(),
             )
         )
-        # Only whole pages: the cache may also have generated tokens, but only the prompt counts
-        # here.
+        # Only whole pages: the cache may also have generated tokens, but only the prompt counts.
         self._publish(state, self._whole_pages(request.cached_tokens))
 
     def computed(self, chunk: ChunkDone) -> None:

@@ -127,9 +127,7 @@ class PoolingCalls:
         return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
-        """Record a computed chunk, and send the result when all prompts of the call are
-        computed.
-        """
+        """Record a computed chunk, and send the result when all prompts of the call are done."""
         request = chunk.request
         prompt = self._prompts.get(request.key)
         if prompt is None:
@@ -148,7 +146,7 @@ class PoolingCalls:
             self._control.notify(PoolingDone(call.number, vectors, cached))
 
     def _begin(self, call: _Call, message: SubmitPooling) -> None:
-        """Check and schedule the prompts of a call. After a ServingError, the caller must release
+        """Check and schedule a call's prompts. On a ServingError the caller releases
         `call.held`.
         """
         if self._control.draining:
