@@ -82,9 +82,7 @@ class TokenOutbox:
         self._add(stream, request.to_bytes(8, "little"), token.to_bytes(4, "little"))
 
     def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """Add log-probabilities for tokens of this request that are added before the next
-        `flush`.
-        """
+        """Add log-probabilities for tokens of this request that are added before `flush`."""
         stream, request = origin
         self._logprobs.setdefault(stream, []).append((request, logprobs))
 
@@ -99,9 +97,7 @@ class TokenOutbox:
         self._predicted.setdefault(stream, []).append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
-        """Report the cached tokens of a prompt, when its prefill starts and again with its first
-        token.
-        """
+        """Report a prompt's cached tokens, when its prefill starts and with its first token."""
         stream, request = origin
         self._begun.setdefault(stream, []).append((request, cached_tokens))
 
@@ -199,9 +195,7 @@ class DecodeCounters:
         self._seconds.add(seconds)
 
     def moved_away(self, *, held: bool) -> None:
-        """Count an outgoing migration. `held`: it completed. Otherwise the request continues
-        here.
-        """
+        """Count an outgoing migration. Without `held`, the request continues here."""
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:

@@ -144,9 +144,7 @@ class DecodeRole:
         outbox.flush()
 
     def _computed(self, chunk: ChunkDone) -> None:
-        """Report a computed chunk. A retracted request is recomputed, and only its first prefill
-        counts.
-        """
+        """Report a computed chunk. Only the first prefill of a retracted request counts."""
         request, num_left = chunk.request, len(chunk.request.token_ids) - chunk.end
         state = self._active.find(request)
         if state is not None and chunk.first_token is not None:

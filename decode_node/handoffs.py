@@ -50,8 +50,7 @@ from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
 
-# A computed prompt should be read within this time. After it, other requests no longer wait for its
-# pages.
+# Expected time in which a computed prompt is read. Then other requests stop waiting for its pages.
 READ_SOON_S = 2.0
 # Longest wait of a migration to this node for pages, and for the source to stop the request. The
 # client is not affected: the request runs during both waits, or pauses for one step.
@@ -208,8 +207,8 @@ class IncomingHandoffs:
         return not computed or now - computed < READ_SOON_S
 
     def _preempt(self) -> float:
-        """Preempt requests for the most urgent attempt without pages. Returns its priority,
-        or -inf.
+        """Preempt requests for the most urgent attempt without pages. Returns its priority or
+        -inf.
         """
         state = self.prealloc.most_urgent(self._num_unready)
         if state is None:
@@ -373,8 +372,8 @@ class IncomingHandoffs:
             self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
-        """Add requests whose KV and first token have arrived to the running batch. This needs no
-        forward pass.
+        """Add requests whose KV and first token have arrived to the batch, without a forward
+        pass.
         """
         for state in self.transfer.ready():
             attempt = state.attempt

@@ -51,9 +51,7 @@ class HeldTokens:
         self._num_tokens = 0
 
     def begin(self, number: int, interval: int) -> None:
-        """Hold tokens of a request until it ends. `interval`: number of tokens to send at a
-        time.
-        """
+        """Hold tokens of a request until it ends. `interval`: tokens to send at a time."""
         if interval > 1:
             self._requests[number] = _Held(interval)
 

@@ -90,9 +90,7 @@ class OutgoingMigrations:
     # Events of the transfer thread ----------------------------------------------------------------
 
     def opened(self, event: OpenedEvent) -> None:
-        """Accept or refuse a hand-off. Until the grant, the request keeps running and no pages are
-        held.
-        """
+        """Accept or refuse a hand-off. Until the grant, the request runs and no pages are held."""
         source = event.source
         state = self._active.by_ticket(source.ticket) if isinstance(source, Live) else None
         refusal = self._refusal(state, event)
@@ -228,9 +226,7 @@ class OutgoingMigrations:
         )
 
     def _cancel(self, migration: OutgoingMigration, reason: str) -> None:
-        """Fail a hand-off once. The ClosedEvent that follows decides whether the request resumes
-        here.
-        """
+        """Fail a hand-off once. The following ClosedEvent decides whether the request resumes."""
         if migration.over:
             return
         migration.over = True
@@ -238,8 +234,6 @@ class OutgoingMigrations:
 
 
 def _begins_with(tokens: Ints, token_ids: bytes) -> bool:
-    """Return whether `tokens` start with all of `token_ids` (little-endian int32) and are
-    longer.
-    """
+    """Return whether `tokens` start with `token_ids` (little-endian int32) and are longer."""
     known = np.frombuffer(token_ids, np.int32)
     return len(known) < len(tokens) and np.array_equal(tokens[: len(known)], known)
