@@ -61,9 +61,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
 
 def _joined(start: EngineStart[Any]) -> NodeGroup:
-    """Join the group of this node. The end of another node interrupts waits of the engine
-    thread.
-    """
+    """Join the group of this node. The end of another node interrupts the engine thread's waits."""
     engine: EngineConfig = start.config.engine
     own = engine.parallel.model_copy(update={"dp_rank": 0, "dp_group": None})
     common = engine.model_copy(update={"parallel": own})

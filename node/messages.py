@@ -289,9 +289,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class QuarantineStarted(msgspec.Struct, frozen=True, tag=True):
-    """A request that runs alone from now on, because it is quarantined. Stream 0: the quarantine
-    has ended.
-    """
+    """A quarantined request, which runs alone from now on. Stream 0: the quarantine has ended."""
 
     stream: int
     request: int

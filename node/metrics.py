@@ -553,9 +553,7 @@ DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The event loop of the frontend writes them, and a scraping thread
-    reads them.
-    """
+    """The metrics of a node. The frontend's event loop writes, and a scraping thread reads them."""
 
     def __init__(self, role: Role) -> None:
         self.trust = TrustMetrics()
@@ -647,9 +645,7 @@ def _reported(
 
 
 def _place(name: str) -> tuple[MetricDeclaration | None, Values]:
-    """Return the series of a reported value, or None if the value is exported under another
-    name.
-    """
+    """Return the series of a reported value, or None if it is exported under another name."""
     key, _, label = name.partition("/")
     if key in _ALL:
         declared = _ALL[key]

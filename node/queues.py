@@ -145,9 +145,7 @@ class PreparationQueue(Protocol):
         ...
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Remove and yield the requests that have the resource (None), or cannot get it (the
-        error).
-        """
+        """Remove and yield requests that have the resource (None) or cannot get it (error)."""
         ...
 
     def remove(self, request: Request) -> bool:
@@ -203,9 +201,7 @@ class PreparationStages(Generic[S]):
                 yield state, end
 
     def ready(self, now: float) -> Iterator[tuple[S, ServingError | None]]:
-        """Remove and yield the requests that have all resources (None), or cannot get one (the
-        error).
-        """
+        """Remove and yield requests that have all resources (None) or cannot get one (error)."""
         num_left = -1
         # Loops, because a yielded request may end at once and free resources.
         while self._states and num_left != len(self._states):
@@ -226,8 +222,8 @@ class PreparationStages(Generic[S]):
                     yield self._states.pop(request.key), refusal
 
     def _is_prepared(self, request: Request, queues: tuple[PreparationQueue, ...]) -> bool:
-        """Return whether the request needs none of these queues. Otherwise add it to the first that
-        it needs.
+        """Return whether the request needs none of these queues, else add it to the first
+        needed.
         """
         queue = next((queue for queue in queues if queue.needed_by(request)), None)
         if queue is not None:
@@ -338,9 +334,7 @@ class GrammarQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Remove and yield the requests that have their `match` now (None), or cannot get one (the
-        error).
-        """
+        """Remove and yield requests that have their `match` (None) or cannot get one (error)."""
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue

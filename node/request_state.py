@@ -42,9 +42,7 @@ class Claim(StrEnum):
 
 
 class Claims:
-    """The resources that one request holds, each with the function that releases it. Engine thread
-    only.
-    """
+    """The resources that a request holds, with functions to release them. Engine thread only."""
 
     __slots__ = ("_releases",)
 

@@ -352,8 +352,7 @@ def _has_tls(start: EngineStart[C]) -> bool:
 def _make_memory(
     engine: Engine, start: EngineStart[C], peers: PageAccess, pinned: str
 ) -> MemoryOccupation:
-    """Return the access to releasable memory. Memory in a region is isolated, and then not
-    pinned."""
+    """Return the access to releasable memory. Memory in a region is isolated, not pinned."""
     kv, host_pool, is_region = engine.pool, engine.host_pool, engine.pool.region is not None
     return MemoryOccupation(
         engine.weights,

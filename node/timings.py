@@ -81,9 +81,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
         del self.attempts[:-MAX_ATTEMPTS]
 
     def note_first_token(self, now: float) -> None:
-        """Record the first token. Later calls have no effect, because a repeated prefill sends no
-        first token.
-        """
+        """Record the first token. No effect if repeated: a second prefill sends no first token."""
         self.first_token = self.first_token or now
 
     @property

@@ -105,9 +105,7 @@ class CacheReports:
             self._cache.stop()
 
     def flush(self) -> None:
-        """Send changes to watchers, and a snapshot to new ones. Costs almost nothing without
-        watchers.
-        """
+        """Send changes to watchers, and a snapshot to new ones. Cheap without watchers."""
         if self._watchers:
             change = self._cache.take()
             if change is not None:
@@ -125,9 +123,7 @@ class CacheReports:
         self._begin_at = self._now() + BEGIN_INTERVAL_S
 
     def _report(self, watchers: tuple[int, ...], change: CacheChange) -> None:
-        """Send a change in as many messages as needed, in any order: no page is both stored and
-        removed in it.
-        """
+        """Send a change in as many messages as needed. No page is both stored and removed in it."""
         most = MAX_PAGES_PER_MESSAGE
         longest = max(len(change.stored), len(change.removed))
         for start in range(0, longest or 1, most):

@@ -1,6 +1,4 @@
-"""The commands of operators to an engine about weights, memory and profiles. Used by
-EngineControl.
-"""
+"""Commands of operators to an engine about weights, memory and profiles. Used by EngineControl."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -256,9 +254,7 @@ class WeightCalls:
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
     def prepare(self, number: int, path: str) -> None:
-        """Check weights. `done` yields the response. Raises ServingError if the check cannot
-        begin.
-        """
+        """Check weights. `done` yields the response. Raises ServingError if it cannot begin."""
         self._preparing.append(_Asked(number, UNNAMED, self._weights.prepare(path)))
 
     def begin(

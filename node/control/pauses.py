@@ -98,9 +98,7 @@ class Pauses:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
     def begin(self, number: int, mode: PauseMode, role: ControlledRole) -> None:
-        """Start a pause. `reached` yields the response. A paused node may be paused again in
-        another mode.
-        """
+        """Start a pause. `reached` yields the response. A paused node may change the mode."""
         fresh = not role.scheduler.paused
         self._counts[mode.value] += 1
         role.scheduler.paused = True

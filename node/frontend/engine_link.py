@@ -175,9 +175,7 @@ class EngineLink:
         return answer
 
     def close(self) -> None:
-        """Close the socket, which releases the engine. Idempotent. `on_end` is not called any
-        more.
-        """
+        """Close the socket, which releases the engine, without `on_end`. Idempotent."""
         self._ended = True
         self._connection.close()
         self._refuse_questions()
@@ -288,9 +286,7 @@ class EngineSupervisor:
         return now - self._moved_at < self._silence_s
 
     def liveness(self, now: float) -> tuple[str, float]:
-        """Return the state, and the seconds since the engine's last progress (0 before its first
-        report).
-        """
+        """Return the state, and the seconds since the engine's last progress (0: no report yet)."""
         return self.state(now), now - self._moved_at if self._moving else 0.0
 
     def state(self, now: float) -> str:

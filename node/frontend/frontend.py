@@ -137,9 +137,7 @@ class EngineProcess:
         self._ended.set()
 
     def close(self) -> None:
-        """Kill the process if it still runs. Idempotent. Called on every way out of the
-        frontend.
-        """
+        """Kill the process if it still runs. Idempotent. Called whenever the frontend ends."""
         if self._pidfd < 0:
             return
         if self._process.poll() is None:

@@ -351,9 +351,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def PutWeights(
         self, request: node_pb2.PutWeightsRequest, context: Any
     ) -> node_pb2.PutWeightsResponse:
-        """Put prepared weights in place. Fails with FAILED_PRECONDITION if other weights stay in
-        use.
-        """
+        """Put prepared weights in place. Fails with FAILED_PRECONDITION if the old ones stay."""
         weights = check_identity("weights", request.id)
         await self._engine.ask(PutWeights(weights), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
@@ -361,9 +359,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def TakeWeights(
         self, request: node_pb2.TakeWeightsRequest, context: Any
     ) -> node_pb2.TakeWeightsResponse:
-        """Copy another node's weights. Fails with FAILED_PRECONDITION if other weights stay
-        in use.
-        """
+        """Copy another node's weights. Fails with FAILED_PRECONDITION if the old ones stay."""
         weights, address = check_identity("weights", request.id), check_address(request.address)
         self._pair_with(address)
         await self._engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)

@@ -1,6 +1,4 @@
-"""OpenTelemetry spans of a node: its part of a request, with the phases of that part as child
-spans.
-"""
+"""OpenTelemetry spans of a node: its part of a request, with that part's phases as child spans."""
 
 from collections.abc import Iterator
 

@@ -23,9 +23,7 @@ class PacketSocket:
         self._sending = asyncio.Lock()
 
     async def receive(self) -> tuple[bytes, Sequence[int]]:
-        """Return a packet and its file descriptors, owned by the caller. b"": the peer has
-        closed.
-        """
+        """Return a packet and its file descriptors, owned by the caller. b"": end of file."""
         while True:
             try:
                 packet, files, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
@@ -36,8 +34,7 @@ class PacketSocket:
                 return b"", ()
 
     async def send(self, packet: bytes, files: Sequence[int] = ()) -> None:
-        """Send a packet once there is room. No effect if the peer has closed, which `receive`
-        notices."""
+        """Send a packet once there is room. No effect if the peer has closed, see `receive`."""
         async with self._sending:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 while True:

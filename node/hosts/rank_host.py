@@ -333,8 +333,7 @@ def _started_ranks(config: RankHostConfig, start: ranks_pb2.HostStart) -> HostRa
 
 
 async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:
-    """Start the ranks and forward packets until the leader ends the node. Any other end is
-    raised."""
+    """Start the ranks and forward packets until the leader ends the node. Raises any other end."""
     await ranks.start(store)
     following = asyncio.ensure_future(ranks.follow(leader))
     replies = [asyncio.ensure_future(ranks.reply(rank, leader)) for rank in ranks]

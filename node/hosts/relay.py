@@ -302,9 +302,7 @@ async def _relay(
 
 
 async def _send_all(sockets: Mapping[int, PacketSocket], failure: RankFailed) -> None:
-    """Report a failure on the socket of every rank, because rank 0 waits for one after the
-    other.
-    """
+    """Report a failure on every rank's socket, because rank 0 waits for one after the other."""
     for each in sockets.values():
         await each.send(_encoder.encode(failure))
 

@@ -1,3 +1,1 @@
-"""Sharing of cached prefixes and weights between nodes: a node's exports, and its reads from
-others.
-"""
+"""Sharing of cached prefixes and weights between nodes: a node's exports, and its reads."""

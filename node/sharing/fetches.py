@@ -284,9 +284,7 @@ class PrefixFetches:
         now: float,
         ticket: int = 0,
     ) -> bool:
-        """Wait for a fetch of the same prefix, in progress or started now. Returns False if pages
-        are short.
-        """
+        """Wait for a fetch of this prefix, in progress or new. Returns False if pages are short."""
         tokens = token_ids[: way.num_tokens]
         handoff_id = self._under_way(tokens, namespace)
         if handoff_id is None:

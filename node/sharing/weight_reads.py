@@ -40,8 +40,7 @@ from kvtransfer.ports import (
 from node.sharing.exports import SHARE
 
 
-# Chooses the next pieces of a file to request. The length of the file is unknown until its
-# beginning arrives.
+# Chooses the next pieces of a file to request. The length is unknown until its beginning arrives.
 @dataclass(frozen=True, slots=True)
 class WeightWindow:
     """The pieces [first, past)."""
@@ -75,8 +74,8 @@ class WeightPieces:
         return self._past is not None and self._num_asked >= self._past and not self._again
 
     def next(self, now: float) -> WeightWindow | None:
-        """Return the next window, or None. The caller requests it, or returns it with `not_asked`
-        or `lost`.
+        """Return the next window or None. The caller requests it, or calls `not_asked` or
+        `lost`.
         """
         if self._again:
             return self._again.popleft() if now >= self._again_at else None
@@ -107,8 +106,7 @@ class WeightPieces:
 _HOST = torch.device("cpu")
 
 
-# Copies the pieces of another node's weights from the pages in which they arrived to a file in
-# memory.
+# Copies the pieces of another node's weights from the pages in which they arrived to memory.
 class WeightCopies:
     """Copies arrived pieces. One thread does so, in order.
 
@@ -195,9 +193,7 @@ TAKE_S = 540.0  # timeout of the whole read
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A window in progress. Holds its pages until no bytes can land in them and no copy reads
-    them.
-    """
+    """A window in progress. Holds its pages until no bytes land in them and no copy reads them."""
 
     window: WeightWindow
     pages: Ints
@@ -381,9 +377,7 @@ class WeightReads:
             self._ask(taking, self._producers[taking.address], now)
 
     def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
-        """Request windows up to the limit. The windows after the header are requested once it has
-        arrived.
-        """
+        """Request windows up to the limit. The windows after the header wait for it to arrive."""
         pieces = taking.pieces
         # If another producer at this address has smaller pages, it refuses pieces that do not fit.
         pieces.piece_bytes = pieces.piece_bytes or producer.piece_bytes

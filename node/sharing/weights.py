@@ -1,6 +1,4 @@
-"""Weight sharing between nodes: a node's exports of its weights, and its reads of another
-node's.
-"""
+"""Weight sharing between nodes: a node's exports of its weights, and its reads of others'."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -149,8 +147,8 @@ class WeightExports:
         self._port.post(FailCommand(serial, reason, retryable))
 
     def _fill(self, start: int, piece_bytes: int, pages: Ints) -> int:
-        """Copy the pieces from byte `start` on into these pages, on the worker thread. Returns
-        their number.
+        """Copy pieces from byte `start` on into these pages, on the worker. Returns their
+        number.
         """
         # Whole pages with zeros after a piece, because the consumer may read them.
         buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
@@ -241,9 +239,7 @@ class WeightSharing:
         return self._reads.read(weights, address)
 
     def poll(self) -> None:
-        """Make progress on both ends. Called in each turn of the engine loop in which `due`
-        is set.
-        """
+        """Make progress on both ends. Called in each turn of the engine loop with `due` set."""
         self.due = False  # before the polls, because another thread may set it meanwhile
         self._exports.poll()
         self._reads.poll()
