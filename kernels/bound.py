@@ -82,9 +82,7 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
         return None
 
     def _layout(self, num_args: int, given: tuple[str, ...]) -> _Layout:
-        """Return the names of the parameters after the positional ones, and the names of
-        options.
-        """
+        """Return the names of the parameters after the positional ones, and of the options."""
         layout = self._layouts.get((num_args, given))
         if layout is None:
             named = self._names[num_args:]

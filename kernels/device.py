@@ -40,8 +40,7 @@ def use_compiled(operators: Operators | None) -> None:
 
 
 def compiled(tensor: Tensor) -> Operators | None:
-    """Return the compiled operators that replace the reference, if any. Called only if
-    `uses_triton` is False."""
+    """Return the compiled operators that replace the reference, if `uses_triton` is False."""
     return compiled_for(tensor.device)
 
 
@@ -54,8 +53,7 @@ _batch_invariant: list[bool] = [False]
 
 
 def use_batch_invariant(wanted: bool) -> None:
-    """Set the result of `batch_invariant` for this process. Must be called before a step is
-    planned."""
+    """Set the result of `batch_invariant` for this process, before a step is planned."""
     _batch_invariant[0] = wanted
 
 

@@ -35,9 +35,7 @@ def may_keep(kept_in: torch.dtype, computed_in: torch.dtype) -> bool:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number of a narrow dtype. 0 for other dtypes, so that kernels do not
-    narrow.
-    """
+    """Return the largest number of a narrow dtype. 0: the dtype is not narrow."""
     return torch.finfo(dtype).max if dtype in NARROW else 0.0
 
 
@@ -51,8 +49,7 @@ def narrowed(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def as_stored(x: Tensor) -> Tensor:
-    """View the same memory in a dtype that torch can index, because it cannot index 8-bit
-    floats."""
+    """View the same memory in a dtype that torch can index: it cannot index 8-bit floats."""
     return x.view(torch.uint8) if x.dtype in NARROW else x
 
 

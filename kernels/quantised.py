@@ -145,9 +145,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def widened(numbers: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return the weights of one matrix, float32 [out, in], from numbers in the form that kernels
-    read.
-    """
+    """Return the weights of one matrix, float32 [out, in], from numbers as kernels read them."""
     if numbers.dtype == torch.uint8:
         numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
     return weights_of(numbers, quantisation)

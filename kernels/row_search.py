@@ -1,6 +1,4 @@
-"""The search for a program's row, in kernels whose programs are distributed over the rows of a
-step.
-"""
+"""The search for a program's row, in kernels whose programs share the rows of a step."""
 
 import triton
 import triton.language as tl

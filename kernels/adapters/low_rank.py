@@ -217,8 +217,7 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add the second product to some columns of one part of y. No two programs write the same
-    element."""
+    """Add the second product to some columns of a part of y. No two programs write one element."""
     tile, part = tiles_ptr + tl.program_id(0) * 3, tl.program_id(2)
     begin = tl.where(part < 2, tl.where(part == 0, 0, END_0), tl.where(part == 2, END_1, END_2))
     past = tl.where(part < 2, tl.where(part == 0, END_0, END_1), tl.where(part == 2, END_2, END_3))

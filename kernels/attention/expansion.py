@@ -34,8 +34,7 @@ class LatentExpansion:
     values: Tensor
 
     def pays(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether rows of (queries, tokens) are faster with expanded keys and values on a
-        CPU."""
+        """Return whether rows of (queries, tokens) are faster with expanded keys on a CPU."""
         _, key_dim, rank = self.keys.shape
         saved = sum(_pairs(queries, length) for queries, length in chunks)
         expanded = sum(length - queries for queries, length in chunks)

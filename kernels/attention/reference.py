@@ -166,8 +166,8 @@ def plan_reference(step: AttentionRows, kv: Tensor, kind: AttentionKind) -> Refe
 
 @dataclass(frozen=True, slots=True)
 class KeySpan:
-    """Queries for the tokens [first, end) of a row, from index `place` in q on. They see all keys
-    up to `end`."""
+    """Queries of the tokens [first, end) of a row, from index `place` in q. They see keys up to
+    `end`."""
 
     row: int
     place: int

@@ -294,8 +294,7 @@ def _load_pages(
 def _load_tile(
     ptr, live, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load a tile, with zeros for keys that are not live: a stale NaN times a weight of 0 would be
-    NaN."""
+    """Load a tile, with zeros for keys that are not live, because 0 * NaN is NaN."""
     if MASKED:
         if HEAD_DIM < BLOCK_D:
             return tl.load(ptr, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

@@ -1,3 +1,1 @@
-"""Operations of optional packages (FlashInfer, flash-linear-attention), which can replace Baton's
-kernels.
-"""
+"""Operations of optional packages (FlashInfer, fla), which can replace Baton's kernels."""

@@ -544,8 +544,7 @@ class Operators:
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
         shape = (-(-outputs // PANEL), -(-inputs // group), PANEL, group)
-        # Smaller matrices, such as those of experts, would exceed the process's limit of memory
-        # mappings.
+        # Smaller matrices, such as those of experts, would exceed the process's limit of mappings.
         large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES
         panels = (empty_in_huge_pages if large else torch.empty)(shape, dtype=matrix.dtype)
         self._library.pack_panels(

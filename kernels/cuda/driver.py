@@ -19,8 +19,7 @@ class OutOfDeviceMemory(CudaError):
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function of the library. Raises CudaError with its name and the driver's name of the
-    error."""
+    """Call a library function. Raises CudaError with its name and the driver's error name."""
     driver = _driver()
     result = driver[function](*arguments)
     if result:

@@ -142,8 +142,7 @@ class Region:
             self._unmap_from(0)
 
     def tensor(self, start: int, num_bytes: int) -> Tensor:
-        """Return mapped bytes as uint8 [num_bytes], at the same addresses as long as the process
-        lives."""
+        """Return mapped bytes as uint8 [num_bytes]. The addresses never change."""
         return self._driver.view(self.address + start, num_bytes)
 
     def _map_extent(self) -> None:
@@ -181,8 +180,7 @@ class Region:
 
 @functools.cache
 def virtual_memory(index: int) -> VirtualMemory:
-    """Return the VirtualMemory of a CUDA device. The driver is not called before a region is
-    reserved."""
+    """Return a CUDA device's VirtualMemory. Calls no driver before a region is reserved."""
     return VirtualMemory(CudaDriver(index))
 
 

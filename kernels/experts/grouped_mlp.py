@@ -131,8 +131,7 @@ def grouped_mlp(
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
-    """Return act(gate) * up of [n, 2 * inner] as [n, inner], like `act_and_mul`, in float32,
-    rounded once."""
+    """Return act(gate) * up of [n, 2 * inner] as [n, inner], in float32, rounded once."""
     if gate != "clamped":
         return act_and_mul(x, gate)
     if (compiled := device.compiled(x)) is not None:

@@ -1,6 +1,4 @@
-"""Products with matrices as they are stored: small ones, and those that other operations read
-too.
-"""
+"""Products with matrices as they are stored: small ones, and those that others read too."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -104,8 +104,7 @@ def add_rms_norm_triton(
 
 
 def _num_warps(block: int, element_size: int) -> int:
-    """Return the number of warps for 16 bytes per thread, at most 16. To be tuned with
-    tools/bench/gpu."""
+    """Return warps for 16 bytes per thread, at most 16. To be tuned with tools/bench/gpu."""
     return max(1, min(16, block * element_size // (16 * 32)))
 
 
@@ -163,9 +162,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
-    """Return x + residual as float32, rounded to their dtype. Stores it too if total_ptr is
-    given.
-    """
+    """Return x + residual as float32, rounded to their dtype. Stores it to total_ptr, if any."""
     total = tl.load(x_ptr + col, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -177,8 +174,7 @@ def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
 
 @triton.jit
 def weighted(normed, weight):
-    """Return normed (float32), rounded to weight's dtype, times weight. float32, not yet
-    rounded."""
+    """Return normed (float32), rounded to weight's dtype, times weight, as unrounded float32."""
     return normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 

@@ -205,8 +205,7 @@ def _rope_and_store_kernel(
     LARGEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Process one token and one block of heads: first the blocks of Q, then those of K and V
-    together."""
+    """Process one token and one block of heads: first Q's blocks, then those of K and V."""
     early_launch.start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -214,8 +213,7 @@ def _rope_and_store_kernel(
     is_q = block < q_blocks
     head = tl.where(is_q, block, block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = head[:, None]
-    # As wide as the heads, so that angles and weights are loaded in the layout in which they are
-    # used.
+    # As wide as the heads, so that angles and weights are loaded in the layout of their use.
     col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
     low_col, gap = _pairs(col, HALF, PAIRS)
     places = head * (2 * HALF) + low_col
@@ -276,8 +274,7 @@ def _turned(
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Return both numbers of pairs [heads, HALF], rotated and rounded, normed before if there is a
-    weight."""
+    """Return both numbers of pairs [heads, HALF], normed if there is a weight, then rotated."""
     low = tl.load(source, mask=mask, other=0.0)
     high = tl.load(source + gap, mask=mask, other=0.0)
     turned = mask

@@ -1,6 +1,4 @@
-"""The write of K and V into their pages without rotation, for models that rotate them
-themselves.
-"""
+"""The write of K and V into their pages without rotation, for models that rotate them."""
 
 import torch
 import triton

@@ -242,8 +242,7 @@ def _turn(
     LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rotate the pairs at source [heads, 1] and store them as numbers i and i + PAIRS of target,
-    where live."""
+    """Rotate pairs at source [heads, 1], and store them as i and i + PAIRS of target where live."""
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = live & (pair < PAIRS)
     first = source + (2 * pair if INTERLEAVED else pair)

@@ -9,8 +9,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
-# Never sampled if any token is allowed. Not -inf, which would mean that the row's forward has
-# failed.
+# Never sampled if any token is allowed. Not -inf, which means that the row's forward failed.
 FORBIDDEN = -1e30
 _WORD = tl.constexpr(32)
 

@@ -79,8 +79,7 @@ def settle(
 
 @triton.jit
 def top_k_bound(maxima, largest, top_k, VOCABULARY: tl.constexpr):
-    """Return the top_k-th largest of the maxima, or a lower value. At least top_k tokens reach
-    it."""
+    """Return at most the top_k-th largest of the maxima. At least top_k tokens reach it."""
     bound = tl.full([], _LOWEST, tl.float32)
     if top_k <= (VOCABULARY + GROUP - 1) // GROUP:
         pivot = tl.full([], _NO_KEY, tl.int64)
@@ -198,9 +197,7 @@ def _draw(
 
 @triton.jit
 def _listed(row_ptr, list_ptr, start, count, VOCABULARY: tl.constexpr):
-    """Return ids and logits of the next listed groups. Logits are -inf beyond the vocabulary or
-    list.
-    """
+    """Return ids and logits of the next listed groups, with -inf where there is no token."""
     places = start + tl.arange(0, _CHUNK)
     listed = places < count
     groups = tl.load(list_ptr + places, mask=listed, other=0)

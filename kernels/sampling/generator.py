@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Constants of the integer mixer "lowbias32": Christopher Wellons, Prospecting for Hash Functions,
-# 2018.
+# The integer mixer "lowbias32": Christopher Wellons, Prospecting for Hash Functions, 2018.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _SALT = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio
 
@@ -53,8 +52,7 @@ def random_bits(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply a bijection of 32-bit words in place. int32 products wrap, and right shifts are
-    masked."""
+    """Apply a bijection of 32-bit words in place. int32 products wrap, shifts are masked."""
     x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(_MULTIPLIERS[0])
     x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_MULTIPLIERS[1])
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
@@ -79,8 +77,7 @@ def token_bits(first, second, tokens):
 
 @triton.jit
 def token_noise(first, second, tokens):
-    """Return `gumbel_noise` of tokens int32 [any shape], equal up to the rounding of the
-    logarithm."""
+    """Return `gumbel_noise` of tokens int32 [any shape], equal up to the logarithm's rounding."""
     uniform = ((token_bits(first, second, tokens) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608)
     return -tl.log(-tl.log(uniform))
 

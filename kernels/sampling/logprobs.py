@@ -40,8 +40,7 @@ def logprobs_reference(
     logits = logits.float()
     least, largest = logits.aminmax(dim=-1, keepdim=True)
     finite = least.isfinite() & largest.isfinite()
-    # Not logsumexp, which splits a single long row between threads and so changes the order of its
-    # sum.
+    # Not logsumexp, which splits a single long row between threads: another order of the sum.
     normed = logits.log_softmax(dim=-1)
     chosen = normed.gather(1, tokens.long().clamp(min=0).unsqueeze(1)).where(finite, torch.nan)
     top_ids = _likeliest(logits.where(finite, 0.0), num_top)
@@ -50,8 +49,7 @@ def logprobs_reference(
 
 
 def _likeliest(logits: Tensor, num_top: int) -> Tensor:
-    """Return int64 [n, num_top] in descending order, equal ones by ascending id. Sorts only the
-    candidates."""
+    """Return int64 [n, num_top], descending, equal ones by ascending id. Sorts only candidates."""
     if not num_top or not len(logits):
         return torch.empty(len(logits), num_top, dtype=torch.int64, device=logits.device)
     bar = logits.topk(num_top, dim=-1).values[:, -1:]

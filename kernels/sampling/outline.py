@@ -21,8 +21,7 @@ _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
 class LogitSummary(NamedTuple):
-    """The outline of n rows. A maximum is +inf if a logit is not finite, and -inf if there is no
-    logit."""
+    """The outline of n rows. A maximum is +inf if a logit is not finite, -inf without logits."""
 
     peaks: Tensor  # float32 [n, blocks], maxima of blocks of block_size(vocabulary) tokens
     # Float32 [n, width], maxima of groups of GROUP tokens; width covers whole blocks.
@@ -31,8 +30,7 @@ class LogitSummary(NamedTuple):
 
 
 def block_size(vocabulary: int) -> int:
-    """Return the tokens that one program reads, a power of two. To be tuned with
-    tools/bench/gpu."""
+    """Return the tokens per program, a power of two. To be tuned with tools/bench/gpu."""
     block: int = min(4096, max(GROUP.value, triton.next_power_of_2(vocabulary)))
     return block
 
@@ -137,8 +135,7 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def outline_row(values_ptr, row, other, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Load a row of peaks, maxima or sums as float32 [LANES], with `other` after its WIDTH
-    values."""
+    """Load a row of peaks, maxima or sums as float32 [LANES], `other` after its WIDTH values."""
     lanes = tl.arange(0, LANES)
     return tl.load(values_ptr + row * WIDTH + lanes, mask=lanes < WIDTH, other=other)
 

@@ -128,8 +128,7 @@ def _apply_penalties_kernel(
     IN_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Penalise one row and one block of tokens. Changes only logits of tokens that have
-    occurred."""
+    """Penalise one row and one block of tokens. Changes only logits of counted tokens."""
     place = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows_ptr + place).to(tl.int64)

@@ -14,8 +14,7 @@ from kernels.sampling.filters import list_groups, settle, top_k_bound, top_k_edg
 from kernels.sampling.generator import row_keys, token_noise
 from kernels.sampling.outline import GROUP, first_among, inverse_temperature, outline_row
 
-# Noise lies in [-2.82, 16.64]. A token with a lower scaled logit loses to the likeliest, whose is
-# 0.
+# Noise lies in [-2.82, 16.64]. A token with a lower scaled logit loses to the likeliest, with 0.
 _HOPELESS = tl.constexpr(-19.5)
 
 
