@@ -131,8 +131,7 @@ class PrefixFetches:
     def counters(self) -> dict[str, int]:
         return {f"prefix_fetches/{outcome}": number for outcome, number in self._counts.items()}
 
-    # Producers
-    # -------------------------------------------------------------------------------------
+    # Producers ----------------------------------------------------------------------------------
 
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event

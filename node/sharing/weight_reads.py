@@ -282,8 +282,7 @@ class WeightReads:
             self._taking = taking
         return future
 
-    # Producers
-    # -------------------------------------------------------------------------------------
+    # Producers ----------------------------------------------------------------------------------
 
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event
