@@ -1,8 +1,8 @@
-"""Requests that this node is responsible for, from Submit to their one end.
+"""The requests that this node is responsible for, from Submit to their end, and the messages to
+routers about them.
 
-This module tracks which requests are active on each router stream, and sends their tokens and ends
-to their routers, in one message for each router stream and engine step. It knows nothing about
-queues or pages.
+All tokens and ends of a step go to each router stream in one message. This module knows nothing
+about queues or pages.
 """
 
 import time
@@ -44,19 +44,19 @@ _REFUSALS = {
 _REASONS: Mapping[type[ServingError], str] = {QueueFull: "late", AdapterNotLoaded: "adapter"}
 
 
-MAX_LOGPROB_BYTES = 4 << 20  # of one message, or one request. gRPC and frames have higher limits
+MAX_LOGPROB_BYTES = 4 << 20  # per message or request. gRPC and frames have higher limits
 
 
 class TokenOutbox:
-    """The results of a step. Engine thread only.
+    """Collects the results of a step for each router stream. Engine thread only.
 
-    Nothing is sent before `flush`. A token is sent before the end of its request, and the tokens of
-    one request in the order in which they were added.
+    Nothing is sent before `flush`. The tokens of a request are sent in the order in which they were
+    added, and before its end.
     """
 
     def __init__(self, channel: FrontendChannel) -> None:
         self._channel = channel
-        # By stream: the columns of new tokens in StepTokens, requests and tokens.
+        # stream -> columns of new tokens in StepTokens: requests and tokens.
         self._columns: dict[int, tuple[bytearray, bytearray]] = {}
         self._ended: dict[int, list[RequestEnded]] = {}
         self._begun: dict[int, list[tuple[int, int]]] = {}
@@ -66,13 +66,13 @@ class TokenOutbox:
         self._listeners: dict[int, Callable[[StepTokens], None]] = {}
 
     def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
-        """Deliver messages to this stream to `take`, a consumer inside the engine."""
+        """Deliver the messages of this stream to `take`, inside the engine."""
         self._listeners[stream] = take
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        """Add columns of new tokens, one entry each."""
+        """Add new tokens as columns, one entry per token."""
         for stream in set(streams.tolist()):
             mine = streams == stream
             self._add(stream, requests[mine].tobytes(), tokens[mine].tobytes())
@@ -82,28 +82,22 @@ class TokenOutbox:
         self._add(stream, request.to_bytes(8, "little"), token.to_bytes(4, "little"))
 
     def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """Add the log probabilities of a request's tokens that are added before the next
-        `flush`.
-        """
+        """Add log-probabilities for tokens of this request that are added before `flush`."""
         stream, request = origin
         self._logprobs.setdefault(stream, []).append((request, logprobs))
 
     def prompt_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """Add the log probabilities of a prompt, with the first token of its request."""
+        """Add the log-probabilities of a prompt, together with the first token."""
         stream, request = origin
         self._prompts.setdefault(stream, []).append((request, logprobs))
 
     def predicted(self, origin: tuple[int, int], predicted: PredictionUsage) -> None:
-        """Add how much of a request's prediction was right and wrong, with tokens of the
-        request.
-        """
+        """Add how many predicted tokens of a request were accepted and rejected."""
         stream, request = origin
         self._predicted.setdefault(stream, []).append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
-        """Report how much of the request's prompt was cached, when its prefill starts and again
-        with its first token.
-        """
+        """Report a prompt's cached tokens, when its prefill starts and with its first token."""
         stream, request = origin
         self._begun.setdefault(stream, []).append((request, cached_tokens))
 
@@ -119,13 +113,13 @@ class TokenOutbox:
                 self._post(stream, b"", b"")
 
     def _add(self, stream: int, requests: bytes, tokens: bytes) -> None:
-        """Add columns of new tokens of one stream."""
+        """Add columns of new tokens to one stream."""
         columns = self._columns.setdefault(stream, (bytearray(), bytearray()))
         columns[0].extend(requests)
         columns[1].extend(tokens)
 
     def _post(self, stream: int, requests: bytes, tokens: bytes) -> None:
-        """Send new tokens, in the columns of StepTokens, and all else that is new."""
+        """Send new tokens, in the columns of StepTokens, and everything else that is new."""
         send = self._listeners.get(stream, self._channel.post)
         if stream in self._logprobs or stream in self._prompts:
             self._post_early(stream, send)
@@ -143,8 +137,8 @@ class TokenOutbox:
         )
 
     def _post_early(self, stream: int, send: Callable[[StepTokens], None]) -> None:
-        """Send log probabilities before the tokens, as long as they are too much for one message:
-        those with hidden states.
+        """Send log-probabilities ahead of the tokens, as long as they exceed the limit of one
+        message. Only hidden states are that large.
         """
         prompts, tokens = self._prompts.get(stream, []), self._logprobs.get(stream, [])
         num_bytes = sum(each.num_bytes for _, each in (*prompts, *tokens))
@@ -159,9 +153,8 @@ class TokenOutbox:
 
 
 class DecodeCounters:
-    """Counters, named as in Node.Describe.
-
-    A name with a slash ends with a reason, source or change.
+    """Counters of a decode node, named as in Node.Describe. After a slash, a name has a reason, a
+    source or a change.
     """
 
     def __init__(self) -> None:
@@ -173,7 +166,7 @@ class DecodeCounters:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1
 
     def local_prefill(self, reason: str) -> None:
-        """Count a local prefill, by one of the reasons in `_LOCAL`."""
+        """Count a local prefill for one of the reasons in `_LOCAL`."""
         self._local[reason] += 1
 
     def opened(self, attempt: int) -> None:
@@ -189,9 +182,9 @@ class DecodeCounters:
         Args:
             seconds: time since it was opened.
             pages_read: pages transferred.
-            tokens: of the request.
-            own: prefix tokens that this node had in its cache.
-            producer_cached: prefix tokens that the producer had in its cache.
+            tokens: tokens of the request.
+            own: prefix tokens cached on this node.
+            producer_cached: prefix tokens cached on the producer.
         """
         totals = self._totals
         totals["handoffs_completed"] += 1
@@ -202,14 +195,11 @@ class DecodeCounters:
         self._seconds.add(seconds)
 
     def moved_away(self, *, held: bool) -> None:
-        """Count an outgoing migration.
-
-        `held`: it completed. Otherwise the request continues here.
-        """
+        """Count an outgoing migration. Without `held`, the request continues here."""
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:
-        """Count an incoming migration that completed."""
+        """Count a completed incoming migration."""
         self._totals["moves/here"] += 1
 
     def canary(self, verdict: str) -> None:
@@ -224,10 +214,7 @@ class DecodeCounters:
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: RequestEnd) -> None:
-        """Count a request that was dropped from a queue.
-
-        Other ends have no retry time and do not count.
-        """
+        """Count a request dropped from a queue. Only ends with a retry time count."""
         self._totals["refused/dropped"] += bool(finish.retry_after_s)
 
     def totals(self) -> dict[str, int]:
@@ -239,7 +226,7 @@ class DecodeCounters:
 
 
 class ActiveRequests:
-    """Active requests of the decode node. Engine thread only.
+    """The active requests of the decode node. Engine thread only.
 
     Args:
         tokens: limit for all requests together.
@@ -273,17 +260,17 @@ class ActiveRequests:
         return self._by_origin.get(request.origin)
 
     def by_ticket(self, ticket: int) -> DecodeState | None:
-        """Return the request whose submission has this ticket."""
+        """Return the request that was submitted with this ticket."""
         return self._by_ticket.get(ticket)
 
     def add(self, state: DecodeState, *, times: int) -> None:
         """Admit a request. Its tokens and its ticket become claims.
 
         Args:
-            times: multiple of the token limit up to which this request is admitted.
+            times: multiple of the token limit that applies to this request.
         Raises:
             InvalidRequest: another request has its ticket.
-            Overloaded: the tokens would exceed `times` the token limit.
+            Overloaded: the token limit would be exceeded.
         """
         ticket = state.placement.ticket
         if ticket in self._by_ticket:
@@ -297,7 +284,7 @@ class ActiveRequests:
             state.claims.add(Claim.TICKET, partial(self._by_ticket.pop, ticket))
 
     def report_cached_tokens(self, state: DecodeState) -> None:
-        """Report the cached tokens. The router keeps the first report of a request."""
+        """Report the cached tokens. The router keeps only the first report."""
         self.outbox.begin(state.origin, state.request.cached_tokens)
 
     def send_first_token(
@@ -315,7 +302,7 @@ class ActiveRequests:
     def send_tokens(
         self, state: DecodeState, tokens: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        """Send tokens, with their log-probabilities if there are any."""
+        """Send tokens, with their log-probabilities if present."""
         for token in tokens:
             self.outbox.token(state.origin, token)
         if logprobs is not None:
@@ -339,7 +326,7 @@ class ActiveRequests:
             self.counters.refused(ending)
         else:
             self.counters.dropped(ending)
-        if self._by_origin.get(state.origin) is state:  # a rejected request may not be here
+        if self._by_origin.get(state.origin) is state:  # a rejected request may be absent
             del self._by_origin[state.origin]
         end, timings = as_request_end(ending), state.timings
         _complete(state)
@@ -360,7 +347,7 @@ class ActiveRequests:
         return RequestTraces(tuple(of_request(each, now) for each in found), len(self._history))
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return ids and traces of the last ended requests and of all active ones."""
+        """Return (request id, trace) of the last ended requests and of all active ones."""
         found = [*self._history.last(num_ended), *self._active_timings()]
         now = time.monotonic()
         return [(timings.request_id, of_request(timings, now)) for timings in found]
@@ -374,7 +361,7 @@ class ActiveRequests:
 
 
 def _complete(state: DecodeState) -> None:
-    """Copy the times that the scheduler keeps in the request itself."""
+    """Copy the times that the scheduler records in the request."""
     request, timings = state.request, state.timings
     timings.admitted, timings.away = request.admitted, request.away
     timings.cached_tokens, timings.bringing = request.cached_tokens, request.bringing

@@ -1,6 +1,6 @@
-"""Admission checks for submissions, the cheapest first.
+"""Admission control of a decode node: the checks of a submission, the cheapest first.
 
-Before all checks pass, a request acquires only resources that its end releases.
+Until all checks pass, a request acquires only resources that its end releases.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from node.queues import RequestAdapters
 from node.request_state import Claim, HeldBytes
 from node.timings import RequestTimings
 
-# Multiple of the queue limits for replayed requests, whose clients have tokens already: another
-# node that fails may send all of its requests here.
+# Multiple of the queue limits that applies to replayed requests. Their clients already have tokens,
+# and a failed node may replay all its requests here.
 REPLAYS_TIMES = 2
 WORTH_NAMING_TOKENS = 64  # shorter cached prefixes are not offered to other nodes
-ENOUGH = 16  # responses; with fewer, no duration is estimated
+ENOUGH = 16  # below this number of responses, no duration is estimated
 REMEMBERED = 64
 
 
@@ -55,11 +55,11 @@ class _RecentValues:
 
 
 class OutputLengthEstimate:
-    """Expected duration of a response after its first token. A request's budget must leave it.
+    """Estimates the time from the first to the last token, which a request's budget must cover.
 
-    The output length is unknown and may be far below `max_tokens`. The node assumes the 25th
-    percentile of its last responses, and at most `max_tokens`. A request rejected for lack of time
-    would therefore most likely have exceeded its budget. Engine thread only.
+    The output length is unknown and may be far below `max_tokens`. The estimate is the 25th
+    percentile of the last responses, at most `max_tokens`, so a request rejected for lack of time
+    would most likely have exceeded its budget. Engine thread only.
     """
 
     def __init__(self) -> None:
@@ -71,23 +71,23 @@ class OutputLengthEstimate:
 
         Args:
             num_tokens: tokens of the response.
-            seconds: from its first token to its last.
+            seconds: time from its first token to its last.
         """
         self._lengths.add(num_tokens)
         if num_tokens > 1:
             self._token_s.add(seconds / (num_tokens - 1))
 
     def seconds(self, max_tokens: int) -> float:
-        """Return the expected seconds from first to last token. 0.0: not known yet."""
+        """Return the expected seconds from the first to the last token. 0.0: unknown yet."""
         if len(self._token_s) < ENOUGH:
             return 0.0
         num_tokens = min(max_tokens, self._lengths.quantile(1, 4))
-        # The median is not affected by a short stall of the node.
+        # The median, so that a short stall of the node has no effect.
         return (num_tokens - 1) * self._token_s.quantile(1, 2)
 
 
 class PrefixLocations:
-    """Nodes that hold part of a prompt, by this node's own cache and by the router's hints. Engine
+    """Finds the nodes that hold part of a prompt: this node's cache and the router's hints. Engine
     thread only.
 
     Args:
@@ -100,7 +100,7 @@ class PrefixLocations:
         self._shares = shares
 
     def hints(self, request: Request, placement: Placement) -> tuple[PrefixHint, ...]:
-        """Return this node, if it holds enough of the prompt, then the router's hints."""
+        """Return this node, if its cache has enough of the prompt, then the router's hints."""
         if not self._shares:
             return ()
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
@@ -152,12 +152,12 @@ class RequestAdmission:
             state.close(error)
 
     def note_length(self, state: DecodeState, num_generated: int, now: float) -> None:
-        """Record a response that has ended. num_generated: its tokens, 0 if it was cut short."""
+        """Record an ended response. num_generated: its tokens, 0 if it was cut short."""
         if num_generated and state.timings.first_token:
             self._lengths.ended(num_generated, now - state.timings.first_token)
 
     def _create_state(self, message: SubmitRequest) -> DecodeState:
-        """Create the request's record and start its timings. Its end is always reported."""
+        """Create the request's record and start its timings. The caller must report its end."""
         now, spec = time.monotonic(), message.spec
         request = Request.of(
             spec,
@@ -209,9 +209,8 @@ class RequestAdmission:
         self._active.add(state, times=times)
 
     def _may_wait_s(self, message: SubmitRequest) -> float:
-        """Return the queue limit in seconds.
-
-        Infinite for a continued response, which a client has in part.
+        """Return the longest wait in seconds. Infinite for a continued response, because the client
+        already has a part of it.
         """
         spec, remaining = message.spec, message.remaining
         if spec.num_generated:

@@ -1,15 +1,15 @@
-"""Canary that checks that a prefill node computes correct KV, before requests are sent to it.
+"""The canary: checks that a prefill node computes correct KV before requests are sent to it.
 
     paired -> waits -> checking --same, or unknown--> in use
-                |     ^  ^  |
-                |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> checking
-              busy    |  |                      ^--different, or unknown--'
-                `-> in use, untried: tried once, as soon as this node is not busy
+      |     ^  ^  |
+      |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> checking
+     busy    |  |                      ^--different, or unknown--'
+      `-> in use, untried: tried once, as soon as this node is not busy
 
-A short prompt is answered greedily twice at the same time: once by a hand-off from that node, and
-once with KV of this node. Each uses a namespace in which no node has cached KV. Two devices may
-legitimately choose different tokens where two are equally likely, so single responses may differ,
-but not all of them. A busy node runs no canaries.
+A short prompt is decoded greedily twice: with KV from a hand-off of that node, and with KV of this
+node. Each request has a namespace of its own, in which no node has cached KV. Two devices may
+legitimately choose different tokens if two are equally likely. Therefore a prefill node is wrong
+only if several prompts in a row give different responses. A busy node runs no canaries.
 """
 
 import itertools
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 STREAM = 0  # stream number of the canary; those of routers start at 1
 PROMPT_TOKENS = 40
-NUM_ANSWERS = 3  # a prefill node is wrong only if all of them differ
+NUM_ANSWERS = 3  # a prefill node is wrong only if this many responses differ
 AGAIN_S = 60.0
 BUDGET_S = 10.0
 
@@ -51,10 +51,7 @@ class _Answer:
 
     @property
     def failed(self) -> bool:
-        """True if it ended without a result.
-
-        Corrupt KV (NaN or Inf logits) does count as a result.
-        """
+        """Whether it ended without a result. Corrupt KV (NaN or Inf logits) counts as a result."""
         if self.end is None or self.end.reason == FinishReason.LENGTH:
             return False
         code, _ = StatusCode.INTERNAL.value
@@ -62,7 +59,7 @@ class _Answer:
 
 
 class _Standing(Enum):
-    """State of a producer at the start of its check."""
+    """The status of a producer when its check starts."""
 
     NEW = auto()
     IN_USE = auto()
@@ -71,17 +68,17 @@ class _Standing(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CanaryCheck:
-    """A check with one prompt. All earlier checks gave different responses."""
+    """A check with one prompt. All earlier checks of this producer gave different responses."""
 
     producer: ProducerUp
-    number: int  # of this producer, counted from 1
+    number: int  # of this producer's checks, from 1
     standing: _Standing
     handed: _Answer
     own: _Answer
 
     @property
     def verdict(self) -> str:
-        """Verdict: "passed", "failed" or "unknown". Empty while the check runs."""
+        """Result of the check: "passed", "failed" or "unknown". Empty while it runs."""
         if self.handed.failed or self.own.failed:
             return "unknown"
         if not (self.handed.end and self.own.end):
@@ -90,14 +87,13 @@ class _CanaryCheck:
 
     @property
     def in_use(self) -> bool:
-        """True if the producer is in use during the check."""
+        """Whether the producer is in use during the check."""
         return self.standing == _Standing.IN_USE
 
     @property
     def admits(self) -> bool:
-        """True if the verdict admits the producer.
-
-        "unknown" admits it unless it was kept out before.
+        """Whether the producer may be used after the check. After "unknown", only if it was not
+        kept out before.
         """
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
@@ -105,12 +101,12 @@ class _CanaryCheck:
 
 
 class Canary:
-    """Canary checks of producers. Engine thread only.
+    """Runs canary checks of producers. Engine thread only.
 
     Args:
         num_tokens: length of a response. 0 disables checks.
-        submit: accepts a request of this stream. If it has a prefill address, that is the address
-            of `producer`.
+        submit: submits a request of this stream. A prefill address in it is the address of
+            `producer`.
         is_busy: returns whether checks would delay client requests.
     """
 
@@ -134,17 +130,17 @@ class Canary:
         self._check: _CanaryCheck | None = None
         self._kept_out: dict[
             int, tuple[ProducerUp, float]
-        ] = {}  # by instance; time of the next check
+        ] = {}  # instance -> producer and time of the next check
 
     @property
     def producer(self) -> ProducerUp:
-        """Return the producer being checked. Raises NodeUnavailable if it is gone."""
+        """The producer being checked. Raises NodeUnavailable if it is lost."""
         if self._check is None:
             raise NodeUnavailable("the node to check is no longer paired")
         return self._check.producer
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
-        """Filter transfer events for the rest of the node, which sees only producers in use.
+        """Filter transfer events, so that the rest of the node sees only producers in use.
 
         Args:
             now: time.monotonic().
@@ -164,7 +160,7 @@ class Canary:
         return passed
 
     def take(self, step: StepTokens) -> None:
-        """Receive the step output of the canary's own stream."""
+        """Receive the output of the canary's own requests."""
         if self._check is None:
             return
         answers = {each.request: each for each in (self._check.handed, self._check.own)}
@@ -177,7 +173,7 @@ class Canary:
                 answers[end.request].end = end
 
     def _settled(self, now: float) -> list[NodeEvent]:
-        """Return the event that follows a verdict: the producer is now in use, or no longer."""
+        """Handle the result of a check. Returns an event if the producer enters or leaves use."""
         check = self._check
         if check is None or not check.verdict:
             return []
@@ -253,7 +249,7 @@ class Canary:
             )
 
     def _forgets(self, instance: int) -> bool:
-        """Forget a producer. Returns whether it was not in use."""
+        """Remove a producer. Returns whether it was not in use."""
         check = self._check
         if check is not None and check.producer.instance == instance:
             self._check = None

@@ -1,18 +1,17 @@
-"""Engine process of a decode node: its role, and the assembly of the role from an engine.
+"""The engine process of a decode node: its role, and the assembly of the role from an engine.
 
-The role: prealloc queue -> transfer queue -> running batch.
+The queues of a request:
 
     prepared --(a producer is paired)--> prealloc queue --grant--> transfer queue --held--> running
         |           ^                          |  failed: next, then local  |
         |---> unpaired (producers just lost) <-+----------------------------|
         `--(colocated, short, no producer)-----+----------------------------+--> waiting queue
 
-This node is responsible for a request from submission to the last token (active_requests.py). It
-can always prefill a request itself after a failed hand-off. PrefillPlacement places requests,
-IncomingHandoffs tracks hand-offs in progress, and the scheduler holds requests that are computed
-here. None of them knows streams or sockets: the router is behind EngineControl and the outbox,
-other nodes behind a TransferPort. For outgoing migrations this node is the producer
-(outgoing_migrations.py).
+This node is responsible for a request from submission to the last token (active_requests.py), and
+can always prefill it itself after a failed hand-off. PrefillPlacement places requests,
+IncomingHandoffs tracks hand-offs, and the scheduler runs what is computed here. None of them knows
+streams or sockets: the router is behind EngineControl and the outbox, other nodes are behind a
+TransferPort. In outgoing migrations this node is the producer (outgoing_migrations.py).
 """
 
 import math
@@ -145,7 +144,7 @@ class DecodeRole:
         outbox.flush()
 
     def _computed(self, chunk: ChunkDone) -> None:
-        """Report a chunk. A retracted request is recomputed: only its first prefill counts."""
+        """Report a computed chunk. Only the first prefill of a retracted request counts."""
         request, num_left = chunk.request, len(chunk.request.token_ids) - chunk.end
         state = self._active.find(request)
         if state is not None and chunk.first_token is not None:
@@ -291,7 +290,7 @@ class DecodeRole:
                         _abort(state, "cancelled")
 
     def _report_quarantine(self, request: Request | None) -> None:
-        """Report a quarantined request before the launch of the step that may crash the engine."""
+        """Report a quarantined request, before the launch of the step that may crash the engine."""
         self._reported_quarantine = request
         self._control.notify(
             QuarantineStarted(*request.origin) if request else QuarantineStarted(0, 0)
@@ -299,14 +298,14 @@ class DecodeRole:
 
 
 def _abort(state: DecodeState, reason: str) -> None:
-    """End a request early. If a launched step has it, the result of that step ends it."""
+    """End a request early. If a launched step contains it, the result of that step ends it."""
     end = RequestEnd(FinishReason.ABORT, reason)
     if state.queue is not None and state.queue.remove(state, end):
         state.close(end)
 
 
 def wants(config: EngineConfig) -> EngineConfig:
-    """Return the configuration unchanged: a decode node uses all of an engine."""
+    """Return the configuration unchanged: a decode node uses all parts of an engine."""
     return config
 
 
@@ -317,7 +316,7 @@ def check(engine: RoleEngine) -> None:
 
 
 def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
-    """Assemble the role from an engine and the parts that do not depend on the role."""
+    """Assemble the role from an engine and the role-independent parts."""
     control, sharing = runtime.control, runtime.sharing
     active = _make_active(engine, runtime, config)
     scheduled = _make_scheduled(engine, runtime, config, active)
@@ -373,7 +372,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) ->
 
 
 def _make_active(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> ActiveRequests:
-    # Limit for all requests: the tokens that fit into the pool and those that may wait.
+    # Limit for all requests: the tokens that fit into the pool, and those that may wait.
     max_tokens = engine.core.shape.tables.max_tokens(engine.core.pages.num_pages)
     return ActiveRequests(
         TokenOutbox(runtime.channel),

@@ -1,17 +1,17 @@
-"""Hand-offs in progress: opened at a producer, granted pages, first token, completed, joined.
+"""Incoming hand-offs of a decode node: open at a producer, grant pages, read KV, join the batch.
 
     open -> prealloc queue --grant--> transfer queue --held--> running batch
-                 `---------lost-----------'  `--first token ended it--> ended
+              `---------lost-----------'  `--first token ended it--> ended
 
-If several requests have the same prompt (choices with n > 1), one goes first. Once its KV is here,
-the others share its whole pages. For each of them only the rest, at most one page, is computed and
-transferred.
+If several requests have the same prompt (n > 1), one goes first. The others then share its whole
+pages, and only the rest of the prompt, at most one page, is computed and transferred for each.
 
-A migration from another decode node uses the same path. The client is sent nothing before the
-hand-off is completed: until then the request runs at its source. A failed attempt ends it here.
+A migration from another decode node uses the same queues. Until its hand-off completes, the request
+runs at its source, and this node sends the client nothing. A failed attempt ends the migration
+here.
 
-Each request has at most one attempt in progress. placement.py chooses the producer and
-decides how to continue after a failed attempt.
+A request has at most one attempt at a time. placement.py chooses the producer, and decides what
+follows a failed attempt.
 """
 
 import dataclasses
@@ -50,20 +50,20 @@ from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
 
-# A computed prompt is read within this time. Later, other requests do not wait for its pages.
+# Expected time in which a computed prompt is read. Then other requests stop waiting for its pages.
 READ_SOON_S = 2.0
-# Migration to this node: longest wait for pages, and for the source to stop the request. The client
-# is not affected: the request runs on during both waits, or pauses for one step.
+# Longest wait of a migration to this node for pages, and for the source to stop the request. The
+# client is not affected: the request runs during both waits, or pauses for one step.
 MOVE_WAIT_S = 2.0
-MOST_GROWTH = 512  # tokens generated during these waits
-# Longest delay of a launch for further migrations, once the first of several is about to arrive.
+MOST_GROWTH = 512  # tokens that may be generated during these waits
+# Longest delay of a launch to include further migrations, once one of several is about to arrive.
 LAUNCH_WAITS_S = 0.008
-# The budget may have expired since the check, but the protocol needs more than 0.
+# The protocol needs a positive budget, which may have expired since the check.
 _LEAST_BUDGET_S = 1e-3
 
 
 class FailedHandoff(NamedTuple):
-    """A failed attempt. Its request holds no resources and includes the tokens sent so far."""
+    """A failed attempt. Its request holds no resources, and includes the tokens sent so far."""
 
     state: DecodeState
     attempt: HandoffAttempt
@@ -74,7 +74,7 @@ class HandoffLimits(NamedTuple):
     """Parameters of incoming hand-offs.
 
     Attributes:
-        instance: of this node, by which producers identify its attempts.
+        instance: instance id of this node, by which producers identify its attempts.
         max_granted_pages: limit for attempts without a first token.
     """
 
@@ -84,7 +84,7 @@ class HandoffLimits(NamedTuple):
 
 
 class IncomingHandoffs:
-    """Incoming hand-offs. Engine thread only.
+    """The hand-offs that this node receives. Engine thread only.
 
     Attributes:
         prealloc: requests whose attempts wait for pages.
@@ -109,15 +109,16 @@ class IncomingHandoffs:
         self.prealloc = PreallocQueue(self._cancel)
         self.transfer = TransferQueue(self._cancel, self._scheduler.kept)
         self._by_id: dict[HandoffId, DecodeState] = {}  # in either queue
-        self._on_its_way: dict[bytes, DecodeState] = {}  # prompts whose pages others may share
-        self._launch_by = 0.0  # one limit for all migrations arriving now
+        # Prompts whose pages other requests wait to share.
+        self._on_its_way: dict[bytes, DecodeState] = {}
+        self._launch_by = 0.0  # one limit for all migrations that arrive now
         self._log = ThrottledLog(log, Throttle(most=100))
 
     def open(self, state: DecodeState, producer: ProducerUp, ticket: int = 0) -> None:
         """Open a hand-off at a producer.
 
         Args:
-            ticket: under which the producer runs the request. 0: the producer does not run it.
+            ticket: ticket of the request that the producer runs. 0: the producer does not run it.
         Raises:
             QueueFull: the request would get its pages too late.
         """
@@ -127,7 +128,7 @@ class IncomingHandoffs:
         if room_tokens:
             num_pages = tables.room_pages(room_tokens, prefix=0)
         else:
-            # At a page boundary, more pages may leave the window than the next token takes.
+            # At a page boundary, more pages may leave the window than the next token needs.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         priority, came = request.spec.priority, request.arrived
         waits = self.prealloc.backlog
@@ -164,7 +165,7 @@ class IncomingHandoffs:
     # Pages --------------------------------------------------------------------------------------
 
     def grant(self, now: float) -> None:
-        """Reserve pages for each waiting attempt that fits, and grant them."""
+        """Reserve and grant pages to each waiting attempt that fits."""
         scheduler, kept = self._scheduler, self._scheduler.kept
         floor = scheduler.min_priority if self.prealloc else math.inf
         if floor < math.inf:
@@ -206,9 +207,8 @@ class IncomingHandoffs:
         return not computed or now - computed < READ_SOON_S
 
     def _preempt(self) -> float:
-        """Preempt requests for the most urgent attempt without pages.
-
-        Returns its priority, or -inf if there is no such attempt.
+        """Preempt requests for the most urgent attempt without pages. Returns its priority or
+        -inf.
         """
         state = self.prealloc.most_urgent(self._num_unready)
         if state is None:
@@ -248,10 +248,8 @@ class IncomingHandoffs:
         return state if state is not None and state.stage is RequestStage.TRANSFER else None
 
     def admitted(self, event: QueuedEvent) -> None:
-        """Report the cached tokens before any is computed.
-
-        If this node or the producer fails later, the next attempt finds the KV of this one in a
-        cache.
+        """Report the cached tokens before any token is computed. If a node fails later, the next
+        attempt would find the KV of this one in a cache.
         """
         state = self._granted(event.id)
         if state is None:
@@ -263,9 +261,8 @@ class IncomingHandoffs:
             self._active.report_cached_tokens(state)
 
     def first_token(self, event: FirstTokenEvent) -> FailedHandoff | None:
-        """Send the first token to the client at once, before its KV has landed.
-
-        Returns the failed attempt if the token is invalid.
+        """Send the first token to the client at once, before its KV has landed. Returns the failed
+        attempt if the token is invalid.
         """
         state = self._granted(event.id)
         if state is None:
@@ -297,9 +294,8 @@ class IncomingHandoffs:
     def _tokens_of_migration(
         self, state: DecodeState, event: FirstTokenEvent
     ) -> FailedHandoff | None:
-        """Check and record the tokens that the source generated and the client may not know.
-
-        They are sent only once the hand-off is completed: until then the request runs at its
+        """Check and record the tokens that the source generated and the client may not have. They
+        are sent only when the hand-off completes, because until then the request runs at its
         source.
         """
         request, attempt = state.request, state.attempt
@@ -355,16 +351,15 @@ class IncomingHandoffs:
         self._reservations.reads_ended(event.id)
 
     def reads(self) -> Collection[Ints]:
-        """Return the pages held until no more bytes can land in them, one array per hand-off."""
+        """Pages held until no more bytes can land in them, one array per hand-off."""
         return self._reservations.reads.values()
 
     def launch_waits_s(self, now: float, *, ahead: bool) -> float:
-        """Return the longest delay, in seconds, of the next launch for paused migrations.
-
-        A request that arrives just after a launch pauses for the whole step.
+        """Return how many seconds the next launch waits at most for paused migrations. A request
+        that arrives just after a launch pauses for a whole step.
 
         Args:
-            ahead: a step is running and the next one would be queued behind it. A request that
+            ahead: a step is running, and the next one would be queued behind it. A request that
                 arrives before its end would miss both.
         """
         if ahead:
@@ -377,9 +372,8 @@ class IncomingHandoffs:
             self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
-        """Add requests whose KV and first token are here to the running batch.
-
-        No forward is needed.
+        """Add requests whose KV and first token have arrived to the batch, without a forward
+        pass.
         """
         for state in self.transfer.ready():
             attempt = state.attempt
@@ -428,9 +422,8 @@ class IncomingHandoffs:
         return self.failed(FailedEvent(handoff_id, reason, retryable=True))
 
     def _cancel(self, state: DecodeState, reason: str) -> None:
-        """End the attempt of a request that has left its queue, and notify the producer.
-
-        Its pages are dropped, except for running reads.
+        """End the attempt of a request that has left its queue, and notify the producer. Its pages
+        are released when no read uses them.
         """
         attempt = state.attempt
         attempt.stamps.reason = reason
@@ -438,10 +431,7 @@ class IncomingHandoffs:
         self._port.post(CancelCommand(attempt.id, reason))
 
     def _end_attempt(self, state: DecodeState) -> None:
-        """Remove the attempt from the record.
-
-        Requests with the same prompt no longer wait for its pages.
-        """
+        """Remove an ended attempt. Requests with the same prompt no longer wait for its pages."""
         attempt = state.attempt
         if self._on_its_way.get(attempt.prompt) is state:
             del self._on_its_way[attempt.prompt]
@@ -486,8 +476,9 @@ def _has_new_logprobs(request: Request, event: FirstTokenEvent) -> bool:
 
 
 def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
-    """Return whether the event has as many log-probabilities as the request asks for, with hidden
-    states and routed experts if it asks for them."""
+    """Return whether the event has the log-probabilities, hidden states and routed experts that the
+    request asks for.
+    """
     asked = request.sampling.hidden_states, request.sampling.routed_experts
     parts = [each for each in (event.logprobs, event.prompt_logprobs) if each]
     if any((bool(each.hidden_states), bool(each.routed_experts)) != asked for each in parts):

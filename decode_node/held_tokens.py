@@ -1,8 +1,8 @@
-"""Tokens that a node sends several at a time, for requests with a stream interval.
+"""Batches the tokens of requests with a stream interval before they are sent to the router.
 
 The first token of a request is sent at once, then each group of `stream_interval` tokens, and the
-rest with the end of the request. The server process holds them, because it outlives a crashed
-engine: its last message has all tokens that the engine has computed.
+rest with its end. The server process holds them, because it outlives an engine crash: its last
+message has all tokens that the engine has computed.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from common.request import PredictionUsage
 from common.requests.logprobs import Logprobs
 from node.messages import StepTokens
 
-MAX_HELD = 1 << 14  # tokens for one router, which bounds the message that sends them
+MAX_HELD = 1 << 14  # per router, which bounds the message that sends them
 
 
 class TokenRows(NamedTuple):
-    """Tokens to send, in columns of one length, and what belongs to them."""
+    """Tokens to send, in columns of equal length, with their log-probabilities and ends."""
 
     requests: list[int]
     tokens: list[int]
@@ -27,10 +27,10 @@ class TokenRows(NamedTuple):
 
 
 class _Held:
-    """The tokens of one request that are not sent.
+    """The unsent tokens of one request.
 
     Attributes:
-        num_due: number of tokens with which they are sent.
+        num_due: number of tokens at which they are sent.
     """
 
     __slots__ = ("interval", "logprobs", "num_due", "predicted", "tokens")
@@ -56,7 +56,7 @@ class HeldTokens:
             self._requests[number] = _Held(interval)
 
     def take(self, step: StepTokens) -> TokenRows:
-        """Return what to send now that these tokens are computed."""
+        """Add the tokens of a step. Returns the tokens to send now."""
         requests = np.frombuffer(step.requests, "<u8").tolist()
         tokens = np.frombuffer(step.tokens, "<u4").tolist()
         if not self._requests:
@@ -78,13 +78,13 @@ class HeldTokens:
         return now
 
     def take_all(self) -> TokenRows:
-        """Return all held tokens, to send them now."""
+        """Return all held tokens, to be sent now."""
         now = TokenRows([], [], [], [])
         self._release(self._requests, now)
         return now
 
     def _hold(self, requests: list[int], tokens: list[int], now: TokenRows) -> list[int]:
-        """Hold these tokens, or add them to `now`. Return the requests whose tokens are due."""
+        """Hold these tokens, or add them to `now`. Returns the requests whose tokens are due."""
         due: list[int] = []
         find = self._requests.get
         for number, token in zip(requests, tokens, strict=True):

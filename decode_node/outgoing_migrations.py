@@ -1,13 +1,12 @@
-"""Running requests that migrate to another decode node. This node is the producer.
+"""Live migration of running requests to another decode node. This node is the producer.
 
     RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --dropped, held--> gone
        ^                     |                                    |
        `-----------------------dropped, not held ----------------/
 
-Exactly one node runs a request: the one to which it was released as held. A paused request resumes
-only after a ClosedEvent with "not held" and leaves only after one with "held". The transfer
-thread decides this. A deadline here only requests the decision. A request has at most one hand-off,
-and only the drop of that one resumes it.
+Exactly one node runs a request. The transfer thread decides which: after a ClosedEvent with "held"
+the request has left, after one with "not held" it resumes here. A deadline in this module only
+requests that decision. A request has at most one hand-off, whose end alone resumes it.
 """
 
 import logging
@@ -38,21 +37,21 @@ from node.request_state import Claim, RequestStage
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # longest pause, without the time for the bytes to be read
-# The time for a read assumes a tenth of the link's rate, which the consumer reports. Rates below
-# _SLOWEST_GIB_S count as that.
+PAUSE_S = 1.0  # longest pause, in addition to the time for the read
+# The time for a read assumes a tenth of the link's rate, which the consumer reports. Lower rates
+# count as _SLOWEST_GIB_S.
 _GIB = 1 << 30
 _SLOWEST_GIB_S = 0.1
 _SHARE = 0.1
-# After the last migration, the consumer has this long to read the final reply before streams end.
+# Time after the last migration in which the consumer can read the final reply before streams end.
 LINGER_S = 1.0
 
 
 class OutgoingMigrations:
-    """Outgoing migrations. Engine thread only.
+    """The outgoing migrations. Engine thread only.
 
     Attributes:
-        in_progress: by serial.
+        in_progress: migrations by serial.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class OutgoingMigrations:
         self._port = port
         self._active = active
         self.in_progress: dict[int, OutgoingMigration] = {}
-        self._refused: set[int] = set()  # serials, until they are dropped
+        self._refused: set[int] = set()  # serials of refused hand-offs, until they are dropped
         self._moved_at = -math.inf
         self._log = ThrottledLog(log, Throttle())
 
@@ -81,7 +80,7 @@ class OutgoingMigrations:
 
     @property
     def busy(self) -> bool:
-        """True if a consumer is still reading or waiting for a reply."""
+        """Whether a consumer is still reading or waiting for a reply."""
         return bool(self.in_progress) or time.monotonic() < self._moved_at + LINGER_S
 
     def exported(self) -> Iterator[Ints]:
@@ -91,16 +90,13 @@ class OutgoingMigrations:
     # Events of the transfer thread ----------------------------------------------------------------
 
     def opened(self, event: OpenedEvent) -> None:
-        """Accept or refuse a hand-off.
-
-        The request runs on, and no pages are held, until the grant.
-        """
+        """Accept or refuse a hand-off. Until the grant, the request runs and no pages are held."""
         source = event.source
         state = self._active.by_ticket(source.ticket) if isinstance(source, Live) else None
         refusal = self._refusal(state, event)
         if state is None or refusal:
             self._refused.add(event.serial)
-            # A prompt is retried elsewhere: the sender found a prefill node at this address before.
+            # A prompt is retried elsewhere: its sender assumed a prefill node at this address.
             retryable = isinstance(source, Prompt)
             self._port.post(FailCommand(event.serial, refusal, retryable))
             return
@@ -134,7 +130,7 @@ class OutgoingMigrations:
     def granted(self, event: GrantedEvent) -> None:
         migration = self.in_progress.get(event.serial)
         if migration is None or migration.over:
-            return  # refused or cancelled; ClosedEvent will follow
+            return  # refused or cancelled, and ClosedEvent will follow
         migration.prefix_tokens, migration.room_tokens = event.prefix_tokens, event.room_tokens
         if event.gib_per_s:
             migration.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
@@ -171,10 +167,8 @@ class OutgoingMigrations:
             state.move(RequestStage.SCHEDULED, state.queue)
 
     def copied(self, ticket: int) -> bool:
-        """Publish the whole pages of a running request in the prefix tree, for a copy.
-
-        Called before the migration is requested. The request keeps running. Returns whether it
-        runs.
+        """Publish the whole pages of a running request in the prefix tree, so that the other node
+        can copy them before the migration. Returns whether the request runs here. It keeps running.
         """
         state = self._active.by_ticket(ticket)
         return state is not None and self._scheduler.publish_prefix(state.request)
@@ -192,7 +186,7 @@ class OutgoingMigrations:
                 self._cancel(migration, "the consumer took too long")
 
     def cancel_all(self, reason: str) -> None:
-        """Cancel all hand-offs. Requests that have stopped resume here."""
+        """Cancel all hand-offs. Stopped requests resume here."""
         for migration in tuple(self.in_progress.values()):
             self._cancel(migration, reason)
 
@@ -232,10 +226,7 @@ class OutgoingMigrations:
         )
 
     def _cancel(self, migration: OutgoingMigration, reason: str) -> None:
-        """Fail the hand-off, unless it has failed.
-
-        ClosedEvent follows and decides whether the request resumes here.
-        """
+        """Fail a hand-off once. The following ClosedEvent decides whether the request resumes."""
         if migration.over:
             return
         migration.over = True
@@ -243,6 +234,6 @@ class OutgoingMigrations:
 
 
 def _begins_with(tokens: Ints, token_ids: bytes) -> bool:
-    """Return whether `tokens` begin with all of `token_ids`, little-endian int32, and have more."""
+    """Return whether `tokens` start with `token_ids` (little-endian int32) and are longer."""
     known = np.frombuffer(token_ids, np.int32)
     return len(known) < len(tokens) and np.array_equal(tokens[: len(known)], known)

@@ -1,14 +1,14 @@
 """Placement of prefills: at a paired prefill node, at one that will soon be paired again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
-                             |--> paused or unpaired (producers just lost) --> again
-                             `--> here (colocated, short, no producer, all tried)
-                                    |--> fetching: another node has much of it --> waiting queue
-                                    `--> waiting queue
+        |--> paused or unpaired (producers just lost) --> again
+        `--> here (colocated, short, no producer, all tried)
+               |--> fetching: another node has much of it --> waiting queue
+               `--> waiting queue
     migrates to this node --> fetching: its KV so far --> migration group --> hand-off of the rest
 
-This module knows which producers are available and which have failed a request. The steps of a
-hand-off are in handoffs.py.
+This module knows which producers are available, and which have failed a request. handoffs.py
+carries out the hand-offs.
 """
 
 import math
@@ -36,7 +36,7 @@ from node.sharing.prefixes import PrefixSharing
 
 
 class PrefillPlacement:
-    """Placement of requests. Engine thread only."""
+    """Chooses where each request is prefilled. Engine thread only."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class PrefillPlacement:
         self._counters = counters
 
     def place_ready(self, now: float) -> None:
-        """Place requests that are prepared, whose producer is back, whose pause has ended, or whose
-        fetch has ended, successfully or not.
+        """Place requests that are prepared, whose producer is paired again, whose pause has ended,
+        or whose fetch has ended, successfully or not.
         """
         queues = self._queues
         for state, refusal in queues.preparing.ready(now):
@@ -77,10 +77,8 @@ class PrefillPlacement:
             self._place_fetched(state)
 
     def place(self, state: DecodeState) -> None:
-        """Open a hand-off at the first usable candidate, wait for one, or prefill here.
-
-        During a pause, the request is placed after the pause. A request that cannot be placed is
-        rejected.
+        """Open a hand-off at the first usable candidate, wait for one, or prefill here. On a paused
+        node, the request is placed after the pause. A request that cannot be placed is rejected.
         """
         try:
             if state.placement.move_from is not None:
@@ -112,7 +110,7 @@ class PrefillPlacement:
         state.candidates = candidates
         state.next_attempt = failed.attempt.id.attempt + 1
         if not event.retry_after_s:
-            request.start_by = math.inf  # the delay was not its fault
+            request.start_by = math.inf  # the request did not cause the delay
         elif not self._may_try_another(state):
             return state.close(QueueFull(event.reason, event.retry_after_s))
         self.place(state)
@@ -140,14 +138,12 @@ class PrefillPlacement:
             self._handoffs.open(state, usable[0])
 
     def _place_migration(self, state: DecodeState, source: MigrateFrom) -> None:
-        """Start the migration of a request to this node.
-
-        Copies its KV so far while it runs on, then opens a hand-off at its source. Waits first if
-        this node is not paired with the source.
+        """Migrate a request to this node. Copies its KV so far while it still runs at the source,
+        then opens a hand-off there. First waits if this node is not paired with the source.
 
         Raises:
             QueueFull: it would get its pages too late.
-            NodeUnavailable: this node is paused, or not paired with the source in time.
+            NodeUnavailable: this node is paused, or does not pair with the source in time.
         """
         if source.address not in self._producers:
             if state.until < math.inf:
@@ -161,7 +157,7 @@ class PrefillPlacement:
             self._migrate(state, source)
 
     def _place_fetched(self, state: DecodeState) -> None:
-        """Schedule a prompt whose fetch has ended, or continue a migration with its hand-off."""
+        """Schedule a prompt whose fetch has ended, or open the hand-off of a migration."""
         source = state.placement.move_from
         try:
             if source is None:
@@ -172,9 +168,8 @@ class PrefillPlacement:
             state.close(error)
 
     def _may_try_another(self, state: DecodeState) -> bool:
-        """Return whether another producer may be tried after one whose queue is too long.
-
-        Such a request is not prefilled here, because that would delay running responses.
+        """Return whether another producer may be tried after one whose queue was too long. Such a
+        request is not prefilled here, because that would delay running responses.
         """
         here = self._why_here(state, self._usable(state))
         return not here and state.request.start_by > time.monotonic()
@@ -184,13 +179,13 @@ class PrefillPlacement:
         return [producers[address] for address in state.candidates if address in producers]
 
     def _waits_for_a_producer(self, state: DecodeState, now: float) -> bool:
-        """Return whether one of the candidates may soon be paired again. Sets `state.until`."""
+        """Return whether a candidate may soon be paired again. Sets `state.until`."""
         until = self._queues.unpaired.worth_until(state.candidates)
         state.until = min(until, state.request.deadline)
         return not (self._is_exhausted(state) or now >= state.until or self._is_short(state))
 
     def _why_here(self, state: DecodeState, usable: Sequence[ProducerUp]) -> str:
-        """Return why it is prefilled here, as named in DecodeCounters, or "" if it is not."""
+        """Return the reason for a prefill here, as named in DecodeCounters, or ""."""
         if _is_canary(state):
             return "canary"
         if self._config.mode == "colocated":

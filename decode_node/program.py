@@ -1,4 +1,4 @@
-"""Services of a decode node's process."""
+"""The gRPC services of a decode node's process."""
 
 import time
 from functools import partial
@@ -28,7 +28,7 @@ def _parts(frontend: NodeFrontend, *, abilities: DecodeAbilities) -> RoleService
     """Connect the services of a decode node.
 
     Incoming calls: routers, and decode nodes to which a request of this node migrates. Outgoing
-    calls: prefill nodes named by routers, and decode nodes from which this node takes a request, a
+    calls: prefill nodes named by routers, and decode nodes from which this node reads a request, a
     prefix or weights.
     """
 
@@ -64,7 +64,7 @@ def _parts(frontend: NodeFrontend, *, abilities: DecodeAbilities) -> RoleService
         on_quarantine=serve.on_quarantine,
         moved=serve.moved,
         pair_with=lambda address: producers.name([address]),
-        drain=serve.drain,  # destinations of its requests can still pair with it
+        drain=serve.drain,  # destinations of migrations can still pair while this node drains
         resume=serve.resume,
         end=end,
     )

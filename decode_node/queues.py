@@ -1,10 +1,9 @@
 """The queues of the decode node, from preparation to the scheduler.
 
-PreallocQueue holds attempts that are opened at a producer and wait here for pages. TransferQueue
+PreallocQueue holds attempts that are opened at a producer and wait for pages here. TransferQueue
 holds granted attempts whose KV is being computed, read or confirmed. A request holds no resources
 while it waits for pages, and all that it needs from the grant on. Prompts that are prefilled here
-wait for the same pages in the scheduler. Both wait as if in one queue
-(engine/scheduler/arrivals.py).
+wait for the same pages in the scheduler, as if both were one queue (engine/scheduler/arrivals.py).
 """
 
 import math
@@ -27,7 +26,7 @@ _TIMED_OUT = "timed out"
 
 
 class PausedQueue(KeyedQueue[DecodeState]):
-    """Requests to be placed after the pause of this node. They hold no resources."""
+    """Requests to place after the pause of this node. They hold no resources."""
 
     stage = RequestStage.PAUSED
 
@@ -36,7 +35,7 @@ class PausedQueue(KeyedQueue[DecodeState]):
         self._scheduler = scheduler
 
     def ready(self) -> Iterator[DecodeState]:
-        """Remove and yield the requests, in order of arrival, once the pause ends."""
+        """Remove and yield the requests in order of arrival, once the pause has ended."""
         if not self._scheduler.paused:
             for state in self:
                 self.take(state)
@@ -61,9 +60,9 @@ class PausedQueue(KeyedQueue[DecodeState]):
 class UnpairedQueue(KeyedQueue[DecodeState]):
     """Requests whose prefill nodes have just been lost. They hold no resources.
 
-    A decode node that stalls for some seconds loses all pairs and hand-offs, while the prefill
-    nodes are healthy and cache most of the KV. It is paired with them again within a second or two.
-    Until then these requests wait for a limited time.
+    A decode node that stalls for some seconds loses all pairs and hand-offs, although the prefill
+    nodes are healthy and have cached most of the KV. It pairs with them again within a second or
+    two. These requests wait for that, for a limited time.
 
     Attributes:
         producers: paired producers, by address.
@@ -93,7 +92,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
         return True
 
     def worth_until(self, candidates: Collection[str]) -> float:
-        """Return the time until which one of the candidates may come back."""
+        """Return until when it is worth waiting for one of the candidates."""
         lost_at = (self._lost_at.get(address, -math.inf) for address in candidates)
         return max(lost_at, default=-math.inf) + self._wait_s
 
@@ -106,11 +105,11 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
 
 
 class FetchQueue(KeyedQueue[DecodeState]):
-    """Requests whose prefix is being fetched. They hold nothing, the fetch does.
+    """Requests whose prefix is being fetched. The fetch holds pages, the requests hold none.
 
-    Migrations to this node that are copied from one node at the same time continue as a group: all
-    stop after the same step there and start with the same step here. If they came one by one, each
-    would arrive during a step started for the one before it, and would pause until that step ends.
+    Migrations that are copied from one node at the same time continue as a group: all stop after
+    the same step there, and start with the same step here. One by one, each would arrive during a
+    step that was started for the one before, and would pause until that step ends.
     """
 
     stage = RequestStage.FETCHING
@@ -118,8 +117,8 @@ class FetchQueue(KeyedQueue[DecodeState]):
     def __init__(self, fetches: PrefixFetches) -> None:
         super().__init__()
         self._fetches = fetches
-        # By key of a copied migration: keys of migrations that were being copied when its own copy
-        # ended.
+        # key of a copied migration -> keys of migrations whose copies were in progress when its own
+        # copy ended.
         self._awaited: dict[int, set[int]] = {}
 
     def take(self, state: DecodeState) -> None:
@@ -168,7 +167,7 @@ class AttemptQueue(KeyedQueue[DecodeState]):
     """Requests with a hand-off in progress. It is cancelled if the request ends.
 
     Args:
-        cancel: cancels the attempt of a request that has left the queue, for a reason.
+        cancel: cancels the attempt of a request that has left the queue, with a reason.
     """
 
     def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
@@ -199,10 +198,8 @@ class AttemptQueue(KeyedQueue[DecodeState]):
 
 
 class PreallocQueue(AttemptQueue):
-    """Requests with an attempt that waits for pages. They are granted in order of their places,
-    with clients taking turns.
-
-    Small attempts may overtake a large one for a limited time.
+    """Requests whose attempt waits for pages. Pages are granted in order of queue position, with
+    clients taking turns. Small attempts may overtake a large one for a limited time.
 
     Attributes:
         backlog: the queue for pages, in pages.
@@ -239,16 +236,15 @@ class PreallocQueue(AttemptQueue):
         floor: float = -math.inf,
         held_back: Callable[[DecodeState], bool] = lambda state: False,
     ) -> DecodeState | None:
-        """Remove and return the first request whose attempt may be granted.
-
-        Large attempts neither block the queue nor starve.
+        """Remove and return the first request whose attempt may be granted. Large attempts neither
+        block the queue nor starve.
 
         Args:
             num_unready: pages that may be granted to attempts without a first token.
-            claim: pages that a prompt to be prefilled here waits for. If they are available now,
-                attempts behind it share the rest.
+            claim: pages for which a prompt to be prefilled here waits. If they are free now, later
+                attempts share the rest.
             floor: lowest priority that may be granted.
-            held_back: returns whether an attempt that fits waits anyway, for pages that another
+            held_back: returns whether an attempt that fits must wait, for pages that another
                 attempt will leave in the cache.
         """
         if claim is not None and claim.priority < floor:
@@ -274,10 +270,9 @@ class PreallocQueue(AttemptQueue):
         return None
 
     def barrier(self, now: float, num_unready: float, floor: float = -math.inf) -> float:
-        """Return the place of the first attempt that no prompt behind it may overtake any more.
-
-        Infinite if there is none. Attempts that wait for other grants or for more urgent requests
-        do not count: they do not wait for the pages of prompts.
+        """Return the queue position of the first attempt that no later prompt may overtake any
+        more, or infinity. Attempts that wait for other grants or for requests of higher priority do
+        not count, because they do not compete with prompts for pages.
         """
         for state in self._turns.in_turn():
             if state.priority < floor:
@@ -302,7 +297,7 @@ class TransferQueue(AttemptQueue):
     """Requests with a granted attempt.
 
     Args:
-        kept: slots and pages that admission leaves to them, because they will join.
+        kept: slots and pages that admission leaves free for them, because they will join.
     """
 
     stage = RequestStage.TRANSFER
@@ -310,7 +305,7 @@ class TransferQueue(AttemptQueue):
     def __init__(self, cancel: Callable[[DecodeState, str], None], kept: ReservedCapacity) -> None:
         super().__init__(cancel)
         self._kept = kept
-        self._migrating: dict[int, DecodeState] = {}  # by key, of migrations to this node
+        self._migrating: dict[int, DecodeState] = {}  # migrations to this node, by key
         self._completed: dict[int, DecodeState] = {}  # by key
 
     @property
@@ -332,7 +327,7 @@ class TransferQueue(AttemptQueue):
         self._completed.pop(state.key, None)
 
     def complete(self, state: DecodeState) -> None:
-        """Record that the KV of a request is here and correct."""
+        """Record that the KV of a request has arrived and is correct."""
         state.attempt.held = True
         self._completed[state.key] = state
 
@@ -343,19 +338,18 @@ class TransferQueue(AttemptQueue):
 
     @property
     def is_arriving(self) -> bool:
-        """True if a migrating request has stopped at its source and is not completed."""
+        """Whether a migrating request has stopped at its source and is not completed."""
         attempts = (state.attempt for state in self._migrating.values())
         return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
 
     def ready(self) -> list[DecodeState]:
-        """Return the requests whose KV is here, in order of completion."""
+        """Return the requests whose KV has arrived, in order of completion."""
         return list(self._completed.values())
 
     def num_unready(self, most: int) -> float:
-        """Return how many more pages may be granted.
-
-        Attempts without a first token wait for the producer's prefill queue and may hold `most`
-        pages together. The first granted attempt may have any number.
+        """Return how many more pages may be granted. Attempts without a first token wait for the
+        producer's prefill queue, and may hold `most` pages together. The first granted attempt may
+        have any number.
         """
         if not self._states:
             return math.inf

@@ -1,9 +1,9 @@
-"""The DecodeNode service: router streams on one side, the engine thread on the other.
+"""The DecodeNode service: connects router streams to the engine thread.
 
-The service checks and forwards messages. The engine owns the state of requests. The service knows
-only which of its stream numbers are open. An invalid Submit ends that request, any other invalid
-message ends the stream. Message sizes are checked before any other work. While the engine is behind
-on a stream's messages, the stream is not read.
+The service checks and forwards messages. The engine owns the state of requests, and the service
+knows only which streams are open. An invalid Submit ends that request, any other invalid message
+ends the stream. Message sizes are checked first. A stream is not read while the engine is behind on
+its messages.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class _RouterStream:
         self.lane = lane
         self.outgoing: OutgoingStream[decode_pb2.FromNode] = OutgoingStream(last_words=_last_words)
         self.held = HeldTokens()
-        # Addresses of prefill nodes and of decode nodes. None until the router has sent them.
+        # Addresses of prefill nodes and decode nodes. None until the router has sent them.
         self.peers: tuple[str, ...] | None = None
         self.others: tuple[str, ...] = ()
         self.own_address = ""  # address of this node as the router knows it
@@ -74,7 +74,7 @@ class _RouterStream:
             self.outgoing.put(decode_pb2.FromNode(step=decode_pb2.Step(**_columns(rows))))
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
-        """Raise InvalidRequest if the router of this stream has not named an address as a peer.
+        """Raise InvalidRequest unless the router of this stream has named the addresses as peers.
 
         KV read from an address enters a cache shared by all requests, so only the router's own
         nodes are accepted.
@@ -84,25 +84,24 @@ class _RouterStream:
                 raise InvalidRequest(f"prefill_addresses has {address}, which is not a peer")
 
     def check_source(self, address: str) -> None:
-        """Raise InvalidRequest if the address is no decode node of that router."""
+        """Raise InvalidRequest unless the address is a decode node of this router."""
         if address not in self.others:
             raise InvalidRequest(f"move_from has {address}, which is not a peer")
 
     def known(self, hints: tuple[PrefixHint, ...]) -> tuple[PrefixHint, ...]:
-        """Return the hints that name another node of that router.
-
-        Other hints are ignored, not refused: the node may just have left.
+        """Return the hints that name another node of this router. Other hints are ignored, because
+        their node may just have left.
         """
         nodes = {*(self.peers or ()), *self.others} - {self.own_address}
         return tuple(hint for hint in hints if hint.address in nodes)
 
 
 class DecodeAbilities(NamedTuple):
-    """Abilities of a node without prefill nodes.
+    """The abilities of a node without prefill nodes.
 
     Attributes:
         serves_alone: sent to routers. True in colocated mode.
-        falls_back: sent to routers: whether it also serves alone while no prefill node is usable.
+        falls_back: sent to routers. Whether it prefills itself while no prefill node is usable.
         fetches: whether it fetches prefixes of prompts that it computes itself.
         takes_embeddings: whether prompts may be input embeddings.
     """
@@ -168,7 +167,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         """
         self._engine.check_ready()
         first = await self._first(messages)
-        if len(self._streams) >= MAX_STREAMS:  # checked here: other calls may have begun meanwhile
+        # Checked here, because other calls may have begun meanwhile.
+        if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} routers are already connected")
         number = next(self._numbers)
         self._streams[number] = stream = _RouterStream(number, self._engine.lane())
@@ -199,7 +199,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     # From the engine ------------------------------------------------------------------------------
 
     def step(self, message: StepTokens) -> None:
-        """Send the output of a step to its router. Drops it if that router is gone."""
+        """Send the output of a step to its router. Drops it if the router has disconnected."""
         ended = message.ended
         if self._tracer is not None:
             for end in ended:
@@ -237,7 +237,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             self._send_status()
 
     def heartbeat(self, late_s: float) -> None:
-        """Send every router a heartbeat of the engine, which is late by `late_s` seconds."""
+        """Send all routers a heartbeat of the engine, which is late by `late_s` seconds."""
         heartbeat = _heartbeat(late_s)
         for stream in self._streams.values():
             stream.outgoing.put(heartbeat)
@@ -245,7 +245,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     # From the frontend ----------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuse all submissions from now on."""
+        """Reject all submissions from now on."""
         self._draining = True
         self._send_status()
 
@@ -292,7 +292,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         await self._engine.room(stream.lane)
 
     def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
-        """Submit requests to the engine. All refusals are sent in one Step."""
+        """Submit requests to the engine. All rejections are sent in one Step."""
         tokens_left = limits.MAX_TOKENS
         refusals = decode_pb2.Step()
         for submit in submits:
@@ -326,7 +326,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             self._report_peers()
 
     def _checked_length(self, proto: request_pb2.Request, tokens_left: int) -> int:
-        """Check and return the number of tokens, before any work on the tokens."""
+        """Check and return the number of tokens, before any work on them."""
         num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
         num_predicted = len(proto.prediction) // BYTES_PER_TOKEN
         self._supervision.check_length(num_tokens)
@@ -358,9 +358,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         refusals.error_code.append(error.status.value[0])
 
     def _report_peers(self) -> None:
-        """Report the union of all routers' nodes.
-
-        Without any router, the nodes of the last one stay paired, because it may be restarting.
+        """Report the union of all routers' nodes. Without a router, the nodes of the last one stay
+        paired, because it may be restarting.
         """
         known = [stream for stream in self._streams.values() if stream.peers is not None]
         if not known:
@@ -374,7 +373,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
 
     def _send_status(self) -> None:
         before, self._sent_status = self._sent_status, self._status()
-        # Held tokens are of the weights before, and a pause may be long.
+        # Held tokens belong to the previous weights, and a pause may be long.
         settles = self._sent_status.paused or self._sent_status.fingerprint != before.fingerprint
         for stream in self._streams.values():
             if settles:

@@ -26,17 +26,18 @@ from node.request_state import RequestStage, RequestState
 from node.timings import HandoffTimings, RequestTimings
 
 
-# Pages for the KV of a hand-off: after the cached prefix, and in windows at the prompt's end.
+# Pages for the KV of a hand-off: those after the cached prefix, or, in tables with a window, at the
+# prompt's end.
 #
-# A hand-off holds the fresh pages twice. The request's hold follows the request. The hold of the
-# reads remains until no more bytes can land in the pages, whatever happens to the request.
+# The fresh pages have two holds. The request's hold follows the request. The hold for reads lasts
+# until no more bytes can land in the pages, whatever happens to the request.
 class PageReservation(NamedTuple):
     """Pages of all tokens of a request, held for it.
 
     Attributes:
         holding: the pages. For a migration, one table with all pages until its number of tokens is
             known.
-        prefix_tokens: tokens in whole pages that are cached here already, of full tables.
+        prefix_tokens: tokens in whole cached pages of full tables.
         fresh: the other pages, also held for the reads, in the order of GrantCommand.
     """
 
@@ -46,7 +47,7 @@ class PageReservation(NamedTuple):
 
 
 class PageReservations:
-    """Reservations of pages for incoming hand-offs. Engine thread only.
+    """Reserves pages for incoming hand-offs. Engine thread only.
 
     Attributes:
         reads: pages held until no more bytes can land in them.
@@ -75,11 +76,11 @@ class PageReservations:
     ) -> PageReservation | None:
         """Reserve pages for all tokens, or none.
 
-        Returns None if pages are short, although they seemed to suffice: an evictable-looking page
-        may be the parent of a held one.
-
         Args:
-            room_tokens: number of tokens to fit, for a migration. 0: not a migration.
+            room_tokens: for a migration, the number of tokens that must fit. 0: not a migration.
+        Returns:
+            None if pages are short, which may happen although they seemed to suffice: a page that
+                looks evictable may be the parent of a held one.
         """
         num_tokens = len(token_ids)
         cached = self._cache.match(token_ids, namespace).shared
@@ -108,9 +109,8 @@ class PageReservations:
         return self._cache.enabled and destination.prefix_tokens < whole
 
     def settle(self, destination: PageReservation, num_tokens: int) -> PageReservation:
-        """Adjust the reservation of a migration once its number of tokens with KV is known.
-
-        Surplus pages become free as soon as no read can land in them.
+        """Adjust the reservation of a migration once its number of tokens with KV is known. Surplus
+        pages become free as soon as no read can land in them.
         """
         tables, prefix = self.tables, destination.prefix_tokens
         cached = destination.holding.flat()[: -len(destination.fresh) or None]
@@ -129,29 +129,29 @@ class PageReservations:
         self._pages.drop(self.reads.pop(handoff_id), PageHolder.READ)
 
 
-# Log-probabilities of this many last steps of a request are kept for a node that continues it.
+# Steps of a request whose log-probabilities are kept for a node that continues it.
 KEPT_LOGPROBS = 1024
-# The time for a read of a migration assumes this rate if none is reported.
+# Rate assumed for the read of a migration if none is reported.
 UNKNOWN_GIB_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class HandoffAttempt:
-    """An attempt at a hand-off to this node.
+    """One attempt at a hand-off to this node.
 
     Attributes:
-        producer: instance of the producer.
+        producer: instance id of the producer.
         token_ids: tokens requested from the producer. The newest token of a running request may
             have no KV.
-        num_pages: for its tokens and the next one.
+        num_pages: pages for these tokens and the next one.
         opened: time.monotonic().
         prompt: its namespace and tokens. Empty for migrations.
         room_tokens: for migrations, the maximum number of tokens with KV on arrival. 0: a prompt.
-        until: deadline of the current wait of a migration, time.monotonic().
-        destination: from the grant on.
+        until: deadline of the current wait of a migration, by time.monotonic().
+        destination: reserved pages, from the grant on.
         growth_pages: pages to keep free for the request after it joins.
         first_event: for migrations, tokens that are sent to the client after the join.
-        held: the KV is here and correct. The request waits at most for a slot.
+        held: the KV has arrived and is correct. The request waits at most for a slot.
     """
 
     id: HandoffId
@@ -176,20 +176,19 @@ class HandoffAttempt:
 
     @property
     def reserved(self) -> PageReservation:
-        """Return the pages of a granted attempt."""
+        """Pages of a granted attempt."""
         if self.destination is None:
             raise EngineFault(f"hand-off {tuple(self.id)} is not granted")
         return self.destination
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the request whose KV this node or the producer had."""
+        """Tokens of the request whose KV this node or the producer had cached."""
         return max(self.reserved.prefix_tokens, self.producer_cached_tokens)
 
     def extend(self, request: Request) -> None:
-        """Give the request its first token, if that has arrived. May be repeated.
-
-        For a migration, the tokens that its source generated before are included too.
+        """Append the first token to the request if it has arrived, for a migration together with
+        the tokens that its source generated before. Idempotent.
         """
         if self.first_token is not None:
             before = self.first_event.token_ids if self.first_event else ()
@@ -216,7 +215,7 @@ class OutgoingMigration:
 
     Attributes:
         num_known: tokens that the consumer knows.
-        prefix_tokens: tokens that the consumer has KV of.
+        prefix_tokens: tokens whose KV the consumer has.
         over: the request has ended, or the hand-off is cancelled or closed.
     """
 
@@ -242,14 +241,14 @@ class DecodeState(RequestState):
     """A request for which this node is responsible.
 
     Attributes:
-        placement: where the router says that it may run.
-        prefix_hints: nodes that hold part of the prompt, as far as is known.
+        placement: where the router allows it to run.
+        prefix_hints: nodes known to hold part of the prompt.
         candidates: producers that have not failed it, in order of preference.
         next_attempt: number of its next attempt at a hand-off.
-        until: end of its wait for a producer, time.monotonic().
+        until: deadline of its wait for a producer, by time.monotonic().
         handoff: its attempt in progress.
         migration: its migration to another node.
-        logprobs: of its last steps.
+        logprobs: log-probabilities of its last steps.
     """
 
     timings: RequestTimings
@@ -268,12 +267,12 @@ class DecodeState(RequestState):
 
     @property
     def attempt(self) -> HandoffAttempt:
-        """Return the attempt in progress."""
+        """The attempt in progress."""
         if self.handoff is None:
             raise EngineFault(f"request {self.key} has no hand-off")
         return self.handoff
 
-    # A request that lost a hand-off keeps its position in queues.
+    # Taken from the request, so that it keeps its position in queues after a lost hand-off.
 
     @property
     def arrived(self) -> float:

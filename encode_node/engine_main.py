@@ -1,7 +1,7 @@
 """The engine process of an encode node: the image encoder of a model, without its decoder.
 
-Prefill nodes pair with it as with any producer, so it has their fingerprint and their page size.
-Its pages have embeddings only.
+Prefill nodes pair with it as with any producer, so it has their fingerprint and page size. Its
+pages hold only embeddings.
 """
 
 import time
@@ -56,7 +56,7 @@ from node.messages import (
 )
 
 REPORT_INTERVAL_S = 0.5
-LATE_S = 2 * REPORT_INTERVAL_S  # between two turns
+LATE_S = 2 * REPORT_INTERVAL_S  # limit of the time between two turns
 TRANSFER_END_S = 3.0
 
 
@@ -65,8 +65,8 @@ class PlannedEncoder:
     """The image encoder of a model before it is loaded, and the shape of its node.
 
     Attributes:
-        weight_bytes: of its weights and of cached embeddings.
-        usable_bytes: memory of the device that the node may use.
+        weight_bytes: size of its weights and of cached embeddings.
+        usable_bytes: device memory that the node may use.
     """
 
     opened: OpenedModel
@@ -81,7 +81,7 @@ class PlannedEncoder:
         """Plan the encoder.
 
         Raises:
-            ConfigError: the model has none, or it does not fit.
+            ConfigError: the model has no image encoder, or it does not fit.
         """
         engine = config.engine
         check(engine)
@@ -112,7 +112,7 @@ class PlannedEncoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedEncoder:
-    """The image encoder of a model in memory, and the pages of its embeddings."""
+    """The loaded image encoder of a model, and the pages for its embeddings."""
 
     opened: OpenedModel
     tower: VisionTower
@@ -149,7 +149,7 @@ def check(config: EngineConfig) -> None:
 
 
 class TurnClock:
-    """When the engine thread last began a turn of its loop. Any thread."""
+    """Records when the engine thread began its current turn. Any thread may use it."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
@@ -284,7 +284,7 @@ def body(begin: Begin, first: StartRole) -> None:
 def _make_transfer(
     start: EngineStart[EncodeConfig], loaded: LoadedEncoder, clock: TurnClock
 ) -> TransferThread[NodeCommand, NodeEvent]:
-    """Serve the pages."""
+    """Start the transfer thread, which serves the pages."""
     config, layout, kv = start.config, loaded.layout, loaded.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(loaded.opened.device))
     tls = config.server.tls.cert is not None

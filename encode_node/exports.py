@@ -1,10 +1,10 @@
-"""Embeddings that prefill nodes read from an encode node.
+"""The embeddings that prefill nodes read from an encode node.
 
     opened --granted, encoded, pages free--> filling --> published --ClosedEvent--> gone
        `--busy, not encoded--> refused -------------------------------ClosedEvent---^
 
-An image is queued for the encoder when its hand-off is opened, and leaves the queue if the consumer
-cancels. Embeddings stay in the encoder's cache by content. Pages hold a copy while it is read.
+An image is queued for the encoder when its hand-off is opened, and removed if the consumer cancels.
+The encoder caches embeddings by content. Pages hold a copy while it is read.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,13 +28,13 @@ from kvtransfer.ports import (
     PublishCommand,
 )
 
-MAX_OPEN = 1024  # hand-offs; more are refused
-MAX_OPEN_BYTES = 1 << 30  # of their pixels
+MAX_OPEN = 1024  # limit of open hand-offs
+MAX_OPEN_BYTES = 1 << 30  # limit of their pixels
 
 
 @dataclass(slots=True, eq=False)
 class _Export:
-    """A hand-off. Without a job it is refused."""
+    """A hand-off. Refused if it has no job."""
 
     source: Embeddings | None = None
     job: QueuedImages | None = None
@@ -42,17 +42,17 @@ class _Export:
     pages: Ints | None = None
     filling: Future[None] | None = None
     published: bool = False
-    dropped: bool = False  # its consumer is done
+    dropped: bool = False  # the hand-off is closed
 
 
 class EmbeddingExports:
     """The exports of this node. Engine thread only.
 
     Attributes:
-        num_cached: images whose embeddings were cached when they were opened.
+        num_cached: images whose embeddings were already cached when they were opened.
     Args:
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
-        weights: of the model.
+        weights: weight version of the model.
         token_side: pixels per side of an image token.
     """
 
@@ -88,7 +88,7 @@ class EmbeddingExports:
         return {f"embedding_exports/{outcome}": number for outcome, number in self._counts.items()}
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Return the node's description, as DescribeNode asks for it."""
+        """Return the fields of the node's description."""
         return {
             "pages": self._pages.by_holder(),
             "queues": {"encoding": self._encoder.num_waiting},
@@ -117,7 +117,7 @@ class EmbeddingExports:
             self._counts["completed" if event.held else "failed"] += 1
 
     def poll(self) -> None:
-        """Do what is due. Called in each turn of the loop."""
+        """Fill, publish and release pages. Called in each turn of the engine loop."""
         for serial, export in list(self._exports.items()):
             filled = export.filling is None or export.filling.done()
             if export.dropped and filled:
@@ -167,15 +167,15 @@ class EmbeddingExports:
         self._port.post(FailCommand(serial, reason, retryable=False))
 
     def _fill(self, serial: int, export: _Export) -> None:
-        """Copy embeddings into pages, if there are any. Otherwise it is tried again in the next
-        turn, until the consumer's time is over."""
+        """Copy embeddings into pages if pages are free. Otherwise the next turn tries again, until
+        the hand-off expires."""
         assert export.source is not None
         pages = self._pages.allocate(export.source.num_pieces, PageHolder.PUBLICATION)
         if pages is None:
             return
         image = export.source.image
         export.pages, rows = pages, self._tower.kept(image)
-        # Images of another shape than the encoder expects may have other embeddings, or none.
+        # Images whose shape differs from the encoder's may have other embeddings, or none.
         if rows is None or rows.nbytes != image.num_tokens * self._encoder.token_bytes:
             return self._refuse(serial, "the image was not encoded; see the log of the encode node")
         piece_bytes = export.source.piece_bytes
@@ -191,8 +191,8 @@ class EmbeddingExports:
         )
 
     def _copy(self, rows: Tensor, pages: Ints, piece_bytes: int) -> None:
-        """Copy embeddings into pages, on the worker. Pages are written whole, because the consumer
-        may read what is behind a piece."""
+        """Copy embeddings into pages, on the worker thread. Fills pages with zeros after each
+        piece, because the consumer may read them."""
         with torch.inference_mode():
             data = rows.contiguous().view(-1).view(torch.uint8)
             pieces = data.new_zeros(len(pages), piece_bytes)

@@ -1,4 +1,4 @@
-"""Services of an encode node's process."""
+"""The gRPC services of an encode node's process."""
 
 import time
 

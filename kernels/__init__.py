@@ -1,5 +1,6 @@
-"""Operations, one per file: a call that checks its arguments, and its torch reference.
+"""Operations on tensors, one per file: a function that checks its arguments, and its torch
+reference.
 
-Calls are paged, strided and never wait for a device. On CUDA a Triton kernel replaces the reference
-behind the same call. Imports torch and triton only.
+On CUDA, a Triton kernel replaces the reference behind the same call. Calls support pages and
+strides, and do not wait for the device. Imports only torch and triton.
 """

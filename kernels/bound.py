@@ -1,13 +1,13 @@
-"""Bound launchers: launches of compiled kernels without Triton's own search for them.
+"""Bound launchers: launches of compiled Triton kernels without Triton's own lookup.
 
-In each launch Triton binds the arguments, specialises them, and makes a text key. This takes most
-of a launch's CPU time. A bound kernel has a dictionary of compiled kernels. The key contains
+In each launch Triton binds the arguments, specialises them, and builds a text key. That is most of
+a launch's CPU time. A bound kernel has a dictionary of compiled kernels instead. Its key has
 everything on which Triton's specialisation depends: the device, constants, options, dtypes, which
-pointers and integers are multiples of 16, and which integers are 1. So it finds the kernel that
-Triton would find, or leaves the launch to Triton.
+pointers and integers are multiples of 16, and which integers are 1. It therefore finds the kernel
+that Triton would find, or leaves the launch to Triton.
 
-Settings of Triton that are changed after a kernel's first launch do not affect it, except launch
-hooks. Kernels of the interpreter are not bound.
+Triton settings changed after a kernel's first launch have no effect on it, except launch hooks.
+Kernels of the interpreter are not bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 
 def bound(kernel: Any) -> Any:
-    """Return a kernel with bound launchers. A decorator beside `triton.jit`, for kernels that the
-    host launches."""
+    """Decorate a kernel that the host launches, above `triton.jit`, with bound launchers."""
     return BoundKernel(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
@@ -30,7 +29,7 @@ _Layout: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel as its launcher takes it."""
+    """A compiled kernel with the arguments of its launcher."""
 
     run: Callable[..., None]
     function: object
@@ -38,10 +37,10 @@ class _Compiled(NamedTuple):
 
 
 class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
-    """A kernel of Triton, launched in the same way: `kernel[grid](*args, **kwargs)`.
+    """A Triton kernel, launched in the same way: `kernel[grid](*args, **kwargs)`.
 
     Attributes:
-        kernel: Triton's own.
+        kernel: the kernel decorated by `triton.jit`.
     """
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
@@ -61,7 +60,7 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
 
         Args:
             grid: one to three numbers.
-            warmup: compile the kernel, and do not launch it.
+            warmup: compile the kernel without a launch.
             kwargs: further parameters of the kernel, and options of the launch.
         """
         if warmup:
@@ -83,7 +82,7 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
         return None
 
     def _layout(self, num_args: int, given: tuple[str, ...]) -> _Layout:
-        """Return the names of the parameters after the first ones, and those of options."""
+        """Return the names of the parameters after the positional ones, and of the options."""
         layout = self._layouts.get((num_args, given))
         if layout is None:
             named = self._names[num_args:]
@@ -92,8 +91,8 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
         return layout
 
     def _specialisation(self, values: Sequence[Any]) -> list[object]:
-        """Return what the compiled code depends on, and perhaps more. Its parts may be one or two
-        entries, but the first entry of a part determines their number."""
+        """Return everything on which the compiled code depends. A part has one or two entries, and
+        its first entry determines how many."""
         parts: list[object] = []
         add = parts.append
         for value, constant, unaligned in zip(values, self._constant, self._unaligned, strict=True):

@@ -1,4 +1,4 @@
-"""Keys and values stored in 8 bits: fp8 floats, divided by a scale of their layer.
+"""Storage of keys and values in 8 bits: fp8 numbers, divided by a scale of their layer.
 
 Source: Micikevicius et al., FP8 formats for deep learning, 2022.
 """
@@ -35,8 +35,7 @@ def may_keep(kept_in: torch.dtype, computed_in: torch.dtype) -> bool:
 
 
 def largest(dtype: torch.dtype) -> float:
-    """Return the largest number of a narrow dtype. 0 for other dtypes, which kernels read as
-    "unchanged"."""
+    """Return the largest number of a narrow dtype. 0: the dtype is not narrow."""
     return torch.finfo(dtype).max if dtype in NARROW else 0.0
 
 
@@ -50,8 +49,7 @@ def narrowed(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def as_stored(x: Tensor) -> Tensor:
-    """Return a view of the same memory that torch can index, because it cannot index 8-bit
-    floats."""
+    """View the same memory in a dtype that torch can index: it cannot index 8-bit floats."""
     return x.view(torch.uint8) if x.dtype in NARROW else x
 
 

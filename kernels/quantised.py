@@ -1,8 +1,8 @@
-"""Weight-only quantisation: weights in 8 or 4 bits, which kernels widen when they multiply.
+"""Weight-only quantisation: formats of weights in 8 or 4 bits, which kernels widen in products.
 
 A weight is (number - zero) * scale. Consecutive inputs of a row share scale and zero point. Numbers
-are int8, fp8 (e4m3), integers from 0 to 15, or 4-bit floats (e2m1). Two numbers of 4 bits are in a
-byte, the first one in its lower half.
+are int8, fp8 (e4m3), integers from 0 to 15, or 4-bit floats (e2m1). A byte has two 4-bit numbers,
+the first one in its lower half.
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kernels.narrow import FIRST_ARCHITECTURE
 
-# Inputs of one multiplication of tensor cores: a group has a multiple of them.
+# Inputs of one multiplication of tensor cores. A group is a multiple of it.
 SMALLEST_GROUP = 16
-# Of e2m1, by code.
+# Values of e2m1, by code.
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -33,7 +33,8 @@ class QuantFormat:
 
     Attributes:
         group: consecutive inputs of a row that share a scale. 0: all.
-        reordered: inputs are in another order, such as that of their activations' sizes.
+        reordered: inputs are not in their original order, for example sorted by the size of their
+            activations.
     """
 
     kind: NumberKind
@@ -52,8 +53,8 @@ class QuantFormat:
         return rows * (columns * self.bits // 8 + groups * scale) + order
 
     def within(self, inputs: range, columns: int) -> "QuantFormat | None":
-        """Return the format of these inputs of a matrix with so many columns. Groups that would be
-        cut are divided. None: floats, because the inputs are in another order."""
+        """Return the format of these inputs of a matrix with `columns` columns. Groups that would
+        be cut are divided. None: floats, because the inputs are reordered."""
         if len(inputs) == columns:
             return self
         if self.reordered:
@@ -71,7 +72,7 @@ class Quantisation:
     Attributes:
         scales: contiguous [..., out, groups], float32 or bfloat16.
         group: inputs that share a scale, a multiple of SMALLEST_GROUP. 0: all.
-        zeros: contiguous uint8 [..., out, groups]. None: the numbers are no integers of 4 bits.
+        zeros: contiguous uint8 [..., out, groups]. None: the numbers are not 4-bit integers.
     """
 
     scales: Tensor
@@ -88,7 +89,7 @@ class Quantisation:
         return Quantisation(change(self.scales), self.group, zeros)
 
     def check(self, numbers: Tensor) -> None:
-        """Raise ValueError if these do not fit numbers."""
+        """Raise ValueError if scales and zero points do not fit the numbers."""
         columns = num_inputs(numbers)
         if numbers.dtype not in (torch.int8, torch.uint8, torch.float8_e4m3fn):
             raise ValueError(f"numbers: int8, fp8 or 4 bits expected, got {numbers.dtype}")
@@ -101,7 +102,7 @@ class Quantisation:
 
     def arguments(self, numbers: Tensor) -> dict[str, Any]:
         """Return a kernel's arguments. A single group may end within a tile, because numbers
-        outside of a matrix are zeros."""
+        outside a matrix are zeros."""
         four = "e2m1" if self.zeros is None else "int4"
         return {
             "scales_ptr": self.scales,
@@ -144,7 +145,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def widened(numbers: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return the weights of one matrix, float32 [out, in], of numbers that kernels read."""
+    """Return the weights of one matrix, float32 [out, in], from numbers as kernels read them."""
     if numbers.dtype == torch.uint8:
         numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
     return weights_of(numbers, quantisation)
@@ -154,7 +155,7 @@ def weights_of(numbers: Tensor, quantisation: Quantisation) -> Tensor:
     """Return the weights of one matrix, float32 [out, in].
 
     Args:
-        numbers: [out, in]. Those of 4 bits are not packed.
+        numbers: [out, in]. 4-bit numbers are not packed.
     """
     zeros, group = quantisation.zeros, quantisation.group or numbers.shape[1]
     if numbers.dtype == torch.uint8 and zeros is None:
@@ -180,8 +181,8 @@ def matrix_tile(
     FORMAT: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Load the numbers of these rows, from the input `start` on: [rows, BLOCK_K], with zeros where
-    there are none. Codes of 4 bits are integers, those of e2m1 twice the value."""
+    """Load the numbers of these rows from the input `start` on: [rows, BLOCK_K], with zeros outside
+    the matrix. 4-bit codes become integers. For e2m1 these are twice the value."""
     cols = start // PACKED + tl.arange(0, BLOCK_K // PACKED)
     places = ptr + rows[:, None].to(tl.int64) * (IN // PACKED) + cols[None, :]
     mask = row_ok[:, None]
@@ -213,7 +214,7 @@ def add_product(
 ):
     """Return acc + x [m, k] times a `matrix_tile` [n, k] transposed, whose inputs are in one group.
 
-    `rows` are those of the scales. Numbers are widened exactly, and their sum is scaled.
+    `rows` are the rows of the scales. Numbers are widened exactly, and their sum is scaled.
     """
     if FORMAT == "floats":
         return tl.dot(x, tl.trans(numbers.to(x.dtype)), acc, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""The search for the row of a program, in kernels whose programs share the rows of a step."""
+"""The search for a program's row, in kernels whose programs share the rows of a step."""
 
 import triton
 import triton.language as tl
@@ -15,10 +15,10 @@ def last_at_most(
     BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the last row r for which starts[r] // DIVISOR + BY_ROW * r is at most value. starts
-    ascends.
+    """Return the last row r with starts[r] // DIVISOR + BY_ROW * r <= value. starts ascends.
 
-    Counts all rows at once, because the steps of a binary search would wait for memory one by one.
+    Compares all rows at once, because the steps of a binary search would wait for memory one by
+    one.
     """
     count = 0
     for first in range(0, num_rows, BLOCK):

@@ -1,4 +1,6 @@
-"""The data paths that a configuration selects and that this machine can serve."""
+"""Selects the backends of a configuration, and starts the producers that this machine supports.
+Used by engine processes.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ _WITHIN_A_HOST = tuple(kind for kind in PATHS if kind.name != "rdma")
 
 
 def backends(config: TransferConfig, *, tls: bool) -> dict[str, TransferBackend]:
-    """Return the backends by name, in the order in which they should be tried.
+    """Return the configured backends by name, in order of preference.
 
     Args:
         tls: whether the node's pair streams are encrypted.
@@ -37,7 +39,7 @@ def serve(
     """Serve `pool` over every backend that this machine supports, in the same order.
 
     Raises:
-        ConfigError: there are backends, and this machine supports none of them.
+        ConfigError: the machine supports none of the configured backends.
     """
     producers: dict[str, PageProducer] = {}
     reasons = []
@@ -56,8 +58,8 @@ def serve(
 
 
 def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:
-    """Compile the kernels that the first reads into `pool` would otherwise wait for. Serving the
-    pool compiles them too.
+    """Compile the kernels that would otherwise delay the first reads into `pool`. Serving the pool
+    compiles them too.
 
     Raises:
         ConfigError: the device has no memory left for the copies.
@@ -71,9 +73,7 @@ def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:
 
 
 def why_pinned(backends: Mapping[str, TransferBackend], pool: PagePool) -> str:
-    """Return why the system cannot reclaim the pool's memory while it is served, or "" if
-    it can.
-    """
+    """Return why the system cannot reclaim the pool's memory while it is served, or ""."""
     if pool.device != "cpu":
         return "GPU memory is released only with --engine.memory-saver"
     if "nixl" not in backends:

@@ -1,17 +1,17 @@
-"""Messages between a node's frontend and its transfer thread, over a socket of their own.
+"""Messages between a node's frontend and its transfer thread, over a dedicated socket.
 
 The frontend keeps no state of hand-offs. It numbers the pair streams of both directions with one
-counter, never reuses a number, and forwards what `pairs/codec.py` has parsed. A stream begins like
-this:
+counter, never reuses a number, and forwards what `pairs/codec.py` has parsed. A stream is opened
+like this:
 
     consumer's frontend                   producer's frontend
-    sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_consumer=False)
-                                        waits for PeerHello (or PairEnd) of that stream
-    PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
-               as_consumer=True)
+      sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_consumer=False)
+                                          waits for PeerHello (or PairEnd) of that stream
+      PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
+                 as_consumer=True)
 
-Each end stops waiting for a Hello after 5 s. Messages wait in the frontend until the stream has
-been opened to the transfer thread.
+Each end waits at most 5 s for a Hello. The frontend holds messages of a stream until PairOpened has
+been sent to the transfer thread.
 """
 
 from typing import TypeAlias
@@ -42,7 +42,7 @@ class PairClosed(msgspec.Struct, frozen=True, tag=True):
 
     stream: int
     reason: str
-    engine_died: bool = False  # the peer's
+    engine_died: bool = False  # whether the peer's engine died
 
 
 PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
@@ -51,15 +51,15 @@ PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):
-    """The Hello that this node sends first as a consumer. It is the first message on the socket,
-    since pairing may begin with it, and is sent again when the weight version changes.
+    """The Hello that this node sends as a consumer. It is the first message on the socket, because
+    pairing needs it, and is sent again when the weight version changes.
     """
 
     hello: PairHello
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """The producer's Hello on this stream: its paths, described for this consumer."""
+    """The Hello that this node sends as a producer on one stream, with paths for that consumer."""
 
     stream: int
     hello: PairHello
@@ -71,20 +71,20 @@ class PairSend(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairEnd(msgspec.Struct, frozen=True, tag=True):
-    """A request to end the stream now. Messages sent before may be lost. A dialer dials again
-    later.
+    """A request to end the stream now. Messages sent before may be lost. If this node is the
+    consumer, it dials again later.
     """
 
     stream: int
     reason: str
-    refused: bool  # FAILED_PRECONDITION: mismatch or violation; else UNAVAILABLE
+    refused: bool  # FAILED_PRECONDITION (mismatch or violation), else UNAVAILABLE
 
 
 class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat of the engine.
+    """A heartbeat of the engine, once a second.
 
-    The transfer thread sends it once a second, since the engine thread may be in a step. It stops
-    while the engine is later than `stall_s`.
+    The transfer thread sends it, because the engine thread may be in a step. Heartbeats stop while
+    the engine is late by more than `stall_s`.
     """
 
     late_s: float  # seconds by which the engine's next progress is overdue

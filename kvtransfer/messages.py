@@ -1,6 +1,7 @@
-"""The messages of one hand-off, as immutable records. `pairs/codec.py` maps them to protobuf.
+"""The messages of a hand-off on a pair stream, as immutable records. `pairs/codec.py` converts them
+to protobuf.
 
-Hello opens a stream and is compared in `pairing.py`. All messages here follow it.
+They follow Hello, which opens a stream and is defined in `pairing.py`.
 """
 
 from enum import Enum, auto
@@ -16,10 +17,10 @@ from common.requests.timeline import PrefillTimes
 
 
 class HandoffId(NamedTuple):
-    """The name of one attempt at one hand-off. Never derived from a router's or a client's id."""
+    """The identity of one attempt at a hand-off. Never derived from an id of a router or client."""
 
-    instance: int  # of the consumer
-    request: int  # the consumer's own counter, incremented for every submission
+    instance: int  # the consumer's instance id
+    request: int  # the consumer's own counter, incremented for each submission
     attempt: int  # from 1
 
     def __str__(self) -> str:
@@ -27,7 +28,7 @@ class HandoffId(NamedTuple):
 
 
 class HandoffKind(Enum):
-    """The content of a hand-off, one value for each source of `OpenHandoff`."""
+    """The content of a hand-off, one value for each `source` of an OpenHandoff."""
 
     PROMPT = auto()
     LIVE = auto()
@@ -42,15 +43,15 @@ class HandoffKind(Enum):
 
     @property
     def in_pieces(self) -> bool:
-        """Return whether pages have pieces of other data than KV, each in a page of its own."""
+        """Return whether pages carry pieces of data other than KV, one piece in each page."""
         return self in (HandoffKind.WEIGHTS, HandoffKind.EMBEDDINGS)
 
 
 class Prompt(msgspec.Struct, frozen=True, tag=True):
     """A request whose KV the producer computes.
 
-    prefix_hints: other nodes from which the producer may read the prefix that it lacks.
-    encode_addresses: the encode node of each image. Empty: no encode node is used.
+    prefix_hints: other nodes from which the producer may fetch a prefix that it lacks.
+    encode_addresses: the encode node of each image. Empty: use no encode node.
     """
 
     spec: RequestSpec
@@ -65,10 +66,11 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """A running request of the producer, until it is released as held.
+    """A running request of the producer, for live migration. The producer runs it until the
+    hand-off is completed.
 
-    spec: has all tokens that the consumer knows but the last one.
-    ticket: of the running request.
+    spec: has all tokens that the consumer knows except the last one.
+    ticket: ticket of the running request.
     """
 
     spec: RequestSpec
@@ -82,11 +84,12 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, tag=True):
-    """The part of some tokens' KV that is in the producer's cache. It stays there too.
+    """The cached part of a prefix. The producer copies it from its prefix cache and computes
+    nothing.
 
     token_ids: little-endian int32, whole pages.
-    namespace: of the producer's cache, with adapter and weights.
-    ticket: of a running request that will follow as Live. 0: none.
+    namespace: namespace in the producer's cache, including adapter and weight version.
+    ticket: ticket of a running request that will follow as Live. 0: none.
     """
 
     token_ids: bytes
@@ -101,9 +104,10 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
-    """Consecutive pieces of the weights that the producer computes with.
+    """Consecutive pieces of the weights that the producer serves.
 
-    piece_bytes: of each piece except the file's last one. Rank 0 of both nodes has as large pages.
+    piece_bytes: size of each piece, except the last of the file. Fits into a page of rank 0 of both
+    nodes.
     """
 
     first_piece: int
@@ -114,15 +118,14 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of pieces. Each piece replaces one token and has a page of its own."""
+        """Return the number of pieces. Each counts as one token and has its own page."""
         return self.num_pieces
 
 
 class Embeddings(msgspec.Struct, frozen=True, tag=True):
-    """The embeddings of an image, which the producer encodes. They are cut into pieces, as weights
-    are.
+    """The embeddings of an image, computed by an encode node and cut into pieces like Weights.
 
-    image: its position in a prompt has no meaning.
+    image: its position in a prompt is ignored.
     """
 
     image: Image
@@ -133,7 +136,7 @@ class Embeddings(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of pieces, as Weights does."""
+        """Return the number of pieces."""
         return self.num_pieces
 
 
@@ -147,7 +150,7 @@ class PairRecord(msgspec.Struct, frozen=True, tag=True):
 class OpenHandoff(PairRecord, frozen=True, tag=True):
     """A consumer's request for `source`.
 
-    weights: that the consumer computes with. Unnamed with Prefix, whose namespace includes them.
+    weights: weight version of the consumer. Absent for Prefix, whose namespace includes it.
     """
 
     id: HandoffId
@@ -163,8 +166,8 @@ class OpenHandoff(PairRecord, frozen=True, tag=True):
 class GrantHandoff(PairRecord, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
-    room_tokens: int = 0  # LIVE: tokens for whose KV the consumer has capacity
-    gib_per_s: float = 0.0  # LIVE: over its link, as it was proved; 0.0: unknown
+    room_tokens: int = 0  # LIVE: tokens for whose KV the consumer has pages
+    gib_per_s: float = 0.0  # LIVE: proved rate of the consumer's link; 0.0: unknown
 
 
 class HandoffQueued(PairRecord, frozen=True, tag=True):
@@ -174,8 +177,8 @@ class HandoffQueued(PairRecord, frozen=True, tag=True):
 
 
 class PagesReady(PairRecord, frozen=True, tag=True):
-    """A token range [start, end) in `pages` of the producer, final and readable. `PageTables.spans`
-    defines which pages, and their order.
+    """A token range [start, end) whose KV in `pages` of the producer is final and readable.
+    `PageTables.spans` defines the pages of a range and their order.
     """
 
     id: HandoffId
@@ -183,14 +186,15 @@ class PagesReady(PairRecord, frozen=True, tag=True):
     end: int
     pages: tuple[int, ...]
     last: bool
-    first_token: int | None  # set if and only if last, of a kind that samples
+    first_token: int | None  # set if and only if last, and the kind samples
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, if requested
-    # With last: of the prompt's tokens except the first one.
+    # With last: logprobs of the prompt's tokens except the first one.
     prompt_logprobs: Logprobs | None = None
-    sums: tuple[tuple[int, int], ...] = ()  # of some pages: index in `pages`, checksum; in order
-    # LIVE: tokens from Open's end on that have KV. first_token is the newest token, which has none.
-    # logprobs are of the last len(token_ids) tokens, including first_token.
+    # (index in `pages`, checksum) of sampled pages, in order.
+    sums: tuple[tuple[int, int], ...] = ()
+    # LIVE: the tokens with KV from the end of Open's tokens on. first_token is the newest token,
+    # which has no KV. logprobs are of the last len(token_ids) tokens, including first_token.
     token_ids: tuple[int, ...] = ()
 
 
@@ -210,8 +214,8 @@ class CancelHandoff(PairRecord, frozen=True, tag=True):
 
 class InvalidatePrefix(PairRecord, frozen=True, tag=True):
     """A consumer's report that KV of these tokens, which it got from the producer, led to NaN or
-    Inf logits. The producer must not serve that KV from its cache any more. It belongs to no
-    hand-off, since the hand-off is completed. There is no response.
+    Inf logits. The producer must no longer serve that KV from its cache. The message belongs to no
+    hand-off, because the hand-off is completed. It has no reply.
     """
 
     token_ids: bytes  # little-endian int32
@@ -226,13 +230,13 @@ class HandoffFailed(PairRecord, frozen=True, tag=True):
     id: HandoffId
     reason: str
     retryable: bool
-    retry_after_s: float = 0.0  # above 0.0: the producer's queue is too long until then
+    retry_after_s: float = 0.0  # above 0.0: retry after this time, because the queue is too long
 
 
 class Heartbeat(PairRecord, frozen=True, tag=True):
     sequence: int
     open_handoffs: int
-    connecting: bool = False  # from a consumer whose link is not up: a producer over RDMA must poll
+    connecting: bool = False  # consumer's link is not up: a producer over RDMA must poll
 
 
 FromConsumer: TypeAlias = (

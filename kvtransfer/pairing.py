@@ -1,7 +1,8 @@
-"""Hello, and the check whether two nodes may pair. The error names every difference.
+"""Hello, the first message of a pair stream, and the check whether two nodes may pair. Its error
+names every difference.
 
-Knows the fingerprint as named strings, and the flag that sets some of them. The engine decides what
-goes into the fingerprint.
+The fingerprint is a set of named strings, which the engine fills. This module only knows which
+flags determine some of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +16,16 @@ from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 11
-_MAX_SHOWN = 200  # characters shown of a peer's text
+_MAX_SHOWN = 200  # characters shown of text from a peer
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
-OTHER_WEIGHTS = "this node has other weights now"  # the reason with which its streams end then
+OTHER_WEIGHTS = "this node has other weights now"  # reason with which streams end on a change
 _WEIGHTS = "weights"
-_ARITHMETIC = "arithmetic"  # only of nodes with engine.batch_invariant
-_FOLLOWS = "kv_token_bytes"  # follows from the dtype and others: named only if no flag explains it
+_ARITHMETIC = "arithmetic"  # set only by nodes with engine.batch_invariant
+_FOLLOWS = "kv_token_bytes"  # derived from dtype and others: named only if no flag explains it
 
 
 class DataPath(msgspec.Struct, frozen=True):
-    """One way to read the pages of one rank of the sender. The description is defined by that
-    backend."""
+    """One way to read the pages of one rank of the sender. The backend defines the description."""
 
     backend: str
     description: bytes
@@ -33,7 +33,7 @@ class DataPath(msgspec.Struct, frozen=True):
 
 
 class PoolRegion(msgspec.Struct, frozen=True):
-    """The sender's pages of one rank: page i is [base + i * page_bytes, + page_bytes)."""
+    """The pages of one rank of the sender. Page i begins at base + i * page_bytes."""
 
     base: int
     page_bytes: int
@@ -45,18 +45,18 @@ def region_of(pool: PagePool) -> PoolRegion:
 
 
 class PairHello(msgspec.Struct, frozen=True, tag=True):
-    """The first message in each direction. A consumer offers no paths. A producer offers them in
-    the order of its preference, described for that one stream.
+    """The first message in each direction. A producer offers paths, in its order of preference and
+    described for this stream only. A consumer offers none.
 
     Attributes:
-        regions: by rank.
-        address: of the sender's gRPC server.
+        regions: pages by rank.
+        address: gRPC address of the sender.
         tp: tensor-parallel ranks of each stage.
-        pp: stages.
-        state_pages: pages of the state of a request. Page ids are the same on all ranks.
+        pp: pipeline stages.
+        state_pages: pages of a request's recurrent state. Page ids are the same on all ranks.
     """
 
-    instance: int  # random 64 bit, new at each process start
+    instance: int  # random 64-bit number, new at each process start
     protocol_version: int
     fingerprint: dict[str, str]
     paths: tuple[DataPath, ...]
@@ -79,7 +79,7 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         """Return the Hello of a node, without paths.
 
         Args:
-            regions: by rank.
+            regions: pages by rank.
         """
         return cls(
             instance=instance,
@@ -95,7 +95,7 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def peer(self) -> str:
-        """Name the sender in messages to users."""
+        """Name of the sender in messages to users."""
         return self.address[:_MAX_SHOWN] or "the peer"
 
     @property
@@ -103,17 +103,17 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         return NodeShape(self.tp, self.pp)
 
     def same_layout(self, other: "PairHello") -> bool:
-        """Return whether pages of equal ranks of two nodes that may pair have equal contents."""
+        """Return whether pages of equal ranks have the same layout on two nodes that may pair."""
         return self.shape == other.shape
 
     def with_weights(self, weights: WeightsId) -> "PairHello":
-        """Return the same node's Hello with this weight version."""
+        """Return this Hello with another weight version."""
         fingerprint = {**self.fingerprint, _WEIGHTS: weights.hex()}
         return msgspec.structs.replace(self, fingerprint=fingerprint)
 
 
 def compare(ours: PairHello, theirs: PairHello) -> None:
-    """Check that the two nodes may pair.
+    """Check that two nodes may pair.
 
     Raises:
         LayoutMismatch: they may not. The message has one sentence for each difference.
@@ -124,8 +124,8 @@ def compare(ours: PairHello, theirs: PairHello) -> None:
 
 
 def lasts(ours: PairHello, theirs: PairHello) -> bool:
-    """Return whether a mismatch lasts until one of the nodes is restarted. A difference in weights
-    does not: nodes can change weights while they run.
+    """Return whether a mismatch lasts until a node restarts. A difference in weights does not,
+    because nodes can change weights while they run.
     """
     fingerprint = {**ours.fingerprint, _WEIGHTS: theirs.fingerprint.get(_WEIGHTS, "")}
     return any(_differences(msgspec.structs.replace(ours, fingerprint=fingerprint), theirs))
@@ -154,7 +154,7 @@ def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
 
 
 def _wrong_ranks(theirs: PairHello) -> Iterator[str]:
-    """Yield the reasons why the ranks of a Hello cannot be those of a node."""
+    """Yield the reasons why the ranks in a Hello are invalid."""
     num_ranks = len(theirs.regions)
     if not (1 <= theirs.tp * theirs.pp == num_ranks <= MAX_RANKS):
         yield (
@@ -170,7 +170,7 @@ def _wrong_ranks(theirs: PairHello) -> Iterator[str]:
 
 
 def _page_differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
-    """Yield the differences of pages. They need not agree if the numbers of ranks differ."""
+    """Yield the differences in page layout. It may differ if the numbers of ranks differ."""
     if not ours.same_layout(theirs):
         if bool(ours.state_pages) != bool(theirs.state_pages):
             yield _sentence("state_pages", ours.state_pages, theirs.state_pages)

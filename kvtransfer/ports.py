@@ -1,12 +1,12 @@
-"""Messages between a node's engine thread and its transfer thread.
+"""Messages between a node's engine thread and its transfer thread: commands to it, events from it.
 
-All pages are counted on the engine thread. For every command that gives the transfer thread the use
-of pages, it returns them with exactly one event: GrantCommand -> ReadsEndedEvent, OpenedEvent ->
-ClosedEvent (which ends every PublishCommand of that hand-off).
+The engine thread counts the holders of all pages. Each command that lets the transfer thread use
+pages is matched by exactly one event that returns them: GrantCommand by ReadsEndedEvent,
+OpenedEvent by ClosedEvent (which ends every PublishCommand of that hand-off).
 
-A consumer chooses its ids, and may reuse one. So a producer's engine identifies a hand-off by a
-serial of this node, new for every OpenedEvent. A command about an ended hand-off then never affects
-another.
+A consumer chooses its ids and may reuse one. Therefore the producer's engine identifies a hand-off
+by a local serial number, new for every OpenedEvent, so a command about an ended hand-off never
+affects another.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ from kvtransfer.messages import HandoffId, Source
 Ints = NDArray[np.int32]
 
 
-STATE, PIECES = -1, -2  # in the place of a table: the state, and pieces of weights
+STATE, PIECES = -1, -2  # used instead of a table index: recurrent state, pieces of weights
 
 
 class TablePages(NamedTuple):
-    """The number of pages of a read that belong to one table, or that have PIECES."""
+    """The number of consecutive pages of a read that belong to one table, or to PIECES."""
 
     table: int
     num_pages: int
 
 
 def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
-    """Return the table of each page of a read. Pages behind the spans are those of the state."""
+    """Return the table of each page of a read. Pages after the spans belong to the state."""
     tables = [table for table, number in spans for _ in range(number)]
     return tables + [STATE] * (num_pages - len(tables))
 
@@ -46,10 +46,9 @@ def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
 
 
 class OpenCommand(msgspec.Struct, frozen=True):
-    """A request to `producer`, a paired instance, for `source`. FailedEvent follows if the
-    producer is gone.
+    """A request to `producer`, an instance, for `source`. FailedEvent follows if it is not paired.
 
-    weights: that this node computes with.
+    weights: weight version of this node.
     """
 
     id: HandoffId
@@ -60,9 +59,9 @@ class OpenCommand(msgspec.Struct, frozen=True):
 
 
 class GrantCommand(msgspec.Struct, frozen=True):
-    """Destination pages for the tables of `PageTables.handed_over`, table after table. WEIGHTS has
-    one page for each piece. The engine holds them for "read" until ReadsEndedEvent. A running
-    request and a PREFIX have `PageTables.room_pages` pages. Their tokens use the first ones.
+    """The destination pages, in the order of `PageTables.handed_over`. WEIGHTS has one page for
+    each piece. The engine holds the pages for "read" until ReadsEndedEvent. A running request and a
+    PREFIX have `PageTables.room_pages` pages, of which their tokens use the first ones.
     """
 
     id: HandoffId
@@ -72,8 +71,8 @@ class GrantCommand(msgspec.Struct, frozen=True):
 
 
 class CancelCommand(msgspec.Struct, frozen=True):
-    """Cancellation of an attempt in any state. Neither CompletedEvent nor FailedEvent follows.
-    ReadsEndedEvent does if it was granted.
+    """Cancellation of an attempt in any state. No CompletedEvent or FailedEvent follows.
+    ReadsEndedEvent follows if the attempt was granted.
     """
 
     id: HandoffId
@@ -81,8 +80,8 @@ class CancelCommand(msgspec.Struct, frozen=True):
 
 
 class InvalidateCommand(msgspec.Struct, frozen=True):
-    """A report to `producer`, if it is still paired, that KV of these tokens, which it gave, led to
-    NaN or Inf logits.
+    """A report to `producer`, if still paired, that its KV of these tokens gave NaN or Inf
+    logits.
     """
 
     producer: int
@@ -94,19 +93,19 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
 
 
 class LinkMember(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a link that one rank reads from one rank of the producer."""
+    """One member of a link: what one local rank reads from one rank of the producer."""
 
     rank: int
     producer_rank: int
     path: str
-    gib_per_s: float  # as proved
+    gib_per_s: float  # proved rate
 
 
 class ProducerUp(msgspec.Struct, frozen=True):
-    """A paired producer with a proved link.
+    """A producer is paired and its link is proved.
 
-    piece_bytes: largest pieces of weights that fit into pages of both nodes.
-    members: of the link, if it has several.
+    piece_bytes: largest piece of weights that fits into a page of both nodes.
+    members: members of the link, if it has several.
     """
 
     instance: int
@@ -126,7 +125,7 @@ class ProducerRate(msgspec.Struct, frozen=True):
 
 
 class ProducerDown(msgspec.Struct, frozen=True):
-    """A lost producer. Every open hand-off with it is reported FailedEvent next."""
+    """A producer is lost. FailedEvent follows for each open hand-off with it."""
 
     instance: int
     address: str
@@ -140,7 +139,7 @@ class QueuedEvent(msgspec.Struct, frozen=True):
 
 
 class FirstTokenEvent(msgspec.Struct, frozen=True):
-    """The first token. Comes before the pages have landed, at most once per id."""
+    """The first token. Precedes the pages, at most once per id."""
 
     id: HandoffId
     token: int
@@ -152,30 +151,29 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
 
 
 class CompletedEvent(msgspec.Struct, frozen=True):
-    """A completed hand-off: all pages have landed and the producer held them throughout. The
-    request may join a batch.
+    """A completed hand-off: all pages have landed, and the producer confirmed that they were valid
+    throughout. The request may join a batch.
     """
 
     id: HandoffId
     landed: float = 0.0  # time.monotonic() when the last page had landed
-    num_tokens: int = 0  # with KV; for a PREFIX possibly fewer than were requested
+    num_tokens: int = 0  # tokens with KV. A PREFIX may have fewer than requested
 
 
 class FailedEvent(msgspec.Struct, frozen=True):
-    """A failed attempt, without its pages. A later event about this id can only be
-    ReadsEndedEvent."""
+    """A failed attempt, without its pages. Only ReadsEndedEvent may follow for this id."""
 
     id: HandoffId
     reason: str
-    retryable: bool  # False: another producer would refuse it as well
-    engine_died: bool = False  # the producer's engine, which may have been computing it
-    may_return: bool = False  # the producer may: its stream ended, another one may come
-    retry_after_s: float = 0.0  # above 0.0: the producer's queue is too long until then
+    retryable: bool  # False: any other producer would reject it too
+    engine_died: bool = False  # the producer's engine died, possibly while computing it
+    may_return: bool = False  # the producer's stream ended, and may be reopened
+    retry_after_s: float = 0.0  # above 0.0: retry after this time, because the queue is too long
 
 
 class ReadsEndedEvent(msgspec.Struct, frozen=True):
-    """The end of all reads of this attempt: no byte can land any more, so the engine drops the
-    "read" hold. Exactly once per grant.
+    """The end of all reads of an attempt: no byte can land any more, so the engine drops its "read"
+    hold. Exactly once per grant.
     """
 
     id: HandoffId
@@ -191,9 +189,9 @@ class QueuedCommand(msgspec.Struct, frozen=True):
 
 
 class PublishCommand(msgspec.Struct, frozen=True):
-    """A token range [start, end) that is final in these pages, which are concatenated in the order
-    of `PageTables.spans`. The engine holds them for "publication" until ClosedEvent. The ranges
-    of one hand-off follow each other, from its prefix_tokens on.
+    """A token range [start, end) whose KV is final in these pages, in the order of
+    `PageTables.spans`. The engine holds the pages for "publication" until ClosedEvent. The ranges
+    of a hand-off are consecutive, from prefix_tokens on.
     """
 
     serial: int
@@ -209,12 +207,12 @@ class PublishCommand(msgspec.Struct, frozen=True):
 
 
 class FailCommand(msgspec.Struct, frozen=True):
-    """The producer's decision to fail the hand-off. ClosedEvent follows."""
+    """The producer's decision to fail a hand-off. ClosedEvent follows."""
 
     serial: int
     reason: str
     retryable: bool
-    retry_after_s: float = 0.0  # above 0.0: the queue here is too long until then
+    retry_after_s: float = 0.0  # above 0.0: retry after this time, because the queue is too long
 
 
 # Events to a producer's engine -------------------------------------------------------------------
@@ -223,8 +221,8 @@ class FailCommand(msgspec.Struct, frozen=True):
 class OpenedEvent(msgspec.Struct, frozen=True):
     """A consumer's request for `source`.
 
-    id: for logs.
-    weights: that the consumer computes with.
+    id: used in logs.
+    weights: weight version of the consumer.
     """
 
     serial: int
@@ -237,24 +235,24 @@ class OpenedEvent(msgspec.Struct, frozen=True):
 class GrantedEvent(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
-    room_tokens: int = 0  # LIVE: maximum number of published tokens
-    gib_per_s: float = 0.0  # LIVE: of the consumer's link, as the consumer reports it; 0.0: unknown
+    room_tokens: int = 0  # LIVE: limit of the tokens to publish
+    gib_per_s: float = 0.0  # LIVE: rate of the consumer's link, reported by it; 0.0: unknown
 
 
 class ClosedEvent(msgspec.Struct, frozen=True):
     """The end of a hand-off at the producer. The engine drops its "publication" holds and stops
-    computing it. Exactly once per OpenedEvent, and the last event about its serial.
+    computing. Exactly once per OpenedEvent, and the last event with its serial.
     """
 
     serial: int
-    id: HandoffId  # for logs
-    held: bool  # the consumer has everything
+    id: HandoffId  # used in logs
+    held: bool  # whether the hand-off completed
     reason: str
 
 
 class InvalidateEvent(msgspec.Struct, frozen=True):
-    """A consumer's report that KV of these tokens, which this node gave, led to NaN or Inf logits.
-    The report may be wrong.
+    """A consumer's report that KV of these tokens from this node led to NaN or Inf logits. The
+    report may be wrong.
     """
 
     token_ids: Ints
@@ -265,9 +263,7 @@ class InvalidateEvent(msgspec.Struct, frozen=True):
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True):
-    """A new weight version. The node's pairs end, and it pairs with nodes that have the
-    same one.
-    """
+    """A new weight version. All pairs end, and the node pairs again with nodes of that version."""
 
     weights: WeightsId
 
@@ -276,14 +272,14 @@ class ClosePairs(msgspec.Struct, frozen=True):
     """End all pairs, and pair with no node until OpenPairs.
 
     Attributes:
-        done: completes when no byte can land any more, and no consumer has access.
+        done: completes when no byte can land any more and no consumer can read.
     """
 
     done: Future[None]
 
 
 class OpenPairs(msgspec.Struct, frozen=True):
-    """Pair again. The node's pages are served again, at the same addresses."""
+    """Pair again. The pages are already served again, at the same addresses."""
 
 
 ConsumerCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
@@ -306,20 +302,20 @@ NodeEvent: TypeAlias = ConsumerEvent | ProducerEvent
 
 
 class ConsumerCommands(Protocol):
-    """The port for commands about hand-offs that this node receives. Never blocks."""
+    """Sends commands about hand-offs that this node receives. Never blocks."""
 
     def post(self, command: ConsumerCommand) -> None: ...
 
 
 class ProducerCommands(Protocol):
-    """The port for commands about hand-offs that this node gives. Never blocks."""
+    """Sends commands about hand-offs that this node gives. Never blocks."""
 
     def post(self, command: ProducerCommand) -> None: ...
 
 
 class TransferPort(Protocol):
-    """The transfer thread of a node that is consumer and producer, as its engine thread sees it.
-    Neither call ever blocks.
+    """The transfer thread as the engine thread sees it, for a node that is consumer and producer.
+    Never blocks.
     """
 
     def post(self, command: NodeCommand) -> None: ...

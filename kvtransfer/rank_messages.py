@@ -1,7 +1,7 @@
 """Messages from rank 0's transfer thread to the followers of its node, and their replies.
 
-Each is the body of a job of all followers (engine/ranks/messages.py), which replies once. Consumers
-and links have the numbers that rank 0 gives them, which it may reuse after StopTransfer.
+Each is the body of a job for all followers (engine/ranks/messages.py), which gets one reply. Rank 0
+numbers consumers and links, and may reuse a number after StopTransfer.
 """
 
 from typing import Any, TypeAlias
@@ -17,13 +17,13 @@ MOST_BYTES = 96 << 10  # of the Hello in one OpenRankLink
 
 
 class StartTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Serve this rank's pages, and read into them. What an earlier one began ends. The reply is a
+    """Serve this rank's pages, and read into them. Ends an earlier StartTransfer. The reply is a
     TransferStarted.
 
     Attributes:
         config: TransferConfig as JSON.
         tls: whether the node's pair streams are encrypted.
-        instance: of the node.
+        instance: instance id of the node.
     """
 
     config: bytes
@@ -37,11 +37,11 @@ class TransferStarted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End all links and serve no more pages."""
+    """Close all links and stop serving pages."""
 
 
 class OfferPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Admit a consumer. The reply has the DataPaths of this rank for it."""
+    """Admit a consumer. The reply has the DataPaths that this rank offers it."""
 
     consumer: int
 
@@ -51,7 +51,7 @@ class DismissConsumer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PublishPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Let a consumer read pages. At most MOST_PAGES, int32."""
+    """Let a consumer read these pages. At most MOST_PAGES, int32."""
 
     consumer: int
     pages: bytes
@@ -70,7 +70,7 @@ class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Connect to the ranks of a producer over one backend. The reply is a RankLinkUp.
 
     Attributes:
-        hello: of the producer, with the paths of that backend alone.
+        hello: Hello of the producer, with the paths of that backend only.
     """
 
     link: int

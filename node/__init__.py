@@ -1,1 +1,1 @@
-"""A node is two processes: a gRPC frontend on asyncio, and the engine beside the device."""
+"""A node: a gRPC frontend on asyncio, and an engine process that owns the device."""

@@ -1,8 +1,8 @@
-"""The engine process of a node: one engine, and one role after another on top of it.
+"""The engine process of a node: one engine, and one role after another that uses it.
 
-The parts that only one role needs, such as the host pages and the graphs of a decode node, are made
-before it starts, while the previous role is idle. They are dropped when the role ends. Weights,
-pool and prefix cache stay.
+Parts that only one role needs, such as the host pages and CUDA graphs of a decode node, exist only
+for that role. They are created before it starts, while the previous role is idle. Weights, pool and
+prefix cache stay.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
 
 def _joined(start: EngineStart[Any]) -> NodeGroup:
-    """Join the group of this node. The end of another node ends the waits of the engine thread."""
+    """Join the group of this node. The end of another node interrupts the engine thread's waits."""
     engine: EngineConfig = start.config.engine
     own = engine.parallel.model_copy(update={"dp_rank": 0, "dp_group": None})
     common = engine.model_copy(update={"parallel": own})

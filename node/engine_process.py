@@ -1,7 +1,8 @@
-"""The engine process's side of its frontend: start, the channel of the engine thread, the end.
+"""The engine process's connection to its frontend: start, the engine thread's channel, and the end
+of the process.
 
-An engine program consists of `run_engine(NODE_CONFIGS, body, "name")`. A frontend starts it, never
-a user. It obeys that frontend alone, and dies with it (common/process/leash.py).
+An engine program calls `run_engine(NODE_CONFIGS, body, "name")`. Only a frontend starts it. It ends
+when that frontend ends (common/process/leash.py).
 """
 
 import contextlib
@@ -31,16 +32,16 @@ C = TypeVar("C", bound=NodeConfig)
 
 _START_S = 30.0  # from exec to the frontend's first frame
 _FLUSH_S = 2.0  # for the final messages
-# Seconds that a thread with work waits for another one that computes in Python. The default of 5 ms
-# is longer than it takes to send a message to a peer or to launch a step.
+# Seconds for which a thread with work waits for another thread that runs Python. The default of 5
+# ms exceeds the time to send a message to a peer or to launch a step.
 _SWITCH_S = 0.0005
 
 
 class EngineChannel:
-    """The engine thread's socket to its frontend. All calls except `wake` are the engine thread's.
+    """The engine thread's socket to its frontend. Only the engine thread uses it, except `wake`.
 
     Args:
-        handed_over: over which the frontend passes a socket to its pair streams, with each
+        handed_over: socket over which the frontend passes a socket to its pair streams, with each
             StartRole.
     """
 
@@ -55,13 +56,13 @@ class EngineChannel:
         """Return the messages that have arrived since the last call, in order. Never blocks.
 
         Raises:
-            PeerGone: the frontend is gone, or wants this process to end: release everything and
+            PeerGone: the frontend has ended, or wants this process to end. Release everything and
                 return.
         """
         return self._frames.receive()
 
     def post(self, message: EngineMessage) -> None:
-        """Send a message, or keep it until the frontend reads. Never blocks.
+        """Send a message, or queue it until the frontend reads. Never blocks.
 
         Raises:
             Backlogged: the frontend is stuck, so the node cannot continue.
@@ -69,8 +70,8 @@ class EngineChannel:
         self._frames.send(message)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the frontend has sent something, another thread calls `wake`, or the time
-        expires. Returns at once for a wake-up since the last `wait`.
+        """Sleep until the frontend has sent something, another thread calls `wake`, or the timeout
+        expires. Returns at once after a wake-up since the last `wait`.
         """
         events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
         self._poll.register(self._frames, events)
@@ -81,7 +82,7 @@ class EngineChannel:
         self._frames.flush()
 
     def wake(self) -> None:
-        """End the engine thread's `wait`, now or the next one. Any thread. Never blocks."""
+        """End the current or the next `wait`. Any thread may call it. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wakeup, 1)
 
@@ -91,11 +92,11 @@ class EngineChannel:
         return self._wakeup
 
     def watch(self, descriptor: int) -> None:
-        """Have `wait` end at once from now on, while this descriptor is readable."""
+        """Make `wait` return at once while this descriptor is readable."""
         self._poll.register(descriptor, select.POLLIN)
 
     def flush(self, timeout_s: float) -> None:
-        """Send the messages that still wait, for at most `timeout_s`."""
+        """Send queued messages, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._frames.wants_write and time.monotonic() < deadline:
             self.wait(deadline - time.monotonic())
@@ -104,7 +105,7 @@ class EngineChannel:
         """Return the socket that came with the last StartRole. Called once for each StartRole.
 
         Raises:
-            PeerGone: there is none.
+            PeerGone: no socket came.
         """
         _, fds, _, _ = socket.recv_fds(self._handed_over, 1, 1)
         if not fds:
@@ -124,31 +125,31 @@ class EngineStart(Generic[C]):
 
     role: str
     config: C
-    instance: int  # this node's instance id, as long as it has the role
-    address: str  # of the frontend's gRPC server
+    instance: int  # instance id of this node in this role
+    address: str  # address of the frontend's gRPC server
     channel: EngineChannel
-    transfer_socket: socket.socket  # to the frontend's pair streams; the body owns it
+    transfer_socket: socket.socket  # to the frontend's pair streams. Owned by the body
 
 
-# Returns the values of a StartRole, for its role. From then on the log is that role's.
+# Returns the values of a StartRole for its role. From then on, log lines name that role.
 Begin: TypeAlias = Callable[[StartRole], EngineStart[Any]]
 
 
 def run_engine(
     configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, StartRole], None], name: str
 ) -> NoReturn:
-    """Run an engine program to the end of the process.
+    """Run an engine program until the process ends.
 
-    `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or lets
-    PeerGone through: exit code 0. ConfigError is for the user to fix: exit code 2. Any other
-    exception is a fault of the engine: the frontend is notified, and the process ends at once with
-    exit code 1, whatever its other threads do.
+    `body` runs on the main thread. It sends EngineReady, and returns after Drained or lets PeerGone
+    through: exit code 0. ConfigError, which the user must fix: exit code 2. Any other exception is
+    a fault of the engine: the frontend is notified, and the process ends at once with exit code 1,
+    whatever other threads do.
 
     Args:
-        configs: the config record of each role.
-        name: for the log, after that of the role.
+        configs: config record of each role.
+        name: name in the log, after the role's.
     """
-    # Both may be sent to the whole process group. Only the frontend decides when to end.
+    # Both signals may be sent to the whole process group. Only the frontend decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -179,7 +180,7 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
         log.info("engine stopped by the frontend")
     except ConfigError as error:
         _fail(channel, EngineFailed(str(error), config=True), exit_code=2)
-    except RankLost as error:  # where it was noticed says nothing
+    except RankLost as error:  # the traceback would only show where it was noticed
         log.error("a rank is lost, and this node ends %s", kv(reason=error))
         _fail(channel, EngineFailed(str(error)), exit_code=1)
     except Exception as error:
@@ -188,7 +189,7 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
 
 
 def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
-    # The frontend may be what failed; it sees the end in any case.
+    # The frontend may be what failed. It notices the end anyway.
     with contextlib.suppress(Exception):
         channel.post(last_words)
         channel.flush(_FLUSH_S)
@@ -196,8 +197,8 @@ def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> N
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End the process. Does not use sys.exit, which would wait for threads that may be stuck in a
-    forward or a read, and for the interpreter's cleanup.
+    """End the process without sys.exit, which would wait for threads that may be stuck in a forward
+    pass or a read, and for the interpreter's cleanup.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""The program of ranks that follow rank 0 of their node: `python -m node.follower DESCRIPTOR,...`.
+"""The program of the followers of a node, all ranks but rank 0: `python -m node.follower
+DESCRIPTOR,...`.
 
-Rank 0 or a rank host starts it, never a user. A rank host adds the address at which other nodes
-read the pages of this rank.
+Rank 0 or a rank host starts it. A rank host adds the address at which other nodes read this rank's
+pages.
 """
 
 import sys
@@ -18,7 +19,7 @@ from kvtransfer.transfer.follower import FollowerTransfer
 def open_transfer(
     share: Share, pool: KVPool, whole: KVLayout, listen_host: str | None = None
 ) -> FollowerTransfer:
-    """Open the part of hand-offs over one rank's pages.
+    """Create a follower's part in hand-offs, for the pages of one rank.
 
     Args:
         listen_host: see FollowerTransfer.

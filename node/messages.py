@@ -1,7 +1,7 @@
 """Messages between a node's server process and its engine thread: immutable, one record per kind.
 
-The server process keeps no state. It numbers the router streams with its own counter, so that the
-end of one stream can never affect a request of another.
+The server process is stateless. It numbers the router streams with its own counter, so that the end
+of one stream never affects requests of another.
 """
 
 import math
@@ -35,7 +35,7 @@ class ResumeNode(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareRole(msgspec.Struct, frozen=True, tag=True):
-    """Make the parts of another role."""
+    """Create the parts of another role."""
 
     role: str
 
@@ -86,7 +86,7 @@ class PutWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeWeights(msgspec.Struct, frozen=True, tag=True):
-    """Take the weights of the node at this address."""
+    """Copy the weights of the node at this address."""
 
     weights: WeightsId
     address: str
@@ -134,21 +134,21 @@ Command: TypeAlias = (
 
 
 class StartRole(msgspec.Struct, frozen=True, tag=True):
-    """The beginning of a role: sent first, and again for each other role of the node. Later
-    messages belong to that role, and so do the engine's messages from its EngineReady on.
+    """The beginning of a role. Sent first, and again for each later role. Later messages belong to
+    that role, and the engine's messages do so from its next EngineReady on.
     """
 
     role: str  # "prefill" | "decode"
-    config: str  # the role's config record as JSON
-    instance: int  # random 64 bit, new for each role
-    address: str  # of the frontend's gRPC server, for logs and peers
+    config: str  # config record of the role as JSON
+    instance: int  # random 64-bit number, new for each role
+    address: str  # address of the frontend's gRPC server, for logs and peers
 
 
 class MigrateFrom(msgspec.Struct, frozen=True):
-    """The current location of a request that is to migrate here."""
+    """The location of a request that is to migrate here."""
 
-    address: str  # of a decode node
-    ticket: int  # its submission there
+    address: str  # address of a decode node
+    ticket: int  # ticket of its submission there
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -156,10 +156,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     Attributes:
         prefill_addresses: candidates in order of preference.
-        prefix_hints: other nodes that hold some of its prompt, as far as is known.
-        ticket: identifies it for migration to another node. 0: it stays.
+        prefix_hints: other nodes known to have part of its prompt.
+        ticket: identifies it for migration to another node. 0: it cannot migrate.
         move_from: the node that runs it now, if any.
-        own_address: of this node, as the router calls it. "": unknown.
+        own_address: address of this node as the router knows it. "": unknown.
         encode_addresses: the encode node of each image. Empty: no encode node is used.
     """
 
@@ -175,7 +175,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     """A request of a router.
 
     Attributes:
-        number: the router's, on that stream.
+        number: the router's number, on that stream.
         received: time.monotonic() at the frontend.
     """
 
@@ -194,40 +194,40 @@ class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class RouterStreamClosed(msgspec.Struct, frozen=True, tag=True):
-    """The end of a router's stream: cancel its submissions."""
+    """The end of a router's stream, which cancels its requests."""
 
     stream: int
 
 
 class NodeCall(msgspec.Struct, frozen=True, tag=True):
-    """A command of `Node`. The response is one NodeCallResult with the same number."""
+    """A call of the `Node` service. The response is one NodeCallResult with the same number."""
 
     number: int
     command: Command
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag=True):
-    """A new or leaving watcher of the prefix cache. The frontend numbers them from 1 on."""
+    """A new or leaving watcher of the prefix cache. The frontend numbers watchers from 1 on."""
 
     watcher: int
     on: bool
 
 
 class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
-    """One call for vectors of prompts. The response is one PoolingDone with the same number."""
+    """A call for vectors of prompts. The response is one PoolingDone with the same number."""
 
     number: int  # the frontend's own
     request_id: str
     prompts: tuple[bytes, ...]  # little-endian int32
     pooling: PoolingParams
     budget_s: float
-    queue_s: float = math.inf  # longest wait for the first forward
+    queue_s: float = math.inf  # seconds that the first forward pass may be delayed
     namespace: Namespace = SHARED
     engine_crashes: int = 0  # see common/request.py
 
 
 class CancelPooling(msgspec.Struct, frozen=True, tag=True):
-    """The cancellation of such a call, which gets no response."""
+    """The cancellation of a SubmitPooling, which gets no response."""
 
     number: int
 
@@ -248,9 +248,7 @@ FrontMessage: TypeAlias = (
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The first message of the engine in each role: the model is loaded, the pool is sized, and the
-    role has begun.
-
-    Shown by Describe, except for `weights`, which EngineStats has too.
+    role has begun. Shown by Describe, except for `weights`, which EngineStats has too.
     """
 
     model: str
@@ -259,7 +257,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     context_length: int
     num_pages: int
     page_size: int  # tokens
-    followers: tuple[int, ...] = ()  # pids of the ranks after rank 0, which is the engine
+    followers: tuple[int, ...] = ()  # pids of the ranks after rank 0 (the engine process)
     devices: tuple[str, ...] = ()  # by rank
 
 
@@ -269,7 +267,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     error: str = ""
     error_code: int = 0  # gRPC status code
     stamps: RequestTimings | None = None
-    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
+    retry_after_s: float = 0.0  # above 0.0: retry after this time, because a queue was too long
 
     @property
     def timeline(self) -> Timeline:
@@ -284,48 +282,46 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes  # little-endian uint32, same length
     ended: tuple[RequestEnded, ...] = ()
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), when its prefill begins
-    # Of all tokens of the requests that asked for them.
+    # For all tokens of the requests that asked for them.
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
-    predicted: tuple[tuple[int, PredictionUsage], ...] = ()  # of requests with a prediction
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before the request's first token
+    predicted: tuple[tuple[int, PredictionUsage], ...] = ()  # for requests with a prediction
 
 
 class QuarantineStarted(msgspec.Struct, frozen=True, tag=True):
-    """A request that computes alone from now on, because it is quarantined. With stream 0 none does
-    any more.
-    """
+    """A quarantined request, which runs alone from now on. Stream 0: the quarantine has ended."""
 
     stream: int
     request: int
 
 
 class HandoffSpan(msgspec.Struct, frozen=True, tag=True):
-    """A given hand-off that has ended. Sent only if it has a span here."""
+    """An ended hand-off of this producer. Sent only if it has a span here."""
 
     stamps: ProducerTimings
 
 
 class PoolingDone(msgspec.Struct, frozen=True, tag=True):
-    """The result of one SubmitPooling: vectors, or an error."""
+    """The result of a SubmitPooling: vectors, or an error."""
 
     number: int
     vectors: tuple[bytes, ...] = ()  # float32 of each prompt; sums if a mean is requested
     cached_tokens: int = 0
     error: str = ""
-    error_code: int = 0  # gRPC status code; 0: there are vectors
-    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
+    error_code: int = 0  # gRPC status code; 0: success
+    retry_after_s: float = 0.0  # above 0.0: retry after this time, because a queue was too long
 
 
 class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
     number: int
-    error: str = ""  # FailedPrecondition and the like; empty on success
+    error: str = ""  # such as FailedPrecondition. Empty: success
     integer: int = 0  # pages freed, requests aborted, adapters loaded or unloaded, pauses ended
-    fresh: bool = True  # whether the state is new
-    path: str = ""  # of a trace
+    fresh: bool = True  # whether the state has changed
+    path: str = ""  # path of a trace
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: RequestTraces | None = None
-    adapter: AdapterId = NO_ADAPTER  # the loaded one
-    weights: WeightsId = UNNAMED  # that were checked, or are in use now
+    adapter: AdapterId = NO_ADAPTER  # the loaded adapter
+    weights: WeightsId = UNNAMED  # weights that were checked, or are in use now
 
 
 class NodeLink(NamedTuple):
@@ -334,14 +330,14 @@ class NodeLink(NamedTuple):
     address: str
     path: str
     gib_per_s: float
-    members: tuple[LinkMember, ...] = ()  # if it has several
+    members: tuple[LinkMember, ...] = ()  # if it has several members
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """The engine's report, sent at least once a second while the loop turns, idle or not.
 
-    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for values that only grow. There and
-    in distributions a name may end with /VALUE of a label.
+    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for counters. There and in
+    distributions, a name may end with /VALUE of a label.
     """
 
     steps: int
@@ -350,44 +346,43 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     links: tuple[NodeLink, ...]
     distributions: dict[str, HistogramCounts] = {}
     pages_free: int = 0  # including pages that only the prefix cache holds
-    backlogs: dict[str, QueueBacklog] = {}  # "prompts", and on a decode node "pages"
-    adapters: dict[str, AdapterId] = {}  # that requests may use, by name
-    weights: WeightsId = UNNAMED  # in use
+    backlogs: dict[str, QueueBacklog] = {}  # "prompts", and on a decode node also "pages"
+    adapters: dict[str, AdapterId] = {}  # adapters that requests may use, by name
+    weights: WeightsId = UNNAMED  # current weight version
 
 
 class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
-    """A change of the prefix cache for these watchers. Empty: for all that have received
-    everything.
+    """A change of the prefix cache for these watchers. Empty: for all that have their snapshot.
 
-    Pages are named as in common/requests/namespace.py, uint64 each in the machine's byte order.
+    Pages are named by hashes (common/requests/namespace.py), uint64 in the machine's byte order.
     """
 
     watchers: tuple[int, ...]
     page_size: int  # tokens
-    cleared: bool  # everything sent before is invalid
+    cleared: bool  # whether everything sent before is invalid
     stored: bytes
     removed: bytes
 
 
 class KvEvents(msgspec.Struct, frozen=True, tag=True):
-    """A batch of KV events, as its readers get it (engine/kv_cache/kv_events.py)."""
+    """A batch of KV events as its subscribers get it (engine/kv_cache/kv_events.py)."""
 
     payload: bytes
 
 
 class GroupDrains(msgspec.Struct, frozen=True, tag=True):
-    """Another node of the group drains, so this node has to."""
+    """Another node of the group drains, so this node must drain too."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """The end of all work. The frontend may end the node."""
+    """All work has ended. The frontend may end the node."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine's own fault, or a failed start. The process ends after it."""
+    """A fault of the engine, or a failed start. The process ends after it."""
 
     reason: str
-    config: bool = False  # for the user to fix: exit code 2
+    config: bool = False  # the user must fix it: exit code 2
 
 
 EngineMessage: TypeAlias = (

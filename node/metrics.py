@@ -1,6 +1,6 @@
 """The metrics of a node.
 
-The server process counts its streams. The engine reports everything else twice a second, and a
+The server process counts its own streams. The engine reports everything else twice a second, and a
 scrape returns the latest report, so that nothing is counted twice.
 """
 
@@ -37,7 +37,7 @@ QUEUES = (
     "offload_load",  # the prefix is loaded from an offload tier
     "fetching",  # the prefix is read from another node
     "adapter",  # the adapter has no slot
-    "paused",  # decode nodes only: placed when the pause ends
+    "paused",  # decode nodes only: placed after the pause
     *("embeddings", "bootstrap", "inflight", "pooled"),  # prefill nodes only
     *("unpaired", "prealloc", "transfer", "migrating"),  # decode nodes only
 )
@@ -88,8 +88,8 @@ SILENCE = gauge(
 )
 SERVER = (STREAMS, STREAM_ENDS, CUT_OFF, PAIRINGS, STATE, SILENCE)
 
-# Reported by the engine, under these names (`_reported`). The value of a label follows after a
-# slash, or after the underscore at the end of a name.
+# Reported by the engine under these names (`_reported`). The value of a label follows a slash, or
+# the underscore at the end of a name.
 ENGINE: Mapping[str, MetricDeclaration] = {
     "total_refused": REJECTED,
     "pages_": gauge(
@@ -422,7 +422,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "content differs from what was written.",
         fault=("full", "write", "read", "damaged"),
     ),
-    # By path, not by peer: the set of addresses is unbounded. Describe lists each link.
+    # By path, not by peer, because the set of addresses is unbounded. Describe lists each link.
     "links": gauge(
         "baton_links",
         "Current usable connections over which this node reads KV from other nodes, by data path.",
@@ -553,7 +553,7 @@ DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The frontend's event loop writes them, and a scraping thread reads."""
+    """The metrics of a node. The frontend's event loop writes, and a scraping thread reads them."""
 
     def __init__(self, role: Role) -> None:
         self.trust = TrustMetrics()
@@ -573,8 +573,8 @@ class NodeMetrics:
         self._moving = EngineStats(steps=0, gauges={}, state="ready", links=())
 
     def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
-        """Set the function that returns the node's state and the seconds of its engine's silence.
-        Called on the scraping thread.
+        """Set the function that returns the node's state and the seconds since its engine's last
+        progress. The scraping thread calls it.
         """
         self._liveness = liveness
 
@@ -583,7 +583,7 @@ class NodeMetrics:
         self._moving = moving
 
     def refused(self, reason: Refusal) -> None:
-        """Count a rejected submission that the engine has not seen."""
+        """Count a rejected request that the engine has not seen."""
         self._refused[reason,] += 1
 
     def stream_opened(self, kind: StreamKind) -> None:
@@ -621,7 +621,7 @@ def _reported(
 
     Args:
         moving: the report.
-        refused: rejections that the server process counted, to be added to the engine's.
+        refused: rejections by the server process, added to the engine's.
     """
     yield from moving.gauges.items()
     yield from moving.distributions.items()
@@ -645,12 +645,12 @@ def _reported(
 
 
 def _place(name: str) -> tuple[MetricDeclaration | None, Values]:
-    """Return the series of a reported value, or None if it is exported elsewhere."""
+    """Return the series of a reported value, or None if it is exported under another name."""
     key, _, label = name.partition("/")
     if key in _ALL:
         declared = _ALL[key]
         if declared.labels and not label:
-            return None, ()  # the total of a counter that is also reported by label
+            return None, ()  # a total that is also reported by label
         return declared, (label,) if label else ()
     for key, declared in _ALL.items():
         if key.endswith("_") and name.startswith(key):

@@ -1,4 +1,6 @@
-"""Queues of a role: in order of arrival, the scheduler, and those of preparation."""
+"""The queues that all roles use: by arrival, the scheduler's, and preparation (adapter slots,
+grammars, loads).
+"""
 
 import time
 from collections import deque
@@ -20,7 +22,7 @@ from node.request_state import Ending, RequestQueue, RequestStage, RequestState,
 
 
 class KeyedQueue(Generic[S]):
-    """Requests in order of arrival, without limits of their own."""
+    """Requests in order of arrival, without limits."""
 
     stage: ClassVar[RequestStage]
 
@@ -49,7 +51,7 @@ class KeyedQueue(Generic[S]):
         return True
 
     def take(self, state: S) -> None:
-        """Remove a request that continues elsewhere."""
+        """Remove a request that continues in another queue."""
         del self._states[state.key]
 
     def expired(self, now: float) -> Iterable[tuple[S, Ending]]:
@@ -74,7 +76,7 @@ class RequestQueues:
 
     def expired(self, now: float) -> Iterator[tuple[RequestState, Ending]]:
         """Remove and yield the requests that have waited too long, each with its end. Checks
-        deadlines every DEADLINE_CHECK_S only.
+        deadlines only every DEADLINE_CHECK_S.
         """
         yield from self.scheduled.expired(now)
         if now >= self._check_at:
@@ -84,10 +86,10 @@ class RequestQueues:
 
 
 class SchedulerQueue(Generic[S]):
-    """Requests that the scheduler has: waiting, running or retracted.
+    """Requests in the scheduler: waiting, running or retracted.
 
     Attributes:
-        backlog: prompts that this node has to compute.
+        backlog: prompts that this node must compute.
         find: returns the state of a request, or None if it is closed.
     """
 
@@ -125,7 +127,7 @@ class SchedulerQueue(Generic[S]):
 
 
 class PreparationQueue(Protocol):
-    """A queue of requests for the same kind of resource. Engine thread only."""
+    """A queue for one kind of resource. Engine thread only."""
 
     @property
     def name(self) -> str:
@@ -138,40 +140,39 @@ class PreparationQueue(Protocol):
         """Add a request.
 
         Raises:
-            ServingError: it cannot have the resource.
+            ServingError: it cannot get the resource.
         """
         ...
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Remove and yield the requests that have the resource, or cannot have it, with the
-        reason.
-        """
+        """Remove and yield requests that have the resource (None) or cannot get it (error)."""
         ...
 
     def remove(self, request: Request) -> bool:
-        """Remove a request. Returns False if it is not here."""
+        """Remove a request. Returns False if it is not in this queue."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class PreparationStages(Generic[S]):
-    """Resources that a request needs before scheduling: it passes through one queue after another.
+    """The resources that a request needs before it is scheduled, with one queue for each.
 
         put -> guide compiled -> adapter in a slot -> ... -> prepared
 
-    A request enters only the queues whose resource it needs, and holds nothing that others wait
-    for. A further resource is one more queue. Engine thread only.
+    A request enters only the queues whose resource it needs, and holds nothing for which others
+    wait. Engine thread only.
 
     Args:
-        backlog: prompts to be computed, whose delay is reported to requests over their queue limit.
+        backlog: prompts to compute. Their delay is reported to requests that exceed their queue
+            limit.
     """
 
     def __init__(self, backlog: QueueEstimator, *queues: PreparationQueue) -> None:
         self._backlog = backlog
         self._queues = queues
         self._states: dict[int, S] = {}  # by key
-        self._prepared: deque[Request] = deque()  # and not yielded yet
+        self._prepared: deque[Request] = deque()  # prepared requests that are not yielded yet
 
     @property
     def num_waiting(self) -> int:
@@ -200,11 +201,9 @@ class PreparationStages(Generic[S]):
                 yield state, end
 
     def ready(self, now: float) -> Iterator[tuple[S, ServingError | None]]:
-        """Remove and yield the requests that have all resources, or cannot have one, with the
-        reason.
-        """
+        """Remove and yield requests that have all resources (None) or cannot get one (error)."""
         num_left = -1
-        # A yielded request may end at once and free resources.
+        # Loops, because a yielded request may end at once and free resources.
         while self._states and num_left != len(self._states):
             num_left = len(self._states)
             while self._prepared:
@@ -223,8 +222,8 @@ class PreparationStages(Generic[S]):
                     yield self._states.pop(request.key), refusal
 
     def _is_prepared(self, request: Request, queues: tuple[PreparationQueue, ...]) -> bool:
-        """Return whether the request needs none of these queues. Otherwise add it to the first one
-        that it needs.
+        """Return whether the request needs none of these queues, else add it to the first
+        needed.
         """
         queue = next((queue for queue in queues if queue.needed_by(request)), None)
         if queue is not None:
@@ -251,11 +250,11 @@ class RequestAdapters(Protocol):
     def release(self, key: int) -> None: ...
 
 
-# Requests whose adapter has no slot on the device yet. They hold nothing else. Only requests of
-# adapters without a slot wait for them.
+# Requests whose adapter has no slot on the device yet. They hold nothing else, and delay only
+# requests of adapters without a slot.
 #
-# They are served in queue order. Requests whose adapter has a slot no longer overtake one that has
-# waited too long. So the running requests end, and a slot becomes free.
+# They are served in queue order. If one has waited too long, requests whose adapter has a slot no
+# longer overtake it. The running requests then end and free a slot.
 class AdapterQueue:
     """The queue for adapter slots. Engine thread only."""
 
@@ -280,8 +279,9 @@ class AdapterQueue:
         return self._waiting.take(request.key) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Yield and remove the requests that have a slot now."""
-        while self._tried != self._changes:  # a request that gets a slot may end at once
+        """Remove and yield the requests whose adapter has a slot now."""
+        # Loops, because a request that gets a slot may end at once.
+        while self._tried != self._changes:
             self._tried = self._changes
             for request in list(self._waiting):
                 if self._adapters.take_slot(request):
@@ -303,10 +303,10 @@ class Grammars(Protocol):
     def match(self, compiled: CompiledGuide, request: Request) -> Match: ...
 
 
-# Requests whose guide is being compiled or whose first mask is being made. They hold nothing, and
-# no other request waits for them.
+# Requests whose grammar is being compiled, or whose first mask is being computed. They hold
+# nothing, and no other request waits for them.
 class GrammarQueue:
-    """The queue for guide compilation. Engine thread only."""
+    """The queue for grammar compilation. Engine thread only."""
 
     name = "grammar"
 
@@ -321,10 +321,10 @@ class GrammarQueue:
         return request.sampling.guide is not None
 
     def put(self, request: Request) -> None:
-        """Add a request with a guide.
+        """Add a request with a grammar.
 
         Raises:
-            Overloaded: too many guides wait.
+            Overloaded: too many grammars wait.
         """
         guide = request.sampling.guide
         assert guide is not None
@@ -334,9 +334,7 @@ class GrammarQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Yield and remove the requests that have their `match` now, or cannot have one, with the
-        reason.
-        """
+        """Remove and yield requests that have their `match` (None) or cannot get one (error)."""
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue
@@ -349,7 +347,7 @@ class GrammarQueue:
             yield request, error
 
     def _error_of_match(self, request: Request, compiled: CompiledGuide) -> InvalidRequest | None:
-        """Start the request's match, or poll it."""
+        """Start or poll the request's match. Returns its error, if it has one."""
         match = request.match
         if match is None:
             request.match = self._guides.match(compiled, request)
@@ -361,8 +359,8 @@ class GrammarQueue:
 
 # Requests whose prefix is loaded from an offload tier into the prefix cache.
 #
-# They hold nothing, the copy holds the pages. When the copy ends, successful or not, the request
-# continues with what the tree has.
+# The copy holds the pages, and the requests hold nothing. When the copy ends, successful or not, a
+# request continues with what the tree has.
 class TierLoadQueue:
     """The queue for loads from offload tiers. Engine thread only.
 
@@ -376,21 +374,21 @@ class TierLoadQueue:
         self._tiers = tiers
         self._room = room
         self._waiting: dict[int, Request] = {}  # by key
-        self._ways: dict[int, TierMatch] = {}  # by key, of requests that will be put next
-        self._over: list[int] = []  # keys, to be yielded
+        self._ways: dict[int, TierMatch] = {}  # by key, of requests for which `put` follows
+        self._over: list[int] = []  # keys to yield
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def needed_by(self, request: Request) -> bool:
-        """Return whether a sufficient part of its prefix is in an offload tier."""
+        """Return whether enough of its prefix is in an offload tier to load it."""
         way = self._tiers.way(request.reusable_tokens, request.namespace)
         if way is not None:
             self._ways[request.key] = way
         return way is not None
 
     def put(self, request: Request) -> None:
-        """Add a request, right after `needed_by` has returned True."""
+        """Add a request, directly after `needed_by` returned True."""
         key = request.key
         self._waiting[key] = request
 
@@ -407,7 +405,7 @@ class TierLoadQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Yield and remove the requests whose load has ended."""
+        """Remove and yield the requests whose load has ended."""
         over, self._over = self._over, []
         for key in over:
             request = self._waiting.pop(key, None)

@@ -33,16 +33,16 @@ class Claim(StrEnum):
     STATES = "states"  # part of the budget of hidden states and routed experts
     EMBEDDINGS = "embeddings"  # part of the budget of input embeddings
     BACKLOG = "backlog"  # an entry of the prompt backlog
-    ADAPTER = "adapter"  # its adapter in host memory, and perhaps a slot
-    TICKET = "ticket"  # the name under which another node may continue it
-    FETCH = "fetch"  # a prefix that is being fetched, or was
-    IMAGES = "images"  # embeddings of its images that are being read, or were
-    RESERVATION = "reservation"  # pages for KV of another node
+    ADAPTER = "adapter"  # its adapter in host memory, and perhaps in a slot
+    TICKET = "ticket"  # ticket with which another node may continue it
+    FETCH = "fetch"  # a prefix that is or was being fetched
+    IMAGES = "images"  # embeddings of its images that are or were being read
+    RESERVATION = "reservation"  # pages for KV from another node
     MIGRATION = "migration"  # the hand-off of its migration to another node
 
 
 class Claims:
-    """The claims of one request. Engine thread only."""
+    """The resources that a request holds, with functions to release them. Engine thread only."""
 
     __slots__ = ("_releases",)
 
@@ -54,7 +54,7 @@ class Claims:
         self._releases[claim] = release
 
     def release(self, claim: Claim) -> None:
-        """Release a claim early. Has no effect if the request does not have it."""
+        """Release a claim early. No effect if the request does not have it."""
         release = self._releases.pop(claim, None)
         if release is not None:
             release()
@@ -111,7 +111,7 @@ _NEXT: Mapping[RequestStage, frozenset[RequestStage]] = {
     RequestStage.CLOSED: frozenset(),
 }
 
-# How a request ends: by itself or by a limit (RequestEnd), or rejected with an error.
+# How a request ends: finished or stopped by a limit (RequestEnd), or rejected with an error.
 Ending: TypeAlias = RequestEnd | ServingError
 
 
@@ -124,13 +124,13 @@ def as_request_end(ending: Ending) -> RequestEnd:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request on a node, from its arrival to its end. Engine thread only.
+    """A request on a node, from its arrival to its end. Engine thread only.
 
     Attributes:
-        request: as the scheduler sees it.
-        key: of the request.
-        on_end: called once, with the state and its end, before the claims are released.
-        queue: the queue that the request is in, if any.
+        request: the scheduler's record.
+        key: key of `request`.
+        on_end: called once with the state and its end, before the claims are released.
+        queue: the queue that has the request, if any.
     """
 
     request: Request
@@ -147,7 +147,7 @@ class RequestState:
         """Enter a stage.
 
         Raises:
-            EngineFault: the stage does not follow the current one.
+            EngineFault: the stage cannot follow the current one.
         """
         if stage not in _NEXT[self.stage]:
             raise EngineFault(
@@ -156,7 +156,7 @@ class RequestState:
         self.stage, self.queue = stage, queue
 
     def close(self, ending: Ending) -> None:
-        """Report the end and release the claims. Has no effect on a closed request."""
+        """Report the end and release the claims. No effect on a closed request."""
         if self.stage is RequestStage.CLOSED:
             return
         self.stage, self.queue = RequestStage.CLOSED, None
@@ -165,7 +165,7 @@ class RequestState:
 
 
 class HeldBytes:
-    """The budgets of bytes that requests of a node hold in addition to KV. Engine thread only."""
+    """Budgets for bytes that requests hold in addition to KV. Engine thread only."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
@@ -175,7 +175,7 @@ class HeldBytes:
         )
 
     def hold(self, state: RequestState, *, times: int = 1) -> None:
-        """Count the bytes of a request until it ends. Raises Overloaded as TokenBudget.take."""
+        """Count the bytes of a request until it ends. Raises Overloaded, see TokenBudget.take."""
         spec, key = state.request.spec, state.key
         if (given := spec.input_embeddings) is not None:
             self._embeddings.take(key, len(given.values), times=times)
@@ -189,24 +189,24 @@ S = TypeVar("S", bound=RequestState)
 
 
 class RequestQueue(Protocol[S]):
-    """A place where requests wait. Engine thread only."""
+    """A queue of requests on a node. Engine thread only."""
 
     @property
     def num_waiting(self) -> int:
-        """Return how many of its requests count towards the limit of queued requests."""
+        """Number of its requests that count towards the limit of queued requests."""
         ...
 
     def put(self, state: S, /) -> None:
         """Add a request and move it to the stage of this queue.
 
         Raises:
-            ServingError: it cannot have what it would wait for.
+            ServingError: it cannot get what it would wait for.
         """
         ...
 
     def remove(self, state: S, ending: Ending, /) -> bool:
-        """Remove a request of this queue, because it ends. Returns False while a launched step
-        has it: the result of that step ends it.
+        """Remove a request because it ends. Returns False if a launched step contains it, whose
+        result then ends it.
         """
         ...
 
@@ -215,5 +215,5 @@ class RequestQueue(Protocol[S]):
         ...
 
     def lengths(self) -> Mapping[str, int]:
-        """Return the number of requests, by the name of the queue or of its parts."""
+        """Return the number of requests, by name of the queue or of its parts."""
         ...

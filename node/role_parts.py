@@ -1,6 +1,6 @@
-"""The parts from which a role is assembled: those of an engine, and those of every role on it.
+"""The parts from which a role is assembled: those of an engine, and those that every role has.
 
-Engines of a real device (engine/build.py) and simulated ones have these parts.
+Engines of a real device (engine/build.py) and simulated ones provide them.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ class RoleRuntime(Protocol):
 
 
 class DrivenRole(EngineRole, StalledEngine, Protocol):
-    """A role, as the event loop, the stall report and a group of nodes need it."""
+    """A role as used by the event loop, the stall report and a group of nodes."""
 
     @property
     def scheduler(self) -> Scheduler: ...

@@ -1,4 +1,4 @@
-"""The start of a node's server process: the program and the configuration of each role.
+"""The start of a node's server process: program and configuration of each role.
 
 A node has the flags of its first role. Settings that only the other role has keep their defaults.
 """
@@ -19,7 +19,7 @@ from node.metrics import Role
 
 
 def main(role: Role) -> int:
-    """Run a node that begins in this role. Returns its exit code."""
+    """Run a node that starts in this role. Returns its exit code."""
     about = f"Run a {role} node."
     config = settings.read(NODE_CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
     program = program_of(role, config)
@@ -37,16 +37,16 @@ def engine_of(config: NodeConfig) -> Callable[[], EngineHandle]:
 
 
 def program_of(role: str, config: NodeConfig) -> RoleProgram:
-    """Make a role's program. Its package is imported by name, because it depends on this one."""
+    """Create a role's program. Its package is imported by name, because it depends on this one."""
     program: RoleProgram = import_module(f"{role}_node.program").program(config)
     return program
 
 
 def other(begun: RoleProgram, role: str) -> RoleProgram:
-    """Return the program of a role, for a node that began in another one, or in the same.
+    """Return the program of a role, for a node that started in `begun`.
 
     Raises:
-        ConfigError, FailedPrecondition: it cannot have that role.
+        ConfigError, FailedPrecondition: the node cannot have that role.
     """
     if role == begun.role:
         return begun
@@ -58,7 +58,7 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
 
 
 def config_of(config: NodeConfig, role: str) -> NodeConfig:
-    """Return the configuration for another role, with the fields that both roles have.
+    """Return the configuration for another role, with the fields that both roles share.
 
     Raises:
         ConfigError: the configuration is invalid for that role.

@@ -1,6 +1,5 @@
-"""The parts of an engine that do not depend on its role, and how they run until the role ends.
-
-They are a transfer thread to other nodes, a control interface for the frontend, and prefix sharing.
+"""The role-independent parts of an engine process, and their life until the role ends: transfer
+thread, control interface, and prefix sharing.
 """
 
 import gc
@@ -64,7 +63,7 @@ from node.sharing.weights import WeightSharing
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
-    """Report to the frontend that requests may come."""
+    """Report to the frontend that the engine is ready for requests."""
     channel.post(
         EngineReady(
             model=config.model,
@@ -86,11 +85,11 @@ def drive(
     clock: StepClock,
     steps: tuple[EngineRole, BatchRunner] | None = None,
 ) -> None:
-    """Run the loop until the frontend releases this process (PeerGone) or gives it another role
-    (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
+    """Run the engine loop until the frontend releases this process (PeerGone) or gives it another
+    role (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
 
     Args:
-        steps: what the loop runs in place of the role and the runner of the engine.
+        steps: role and runner for the loop. None: the role itself, and the runner of the engine.
     """
     loop = EventLoop(
         *(steps or (role, engine.runner)),
@@ -111,8 +110,8 @@ def drive(
         has_work=lambda: role.scheduler.awaits_steps,
         on_stuck=end,
     )
-    # All objects made until now stay, and collecting them again would only delay steps. This
-    # happens before the watchdog starts, since a slow collection is no stall of the loop.
+    # All objects created until now stay, and collecting them again would delay steps. Before the
+    # watchdog starts, because a slow collection is no stall.
     gc.collect()
     gc.freeze()
     watchdog.start()
@@ -120,7 +119,7 @@ def drive(
         loop.run()
     finally:
         watchdog.stop()
-        gc.unfreeze()  # otherwise the libraries' own leak checks report frozen objects at exit
+        gc.unfreeze()  # otherwise leak checks of libraries report frozen objects at exit
 
 
 TRANSFER_END_S = 3.0
@@ -131,9 +130,9 @@ C = TypeVar("C", bound=NodeConfig)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeRuntime:
-    """The parts of the engine for one role. Nothing runs before `run`."""
+    """The role-independent parts of the engine, for one role. Nothing runs before `run`."""
 
-    instance: int  # the number by which peers identify this node's hand-offs
+    instance: int  # instance id by which peers identify this node's hand-offs
     channel: FrontendChannel
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]
@@ -151,13 +150,13 @@ class NodeRuntime:
         prepare: Callable[[str], None],
         backends: Mapping[str, TransferBackend] | None = None,
     ) -> "NodeRuntime":
-        """Make the parts.
+        """Create the parts.
 
         Args:
             prepare: see EngineControl.
-            backends: by name; None: those that the configuration selects.
+            backends: by name. None: those that the configuration selects.
         Raises:
-            ConfigError: no data path works here, or there is no memory for one.
+            ConfigError: no data path works on this machine, or memory for one is short.
         """
         channel, kv = start.channel, engine.pool
         clock = StepClock(first_step_s=start.config.engine.scheduler.first_step_timeout_s)
@@ -207,14 +206,14 @@ class NodeRuntime:
 
     @property
     def port(self) -> TransferPort:
-        """Return the port to the transfer thread, for hand-offs of requests."""
+        """The port to the transfer thread, for hand-offs of requests."""
         return self.transfer
 
     def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
         """Run until the frontend releases this process (PeerGone) or gives it another role
         (RoleEnded).
 
-        After a fault nothing is closed: the frontend must be notified at once, and waiting could
+        After a fault nothing is closed: the frontend must be notified at once, and closing could
         block on the part that failed. The process ends then.
         """
         config = start.config.engine
@@ -232,8 +231,8 @@ class NodeRuntime:
     def steps(
         self, role: DrivenRole, engine: Engine, config: EngineConfig
     ) -> tuple[EngineRole, BatchRunner] | None:
-        """Return what the loop runs in place of the role and the runner of the engine, if a
-        feature needs that."""
+        """Return the role and runner that the loop must use for split prefill, balanced experts or
+        a group. None: the role itself, and the runner of the engine."""
         if config.scheduler.split_prefill_ms:
             return role, engine.split_runner(config.scheduler, role.scheduler, self.clock)
         if engine.balancer is not None:
@@ -243,8 +242,8 @@ class NodeRuntime:
     def _group_steps(
         self, role: DrivenRole, engine: Engine, config: EngineConfig
     ) -> tuple[EngineRole, BatchRunner] | None:
-        """Return a role and a runner whose steps begin together with those of the other nodes of
-        the group. None: this node is in no group."""
+        """Return a role and a runner whose steps begin together with those of other nodes of the
+        group. None: this node is in no group."""
         if (group := engine.group) is None:
             return None
         control, model, forwards = self.control, engine.model, engine.runner.forwards
@@ -271,7 +270,7 @@ class NodeRuntime:
 
 
 def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
-    """Return the reports of the prefix cache that the configuration selects."""
+    """Return the configured reports of the prefix cache."""
     post = start.channel.post
     if start.config.kv_events.publisher == "null":
         return CacheReports(CacheEvents(engine.cache), post)
@@ -328,7 +327,7 @@ def _serve_pages(
     pool: PagePool,
     backends: Mapping[str, TransferBackend],
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
-    """Serve the pages of all ranks. Return the paths of this node, and its pages by rank."""
+    """Serve the pages of all ranks. Returns the paths of this node, and its pages by rank."""
     config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
     own = paths_of_rank(
         share.node_rank,
@@ -353,8 +352,7 @@ def _has_tls(start: EngineStart[C]) -> bool:
 def _make_memory(
     engine: Engine, start: EngineStart[C], peers: PageAccess, pinned: str
 ) -> MemoryOccupation:
-    """Make the access to the releasable memory. Memory in a region is isolated, and is then not
-    pinned any more."""
+    """Return the access to releasable memory. Memory in a region is isolated, not pinned."""
     kv, host_pool, is_region = engine.pool, engine.host_pool, engine.pool.region is not None
     return MemoryOccupation(
         engine.weights,

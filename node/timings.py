@@ -1,7 +1,8 @@
-"""Timings of one request on a node, their readable events, and the timings of ended requests.
+"""Timings of one request on a node, their conversion to readable events, and the history of ended
+requests.
 
-Stamps are time.monotonic() of this host. 0.0 means "not yet". They are set as a request goes from
-queue to queue, never per token, and are sent to the frontend once, at the end. No decision depends
+Timestamps are time.monotonic() of this host. 0.0 means "not yet". They are set as a request moves
+between queues, never per token, and are sent to the frontend once, at the end. No decision depends
 on them.
 """
 
@@ -28,13 +29,13 @@ from common.tracing.context import TraceContext
 class HandoffTimings(msgspec.Struct, array_like=True, eq=False):
     """One attempt at a hand-off, on a decode node."""
 
-    prefill: str  # address
+    prefill: str  # address of the prefill node
     path: str
     opened: float
     granted: float = 0.0
     first_ready: float = 0.0
     first_token: float = 0.0
-    landed: float = 0.0  # its last page
+    landed: float = 0.0  # when its last page landed
     held: float = 0.0
     joined: float = 0.0
     lost: float = 0.0
@@ -59,16 +60,16 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     received: float  # at the frontend
     accepted: float  # consumed by the engine thread
     attempts: list[HandoffTimings] = []
-    queued: float = 0.0  # for prefill on this node
-    admitted: float = 0.0  # to it: its first forward was chosen
+    queued: float = 0.0  # queued for a prefill on this node
+    admitted: float = 0.0  # when its first forward pass here was chosen
     prefilled: float = 0.0  # on this node
     first_token: float = 0.0
     away: list[float] = []  # alternating: when it left the device, and when it returned
     ended: float = 0.0
-    num_generated: int = 0  # of the tokens that it arrived with
-    unpaired: float = 0.0  # waits for a prefill node to be paired again
-    why_here: str = ""  # why it is prefilled on this node
-    cached_tokens: int = 0  # of its prompt, in either node's cache
+    num_generated: int = 0  # including those that it arrived with
+    unpaired: float = 0.0  # seconds of waiting for a prefill node to be paired again
+    why_here: str = ""  # reason for a prefill on this node
+    cached_tokens: int = 0  # tokens of its prompt that either node had cached
     end: str = ""  # how it ended
     # Alternating: when a load from an offload tier started, and when it ended.
     bringing: list[float] = []
@@ -80,16 +81,12 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
         del self.attempts[:-MAX_ATTEMPTS]
 
     def note_first_token(self, now: float) -> None:
-        """Record the first token. Later calls have no effect: a repeated prefill sends no first
-        token.
-        """
+        """Record the first token. No effect if repeated: a second prefill sends no first token."""
         self.first_token = self.first_token or now
 
     @property
     def had_trouble(self) -> bool:
-        """Return whether the request was retracted or lost a hand-off, which may explain
-        a delay.
-        """
+        """Whether the request was retracted or lost a hand-off, which may explain a delay."""
         return bool(self.away) or any(attempt.lost for attempt in self.attempts)
 
     def timeline(self) -> Timeline:
@@ -122,8 +119,8 @@ class ImageReads(msgspec.Struct, array_like=True, eq=False):
     """Reads of a request's images from encode nodes."""
 
     begun: float = 0.0
-    ended: float = 0.0  # the last one
-    wanted: int = 0  # images
+    ended: float = 0.0  # when the last read ended
+    wanted: int = 0  # number of images
     completed: int = 0
 
 
@@ -135,21 +132,21 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     traceparent: str
     opened: float
     granted: float = 0.0
-    admitted: float = 0.0  # its first forward was chosen
-    done: float = 0.0  # its last chunk
+    admitted: float = 0.0  # when its first forward pass was chosen
+    done: float = 0.0  # when its last chunk was done
     num_chunks: int = 0
     dropped: float = 0.0
-    attempt: int = 1  # of its consumer, for this request
-    cached_tokens: int = 0  # found in this node's cache
-    prefix_tokens: int = 0  # that its consumer had
-    held: bool = False  # its consumer has everything
-    reason: str = ""  # of a hand-off that was dropped before
+    attempt: int = 1  # attempt number of its consumer, for this request
+    cached_tokens: int = 0  # cached on this node
+    prefix_tokens: int = 0  # prefix that its consumer had
+    held: bool = False  # whether it completed
+    reason: str = ""  # why it was dropped before
     bringing: list[float] = []  # as RequestTimings.bringing
     encoded: list[float] = []  # as RequestTimings.encoded
     images: ImageReads = msgspec.field(default_factory=ImageReads)
 
     def times(self) -> PrefillTimes:
-        """Return the times of a hand-off whose last chunk is done."""
+        """Times of a hand-off whose last chunk is done."""
         return PrefillTimes(
             self.granted - self.opened,
             self.admitted - self.granted,
@@ -186,7 +183,7 @@ def _of_attempt(attempt: HandoffTimings, number: int, until: float, zero: float)
 def _chain(
     begun: tuple[tuple[Phase, float], ...], until: float, zero: float, attempt: int = 0
 ) -> list[Interval]:
-    """Return phases that follow each other. Phases that never began are left out."""
+    """Return consecutive phases. Phases that never began are left out."""
     there = [(phase, start - zero) for phase, start in begun if start]
     ends = [*(start for _, start in there[1:]), until - zero]
     return [
@@ -225,14 +222,14 @@ class _Kept(NamedTuple):
 
 
 class RequestHistory(Generic[S]):
-    """Timings of the last requests that have ended on a node, from which `Explain` is answered.
+    """Timings of the last ended requests on a node, for `Explain`.
 
-    They are kept as bytes, within fixed limits whatever their content. Failed requests that newer
-    ones displace are kept longer, in a separate ring. Engine thread only. The watchdog reads it
-    when that thread is stalled.
+    They are stored as bytes, within fixed limits whatever their content. Failed requests have a
+    second ring, which keeps them longer. Engine thread only. The watchdog may read it while that
+    thread is stalled.
 
     Args:
-        kind: of stamps.
+        kind: type of the timings.
     """
 
     def __init__(
@@ -247,21 +244,21 @@ class RequestHistory(Generic[S]):
         return len(self._recent.rows) + len(self._failed.rows)
 
     def record(self, stamps: S, *, failed: bool) -> None:
-        """Record the stamps of an ended request."""
+        """Record the timings of an ended request."""
         row = _Kept(stamps.request_id, failed, self._encoder.encode(stamps))
         for left in self._recent.put(row):
             if left.failed:
                 self._failed.put(left)
 
     def find(self, request_id: str) -> Iterator[S]:
-        """Yield the stamps with that id, oldest first."""
+        """Yield the timings with that request id, oldest first."""
         for ring in (self._failed, self._recent):
             for row in ring.rows:
                 if row.request_id == request_id:
                     yield self._decoder.decode(row.stamps)
 
     def last(self, number: int) -> list[S]:
-        """Return the newest stamps, oldest first."""
+        """Return the newest timings, oldest first."""
         rows = list(self._recent.rows)[-number:]
         return [self._decoder.decode(row.stamps) for row in rows]
 
@@ -302,8 +299,8 @@ def of_handoff(stamps: ProducerTimings, now: float) -> RequestTrace:
 
 
 def _flight(moments: Iterator[TimelineEvent], zero: float, now: float) -> RequestTrace:
-    """Return the events in order, relative to `zero`. Moments are time.monotonic(). Those that have
-    not happened are left out.
+    """Return the events in order, relative to `zero`. `moments` and `zero` are time.monotonic().
+    Events that have not happened are left out.
     """
     events = [
         TimelineEvent(event.at - zero, event.what, event.detail[:MAX_TEXT])

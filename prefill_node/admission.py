@@ -1,6 +1,7 @@
-"""The record and queues of a hand-off, and its admission checks, the cheapest first.
+"""Admission control of a prefill node, and the record and queues of its hand-offs. Used by
+handoffs.py.
 
-All checks come before any work.
+The checks run before any work is done for a request, the cheapest first.
 """
 
 import math
@@ -40,14 +41,14 @@ from node.timings import ProducerTimings
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillState(RequestState):
-    """A hand-off whose consumer wants its KV. Its key is the serial of the hand-off.
+    """A hand-off at the prefill node. Its key is the serial of the hand-off.
 
     Attributes:
-        prefix_tokens: tokens that the consumer has.
-        published: token ranges up to here are published.
-        cached_before: tokens that were cached before this node computed others ahead. Infinite if
-            it computed none.
-        holding: pages of the whole prompt, from admission to the scheduler on.
+        prefix_tokens: tokens whose KV the consumer has already.
+        published: tokens [0, published) are published.
+        cached_before: cached tokens before this node computed others ahead. Infinite if it computed
+            none ahead.
+        holding: pages of the whole prompt, once the scheduler has admitted it.
     """
 
     timings: ProducerTimings
@@ -64,7 +65,7 @@ class BootstrapQueue(KeyedQueue[PrefillState]):
 
 
 class InflightQueue(KeyedQueue[PrefillState]):
-    """Computed hand-offs, whose pages the consumer reads."""
+    """Computed hand-offs whose pages the consumer is reading."""
 
     stage = RequestStage.INFLIGHT
 
@@ -74,8 +75,8 @@ class InflightQueue(KeyedQueue[PrefillState]):
 
 
 class PrefillQueues(RequestQueues):
-    """The queues of a prefill node. Pooling prompts are in `scheduled` only, prompts computed ahead
-    in `preparing` and `scheduled`.
+    """The queues of a prefill node. Pooling prompts are only in `scheduled`, and prompts computed
+    ahead only in `preparing` and `scheduled`.
     """
 
     def __init__(
@@ -90,24 +91,24 @@ class PrefillQueues(RequestQueues):
 
 
 class NodeDraining(NodeUnavailable):
-    """This node is draining and accepts no hand-offs."""
+    """The node is draining and accepts no hand-offs."""
 
 
 class NodePaused(NodeUnavailable):
-    """This node is paused and accepts no hand-offs for now."""
+    """The node is paused and accepts no hand-offs for now."""
 
 
 class WeightVersionMismatch(NodeUnavailable):
-    """The weights of this node differ, so the consumer cannot use its KV."""
+    """This node has another weight version, so the consumer cannot use its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffRejection:
-    """A rejection of a hand-off.
+    """The rejection of a hand-off.
 
     Attributes:
         count: name of the counter for this reason.
-        retryable: another node may accept it, or this one later.
+        retryable: whether another node may accept it, or this one later.
     """
 
     count: str
@@ -127,7 +128,7 @@ COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
 
 
 def refusal_of(error: ServingError) -> HandoffRejection:
-    """Return the rejection for an error, by its nearest base class."""
+    """Return the rejection for an error, according to its nearest base class."""
     return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
 
 
@@ -136,8 +137,8 @@ class HandoffAdmission:
 
     Args:
         max_waiting: limit of queued prompts.
-        backlog: prompts that are granted and not computed yet.
-        tokens: bounded count of tokens of all prompts without pages.
+        backlog: granted prompts that are not computed yet.
+        tokens: bounded count of the tokens of all prompts without pages.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class HandoffAdmission:
         self._held_bytes = HeldBytes(limits)
 
     def create_request(self, event: OpenedEvent, spec: RequestSpec, now: float) -> Request:
-        """Create the request of a hand-off. This node samples its first token only."""
+        """Create the request of a hand-off, which generates only the first token here."""
         request = Request.of(
             spec,
             key=event.serial,
@@ -176,9 +177,9 @@ class HandoffAdmission:
         """Admit a hand-off. Its tokens and its adapter become claims.
 
         Args:
-            num_waiting: prompts that are queued here already.
+            num_waiting: prompts that are already queued here.
         Raises:
-            ServingError: it is rejected. See refusal_of.
+            ServingError: the hand-off is rejected. See refusal_of.
         """
         if self._control.draining:
             raise NodeDraining("this prefill node is draining")
@@ -201,12 +202,11 @@ class HandoffAdmission:
             state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
 
     def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
-        """Return the time by which its first forward pass must begin.
-
-        Infinite for a continued response, which a client has in part.
+        """Return the time by which the first forward pass must begin. Infinite for a continued
+        response, because the client already has a part of it.
 
         Raises:
-            QueueFull: the queue here takes longer.
+            QueueFull: the prompt would wait longer here.
         """
         if spec.num_generated:
             return math.inf

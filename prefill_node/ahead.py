@@ -1,13 +1,12 @@
-"""Prompts computed before their Grant, while this node has nothing else to compute.
+"""Computation of prompts before their Grant, while the node is otherwise idle.
 
-A decode node opens a hand-off when a request arrives, and grants it when it has pages for it. If
-its pages are in use, that may take seconds. Meanwhile this node computes such prompts one after the
-other and leaves their KV in its prefix cache. When the Grant comes, the prompt is scheduled as any
-other and finds its KV there.
+A decode node opens a hand-off when a request arrives, and grants it when it has free pages. That
+may take seconds. Meanwhile this node computes such prompts one at a time and leaves their KV in its
+prefix cache. After the Grant, the prompt is scheduled normally and finds its KV there.
 
-The prompts hold nothing here: the cache may evict their KV, and it is then computed again. So they
-cannot keep granted prompts waiting for pages. Any other prompt that waits stops the current one at
-the end of its chunk. The KV of finished chunks stays in the cache.
+Such prompts hold no pages, so they never delay granted prompts: the cache may evict their KV, which
+is then recomputed. Any other waiting prompt stops the current one after its chunk. The KV of
+finished chunks stays in the cache.
 """
 
 import math
@@ -26,7 +25,7 @@ from node.request_state import Claim, Ending, RequestStage, RequestState
 from prefill_node.admission import PrefillQueues, PrefillState
 from prefill_node.pooling import NO_TOKEN
 
-WAIT_S = 0.02  # a Grant usually comes sooner, and its prompt needs one forward pass less
+WAIT_S = 0.02  # the Grant usually comes sooner, and saves one forward pass
 _STOPPED = RequestEnd(FinishReason.ABORT, "other prompts are waiting, or its Grant has arrived")
 
 
@@ -38,13 +37,13 @@ class AheadPrompt(RequestState):
 
 
 class PrefillAhead:
-    """Computes prompts ahead, one at a time. Engine thread only.
+    """Computes prompts ahead of their Grant, one at a time. Engine thread only.
 
     Args:
-        is_coming: returns whether a hand-off waits for data of another node, by its key.
+        is_coming: returns whether a hand-off, named by its key, waits for data of another node.
         keys: unused keys of requests, all negative. Hand-offs have positive keys.
-        max_tokens: most tokens of prompts that are computed and wait for their Grant. 0: none is
-            computed ahead.
+        max_tokens: limit of computed tokens that wait for their Grant. 0: nothing is computed
+            ahead.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class PrefillAhead:
         self._keys = keys
         self._max_tokens = max_tokens
         self._current: AheadPrompt | None = None
-        self._tried: dict[int, int] = {}  # tokens, by key of a hand-off that waits for its Grant
-        self._next_at = math.inf  # when the next prompt may be old enough
-        self.num_tokens = 0  # computed ahead, since the start
+        self._tried: dict[int, int] = {}  # key of a hand-off in the bootstrap queue -> tokens
+        self._next_at = math.inf  # when the next prompt has waited long enough
+        self.num_tokens = 0  # computed ahead since the start
 
     @property
     def busy(self) -> bool:
@@ -78,7 +77,7 @@ class PrefillAhead:
         return current if current is not None and current.key == request.key else None
 
     def poll(self, now: float) -> None:
-        """Start the next prompt if this node has no work, or stop the current one if it has."""
+        """Start the next prompt if the node is idle, or stop the current one if it is not."""
         self._next_at = math.inf
         if self._current is not None:
             if self._current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
@@ -89,11 +88,11 @@ class PrefillAhead:
             self._start(now)
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds after which an idle node must poll again."""
+        """Return the seconds until an idle node must poll again."""
         return max(self._next_at - now, 0.0)
 
     def stop(self) -> None:
-        """Stop the current prompt, at the end of its launched chunk if there is one."""
+        """Stop the current prompt, at the end of its launched chunk if it has one."""
         if self._current is not None:
             assert self._current.queue is not None
             if self._current.queue.remove(self._current, _STOPPED):
@@ -131,7 +130,7 @@ class PrefillAhead:
             due = request.arrived + WAIT_S
             if due > now:
                 self._next_at = due
-                return  # those behind it have arrived later
+                return  # the others have arrived later
             num_tokens = len(request.token_ids)
             if key in self._tried or num_tokens > room or not self._is_eligible(request):
                 continue
@@ -143,7 +142,7 @@ class PrefillAhead:
             return
 
     def _is_eligible(self, request: Request) -> bool:
-        """Return whether the prompt's KV may come from the cache, and from nowhere else soon."""
+        """Return whether the prompt may use cached KV and does not wait for KV of another node."""
         return (
             len(request.reusable_tokens) == len(request.token_ids) - 1
             and not request.engine_crashes
@@ -151,7 +150,7 @@ class PrefillAhead:
         )
 
     def _is_cached(self, request: Request) -> bool:
-        """Return whether less than a page is left to compute."""
+        """Return whether at most one page of the prompt is left to compute."""
         match = self._cache.match(request.reusable_tokens, request.namespace)
         return len(request.token_ids) - match.num_tokens <= self._cache.page_size
 

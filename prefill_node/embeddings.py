@@ -1,10 +1,11 @@
-"""Embeddings of images that a prefill node reads from encode nodes.
+"""Reads of image embeddings from encode nodes, for the prompts of a prefill node.
 
     started --paired, pages free--> opened --Completed--> copied --> cached
-        `--too late, refused, lost--> given up: this node encodes the image itself
+       `--too late, refused, lost--> given up: this node encodes the image itself
 
-Reads begin with the hand-off, so that images are encoded while the request waits for its Grant. Its
-preparation ends when all of them have ended, successful or not. A read never fails a request.
+Reads start when a prompt's hand-off is opened, so that images are encoded while the prompt waits
+for its Grant. The prompt is prepared when all its reads have ended, successfully or not. A failed
+read never fails a request.
 """
 
 import itertools
@@ -37,10 +38,11 @@ from kvtransfer.ports import (
 from node.sharing.exports import FIRST_SHARED_NUMBER, SHARE
 from node.timings import ImageReads
 
-FIRST_NUMBER = FIRST_SHARED_NUMBER  # of these hand-offs. Reads of weights have higher numbers
-MAX_READS = 256  # images that are read at the same time
-PAIR_S = 3.0  # longest wait until an encode node is paired and pages are free
-GRACE_S = 1.0  # seconds that the encode node waits longer than this node before it ends a read
+# First number of these hand-offs. Reads of weights have higher ones.
+FIRST_NUMBER = FIRST_SHARED_NUMBER
+MAX_READS = 256  # images read at the same time
+PAIR_S = 3.0  # longest wait for a paired encode node and free pages
+GRACE_S = 1.0  # time by which the encode node's deadline is later than this node's
 OUTCOMES = ("completed", "failed", "late", "unpaired", "no_capacity")
 
 
@@ -51,18 +53,18 @@ class _Read:
     image: Image
     address: str
     due: float
-    waiting: set[int] = field(default_factory=set)  # keys of the requests that wait
+    waiting: set[int] = field(default_factory=set)  # keys of the waiting requests
     id: HandoffId | None = None
     num_pieces: int = 0
     piece_bytes: int = 0
-    epoch: int = 0  # of the encoder, when the read was opened
+    epoch: int = 0  # epoch of the encoder when the read was opened
     copying: Future[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """The pages of a read. They are held until it has ended, no data can arrive in them, and
-    nothing is copied from them."""
+    """The destination pages of a read. They are held until no bytes can land in them and their
+    content is copied."""
 
     pages: Ints
     lands: bool = True
@@ -72,20 +74,20 @@ class _Landing:
 class _Wait(NamedTuple):
     """A request that waits for reads."""
 
-    names: set[bytes]  # of its images that are being read
+    names: set[bytes]  # names of its images that are being read
     timings: ImageReads
 
 
 class EmbeddingReads:
-    """Reads embeddings of images for the requests of this node. For the engine thread only.
-    Requests are identified by their keys.
+    """Reads embeddings of images for the requests of this node. Requests are named by their keys.
+    Engine thread only.
 
     Args:
-        encoder: image inputs of the model. None: the model has none, and nothing is read.
+        encoder: image encoder of the model. None: the model has none, and nothing is read.
         instance: instance id of this node.
         cache: prefix cache over `pages`. It evicts pages for reads.
-        weights: returns the weight version in use.
-        timeout_s: seconds that an opened read may take.
+        weights: returns the current weight version.
+        timeout_s: time limit of an opened read.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class EmbeddingReads:
         self._clock = clock
         self._numbers = itertools.count(FIRST_NUMBER)
         self._producers: dict[str, ProducerUp] = {}  # by address
-        self._absent: set[str] = set()  # nodes that were lost, or waited for in vain
-        self._reads: dict[bytes, _Read] = {}  # by the name of the image
+        self._absent: set[str] = set()  # encode nodes that were lost, or did not pair in time
+        self._reads: dict[bytes, _Read] = {}  # by name of the image
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
         self._waits: dict[int, _Wait] = {}  # by key
-        self._over: dict[int, None] = {}  # keys that take_over has not returned yet
+        self._over: dict[int, None] = {}  # keys to be returned by take_over
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
     @property
@@ -138,7 +140,7 @@ class EmbeddingReads:
 
         Args:
             addresses: the encode node of each image.
-            timings: of the request. Filled in as its reads end.
+            timings: timings of the request, to which ended reads are added.
         """
         if self._encoder is None:
             return
@@ -158,12 +160,12 @@ class EmbeddingReads:
         return key in self._waits
 
     def take_over(self) -> list[int]:
-        """Return the keys whose reads have ended since the last call, successful or not."""
+        """Return the keys whose reads have all ended since the last call, successfully or not."""
         over, self._over = self._over, {}
         return list(over)
 
     def forget(self, key: int) -> None:
-        """Forget an ended request, in any stage. Reads that no other request waits for end."""
+        """Forget an ended request in any state. Reads that no other request waits for end."""
         self._over.pop(key, None)
         wait = self._waits.pop(key, None)
         for name in () if wait is None else wait.names:
@@ -176,8 +178,7 @@ class EmbeddingReads:
     # Events -------------------------------------------------------------------------------------
 
     def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread. Returns False if it belongs to another hand-off,
-        or if other parts need it too."""
+        """Handle an event of the transfer thread. Returns False if others must handle it too."""
         match event:
             case ProducerUp(address=address):
                 self._producers[address] = event
@@ -199,7 +200,7 @@ class EmbeddingReads:
         return False
 
     def poll(self) -> None:
-        """Open, finish and give up reads. Called in each turn of the loop."""
+        """Open, finish and give up reads. Called in each turn of the engine loop."""
         if not (self._reads or self._landing):
             return
         now = self._clock()
@@ -220,7 +221,7 @@ class EmbeddingReads:
     # --------------------------------------------------------------------------------------------
 
     def _begin(self, image: Image, address: str) -> _Read | None:
-        """Return a new read, or None if this node encodes the image at once."""
+        """Return a new read, or None if this node must encode the image itself."""
         if not address or address in self._absent:
             self._counts["unpaired"] += 1
             return None
@@ -232,7 +233,7 @@ class EmbeddingReads:
         return read
 
     def _open(self, read: _Read, producer: ProducerUp, now: float) -> None:
-        """Open the hand-off of a read if there are pages for it."""
+        """Open the hand-off of a read if pages are free."""
         assert self._encoder is not None
         num_bytes = read.image.num_tokens * self._encoder.token_bytes
         num_pieces = -(-num_bytes // producer.piece_bytes)
@@ -274,7 +275,7 @@ class EmbeddingReads:
             self._finish(read, "unpaired")
 
     def _is_absent(self, address: str) -> None:
-        """Start no reads from this encode node until it is paired, and give up those that wait."""
+        """Give up waiting reads from this encode node, and start none until it is paired."""
         if len(self._absent) >= MAX_READS:
             self._absent.clear()
         self._absent.add(address)

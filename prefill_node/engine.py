@@ -1,4 +1,4 @@
-"""Engine process of a prefill node: its role, and the assembly of the role from an engine."""
+"""The engine process of a prefill node: its role, and the assembly of the role from an engine."""
 
 import itertools
 import time
@@ -42,14 +42,14 @@ from prefill_node.pooling import PoolingCalls
 _GIVEN_UP = "this prefill node is paused"
 
 
-# The prefill node's role: one scheduler for hand-offs and pooling prompts.
+# The role of a prefill node: one scheduler for hand-offs and pooling prompts.
 #
-# A hand-off arrives from the transfer thread and passes through this node (handoffs.py). If
-# another node has a prefix of its prompt and a fetch is cheaper than recomputation, the prefix is
-# fetched (node/sharing/). The prompt enters the scheduler when the fetch has ended, successfully
-# or not. Pooling prompts, which need a vector and no KV, use the same scheduler (pooling.py).
+# A hand-off arrives from the transfer thread (handoffs.py). If another node has a prefix of its
+# prompt and a fetch is cheaper than recomputation, the prefix is fetched first (node/sharing/).
+# When the fetch has ended, successfully or not, the prompt enters the scheduler. Pooling prompts,
+# which need a vector and no KV, use the same scheduler (pooling.py).
 #
-# This module knows nothing of streams and sockets: the transfer thread is behind a TransferPort.
+# This module knows no streams or sockets: the transfer thread is behind a TransferPort.
 class PrefillRole:
     """A prefill node. Engine thread only."""
 
@@ -117,7 +117,7 @@ class PrefillRole:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._queues.scheduled.find(finished.request)
-            # A hand-off in another stage ended with its first token.
+            # In any other stage, the hand-off ended with its first token.
             if state is not None and state.stage is RequestStage.SCHEDULED:
                 state.close(finished.finish)
 
@@ -173,7 +173,7 @@ class PrefillRole:
         return self._handoffs.abort(request_id) + self._pooling.abort(request_id)
 
     def abort_all(self) -> int:
-        """Abort all pooling calls and fail hand-offs. Returns the number of aborted prompts.
+        """Abort all pooling calls and fail all hand-offs. Returns the number of aborted prompts.
 
         Decode nodes decide whether the requests of failed hand-offs end.
         """
@@ -181,9 +181,8 @@ class PrefillRole:
         return self._pooling.abort_all(PAUSED)
 
     def release_kv(self) -> bool:
-        """Fail hand-offs and release KV.
-
-        Computed pages are read to the end. Returns whether all is released.
+        """Fail hand-offs and release KV, except computed pages, which are read to the end. Returns
+        whether everything is released.
         """
         self._handoffs.fail_all(_GIVEN_UP)
         self._ahead.stop()
@@ -217,14 +216,12 @@ class PrefillRole:
                 self._pooling.cancel(number)
 
 
-CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient
+CHUNK_TOKENS = 8192  # large, because no decode rows wait for a chunk here
 
 
 def wants(config: EngineConfig) -> EngineConfig:
-    """Return the configuration without the parts that a prefill node does not use.
-
-    Requests end with their first token, so none is retracted to host memory, and no step has decode
-    rows only.
+    """Return the configuration without the parts that a prefill node does not use: requests end
+    with their first token, so none is retracted to host memory, and no step has only decode rows.
     """
     cache = config.cache.model_copy(update={"swap_pages": 0})
     chunk = config.scheduler.auto_chunk_tokens or CHUNK_TOKENS
@@ -237,7 +234,7 @@ def check(engine: RoleEngine) -> None:
 
 
 def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
-    """Assemble the role from an engine and the parts that do not depend on the role."""
+    """Assemble the role from an engine and the role-independent parts."""
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
     def find(request: Request) -> RequestState | None:
@@ -270,7 +267,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
-    other_keys = itertools.count(-1, -1)  # hand-offs have positive ones
+    other_keys = itertools.count(-1, -1)  # hand-offs have positive keys
     admission = HandoffAdmission(
         max_waiting=steps.max_queued_requests,
         limits=engine.core.limits,
@@ -319,7 +316,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
 
 
 def _max_tokens_ahead(engine: RoleEngine, config: PrefillConfig) -> int:
-    """Return the tokens of half the pool. The other half keeps the prefixes of other requests."""
+    """Return the tokens of half the pool. The other half keeps prefixes of other requests."""
     if not (config.compute_ahead and config.engine.cache.prefix_cache):
         return 0
     tables = engine.core.shape.tables

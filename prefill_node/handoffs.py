@@ -1,11 +1,11 @@
-"""The hand-offs of a prefill node: bootstrap queue -> scheduler -> inflight queue.
+"""The hand-offs of a prefill node, from the consumer's Open to their end.
 
-    Opened            Granted                    last chunk done         ClosedEvent
-      -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
+    OpenedEvent        Granted                    last chunk done         ClosedEvent
+     -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> removed
 
-A hand-off may be dropped in any queue: its consumer cancelled it, its stream ended, or its budget
-expired. Its pages are held for publication from admission until then, whatever happens to the
-request.
+A hand-off may be dropped in any queue: the consumer cancelled it, its stream ended, or its budget
+expired. From admission until ClosedEvent, its pages are held for publication, whatever happens to
+the request.
 """
 
 import logging
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 
 class HandoffHistory:
-    """Records by serial, from OpenedEvent to ClosedEvent, and the last ended ones by request.
+    """Timings of hand-offs: open ones by serial, and the last ended ones by request id.
 
-    Engine thread only. The watchdog reads it when that thread is stalled.
+    Engine thread only. The watchdog may read it while that thread is stalled.
 
     Args:
         send: sends hand-offs of traced requests to the frontend.
@@ -87,7 +87,7 @@ class HandoffHistory:
             self._send(HandoffSpan(stamps))
 
     def explain(self, request_id: str) -> RequestTraces:
-        """Return the traces of the hand-offs of a client's request."""
+        """Return the traces of the hand-offs of a client request."""
         found = [
             *self._ended.find(request_id),
             *(each for each in tuple(self._open.values()) if each.request_id == request_id),
@@ -96,7 +96,7 @@ class HandoffHistory:
         return RequestTraces(tuple(of_handoff(each, now) for each in found), len(self._ended))
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return request ids and traces of the last ended hand-offs and of all open ones."""
+        """Return (request id, trace) of the last ended and of all open hand-offs."""
         now = time.monotonic()
         return [
             (stamps.request_id, of_handoff(stamps, now))
@@ -104,7 +104,7 @@ class HandoffHistory:
         ]
 
 
-# Names of queues in the report about hand-offs. All other stages are "prefilling".
+# Names of the queues in `describe`. All other stages are "prefilling".
 _QUEUES: Mapping[RequestStage, str] = {
     RequestStage.BOOTSTRAP: "bootstrap",
     RequestStage.INFLIGHT: "inflight",
@@ -112,7 +112,7 @@ _QUEUES: Mapping[RequestStage, str] = {
 
 
 class OutgoingHandoffs:
-    """Outgoing hand-offs. Engine thread only.
+    """The hand-offs that this node gives. Engine thread only.
 
     The watchdog may call `describe` and `flights` while that thread is stalled.
     """
@@ -137,7 +137,7 @@ class OutgoingHandoffs:
         self._port = port
         self._sharing = sharing
         self._embeddings = embeddings
-        self._states: dict[int, PrefillState] = {}  # by serial, of hand-offs that have not failed
+        self._states: dict[int, PrefillState] = {}  # by serial, without failed hand-offs
         self._exported: dict[int, Ints] = {}  # pages held for publication, by serial
         outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
@@ -211,7 +211,7 @@ class OutgoingHandoffs:
     def grant(self, event: GrantedEvent) -> None:
         state = self._states.get(event.serial)
         if state is None:
-            return  # it failed here before the grant arrived; ClosedEvent will follow
+            return  # it failed before the grant arrived, and ClosedEvent will follow
         request, timings, now = state.request, state.timings, time.monotonic()
         timings.granted, timings.prefix_tokens = now, event.prefix_tokens
         state.prefix_tokens = state.published = event.prefix_tokens
@@ -226,7 +226,7 @@ class OutgoingHandoffs:
             state.close(error)
 
     def schedule_prepared(self, now: float) -> None:
-        """Schedule prepared requests, and reject requests whose preparation failed."""
+        """Schedule prepared requests, and reject those whose preparation failed."""
         for state, refusal in self._queues.preparing.ready(now):
             try:
                 if refusal is not None:
@@ -248,7 +248,7 @@ class OutgoingHandoffs:
         timings.bringing, timings.encoded = request.bringing, request.encoded
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self._exported[state.key] = exported
-        # What was computed ahead counts as computed.
+        # Tokens computed ahead count as computed.
         cached_tokens = int(min(request.cached_tokens, state.cached_before))
         self._port.post(
             QueuedCommand(
@@ -257,7 +257,7 @@ class OutgoingHandoffs:
                 queued_tokens=self._queues.scheduled.scheduler.queued_tokens(),
             )
         )
-        # Whole pages only: generated tokens may be cached too, but this counts the prompt alone.
+        # Only whole pages: the cache may also have generated tokens, but only the prompt counts.
         self._publish(state, self._whole_pages(request.cached_tokens))
 
     def computed(self, chunk: ChunkDone) -> None:
@@ -277,7 +277,7 @@ class OutgoingHandoffs:
         self._publish(state, chunk.end, chunk)
 
     def dropped(self, event: ClosedEvent) -> None:
-        """End a hand-off that its consumer has closed, or that has failed here before."""
+        """Remove a hand-off that its consumer has closed, or that failed here before."""
         self._counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
         self._history.close(event)
         state = self._states.pop(event.serial, None)
@@ -316,7 +316,7 @@ class OutgoingHandoffs:
     # --------------------------------------------------------------------------------------------
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
-        """Publish [state.published, end), page aligned unless it is the last range.
+        """Publish [state.published, end), page-aligned unless it is the last range.
 
         If the consumer already has a longer prefix, only the last, empty range is published.
         """
@@ -349,7 +349,7 @@ class OutgoingHandoffs:
         return num_tokens // self._tables.page_size * self._tables.page_size
 
     def _ended(self, state: PrefillState, ending: Ending) -> None:
-        """Fail the hand-off of a request that has ended, unless that is reported already."""
+        """Fail the hand-off of an ended request, unless its failure is already reported."""
         if state.key not in self._states:
             return
         if isinstance(ending, ServingError):
@@ -371,7 +371,7 @@ class OutgoingHandoffs:
 
 
 def _drop(state: PrefillState, reason: str) -> None:
-    """Close a hand-off whose end is reported. Its computation stops at the end of the chunk."""
+    """Remove a request whose end is already reported. Its computation stops after the chunk."""
     end = RequestEnd(FinishReason.ABORT, reason)
     assert state.queue is not None
     state.queue.remove(state, end)

@@ -1,7 +1,7 @@
-"""Pooling calls: each prompt is a request that ends with its last chunk.
+"""Pooling calls of a prefill node: each prompt is a request that ends with its last chunk.
 
-The prompts of a call enter the scheduler together and queue with the prompts of hand-offs. The
-response comes when all are computed, or with the first error of any of them.
+The prompts of a call enter the scheduler together and share its queue with hand-offs. The response
+is sent when all are computed, or with the first error.
 """
 
 import math
@@ -25,7 +25,8 @@ from node.messages import PoolingDone, SubmitPooling
 from node.queues import SchedulerQueue
 from node.request_state import Claim, Ending, RequestState, as_request_end
 
-NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # if its token is not used
+# For requests whose token is discarded.
+NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _LEFT = RequestEnd(FinishReason.ABORT, "the caller has disconnected")
 
 
@@ -35,20 +36,20 @@ class _Call:
 
     number: int
     request_id: str
-    held: int  # key of its tokens
+    held: int  # key under which its tokens are counted
     prompts: "list[PooledPrompt]" = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)  # by request key
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PooledPrompt(RequestState):
-    """A prompt whose vector is wanted."""
+    """A prompt of a pooling call."""
 
     call: _Call
 
 
 class PoolingCalls:
-    """Pooling calls in progress. Engine thread only.
+    """The pooling calls in progress. Engine thread only.
 
     Args:
         tokens, scheduled: shared with hand-offs.
@@ -71,9 +72,9 @@ class PoolingCalls:
         self._tokens = tokens
         self._control = control
         self._keys = keys
-        self._calls: dict[int, _Call] = {}  # by number
-        self._prompts: dict[int, PooledPrompt] = {}  # by key, those without a vector
-        self.num_pooled = 0  # prompts, since the start
+        self._calls: dict[int, _Call] = {}  # by call number
+        self._prompts: dict[int, PooledPrompt] = {}  # prompts without a vector, by key
+        self.num_pooled = 0  # prompts since the start
 
     def __len__(self) -> int:
         """Return the number of prompts without a vector."""
@@ -98,18 +99,17 @@ class PoolingCalls:
             self._end(call)
 
     def abort(self, request_id: str) -> int:
-        """Abort the calls of a request. Returns the number of prompts that ended."""
+        """Abort the calls of a request. Returns the number of aborted prompts."""
         calls = [call for call in self._calls.values() if call.request_id == request_id]
         return self._abort(calls, "aborted by an operator")
 
     def abort_all(self, sentence: str) -> int:
-        """Abort all calls. Returns the number of prompts that ended."""
+        """Abort all calls. Returns the number of aborted prompts."""
         return self._abort(tuple(self._calls.values()), sentence)
 
     def update_waiting_requests(self) -> None:
-        """Compute queued prompts with the new weights.
-
-        Calls that already have some of their vectors fail instead.
+        """Compute queued prompts with the new weights. Calls that already have some of their
+        vectors fail instead.
         """
         for call in tuple(self._calls.values()):
             if call.vectors:
@@ -127,7 +127,7 @@ class PoolingCalls:
         return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
-        """Record a computed chunk. Sends the result when all prompts of the call are computed."""
+        """Record a computed chunk, and send the result when all prompts of the call are done."""
         request = chunk.request
         prompt = self._prompts.get(request.key)
         if prompt is None:
@@ -146,9 +146,8 @@ class PoolingCalls:
             self._control.notify(PoolingDone(call.number, vectors, cached))
 
     def _begin(self, call: _Call, message: SubmitPooling) -> None:
-        """Check and schedule the prompts of a call.
-
-        After a ServingError, the caller only has to release what `call` holds.
+        """Check and schedule a call's prompts. On a ServingError the caller releases
+        `call.held`.
         """
         if self._control.draining:
             raise NodeUnavailable("this prefill node is draining")
@@ -200,7 +199,7 @@ class PoolingCalls:
         prompt.claims.add(Claim.BACKLOG, partial(backlog.leave, request.key))
 
     def _ended(self, prompt: PooledPrompt, ending: Ending) -> None:
-        """End the call of a prompt that has ended without a vector."""
+        """End the call of a prompt that ended without a vector."""
         if self._prompts.pop(prompt.key, None) is not None:
             end = as_request_end(ending)
             self._end(prompt.call)
@@ -208,7 +207,7 @@ class PoolingCalls:
             self._refuse(prompt.call, sentence, end.status, end.retry_after_s)
 
     def _end(self, call: _Call) -> None:
-        """Remove a call. Prompts in progress stop at the end of the chunk."""
+        """Remove a call. Prompts in progress stop after their chunk."""
         self._calls.pop(call.number, None)
         self._tokens.drop(call.held)
         for prompt in call.prompts:

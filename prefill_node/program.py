@@ -1,4 +1,4 @@
-"""Services of a prefill node's process, with those for embeddings and scores."""
+"""The gRPC services of a prefill node's process, including the one for embeddings and scores."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ MAX_CALLS = 1024  # waiting calls
 MAX_BUDGET_S = 7 * 24 * 3600.0
 MAX_REQUEST_ID = 256  # characters
 _POOLS = frozenset(map(int, PoolingMode))
-_PATIENCE_S = 5.0  # after the budget, within which the engine ends late calls
+_PATIENCE_S = 5.0  # seconds after the budget in which the engine should end a late call
 
 _ERRORS: dict[int, type[ServingError]] = {
     error.status.value[0]: error
@@ -53,15 +53,15 @@ _ERRORS: dict[int, type[ServingError]] = {
 }
 
 
-# The Pooling service: router calls on one side, the engine thread on the other.
+# The Pooling service: connects router calls to the engine thread.
 #
-# The service checks sizes, forwards calls, and finishes vectors from the engine's sums. The engine
-# owns the state of prompts. The service knows only which calls are waiting.
+# It checks sizes, forwards calls, and computes vectors from the engine's sums. The engine owns the
+# state of prompts. The service knows only which calls are waiting.
 class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
     """The Pooling service. Event loop only.
 
     Args:
-        check_length: raises InvalidRequest for a prompt that is too long to be served.
+        check_length: raises InvalidRequest for a prompt that is too long for this node.
     """
 
     def __init__(self, engine: EngineLink, check_length: Callable[[int], None]) -> None:
@@ -83,7 +83,8 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
     ) -> pooling_pb2.PoolResponse:
         """Return the vectors of the prompts.
 
-        UNAVAILABLE: the model is loading, the node is draining, or its engine has ended.
+        Status code UNAVAILABLE: the model is loading, the node is draining, or its engine has
+        ended.
         """
         self._engine.check_ready()
         if self._draining:
@@ -119,7 +120,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
         self._draining = False
 
     def end(self, error: ServingError) -> None:
-        """End all calls with this error."""
+        """End all calls with this error, and reject new ones."""
         self._draining = True
         for call in self._calls.values():
             if not call.done():
@@ -146,7 +147,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
         raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
 
     def _parsed(self, request: pooling_pb2.PoolRequest) -> SubmitPooling:
-        """Check sizes, then return the engine's message. Raises InvalidRequest."""
+        """Check sizes and convert the call to the engine's message. Raises InvalidRequest."""
         if not 1 <= len(request.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompts has {len(request.prompts)}, 1 to {MAX_PROMPTS} allowed")
         lengths = [len(prompt.ids) for prompt in request.prompts]
@@ -193,7 +194,7 @@ def _token_ids(ids: Sequence[int]) -> bytes:
 def _finished(
     vector: NDArray[np.float32], num_tokens: int, request: pooling_pb2.PoolRequest
 ) -> NDArray[np.float32]:
-    """Finish the engine's vector: mean, truncation and normalisation, in float64.
+    """Return the final vector: mean of the engine's sum, truncated and normalised, in float64.
 
     Raises:
         RequestFailed: the vector contains NaN or Inf.
@@ -212,7 +213,7 @@ def _finished(
 
 
 def program(config: PrefillConfig) -> RoleProgram:
-    # With TLS, it only calls nodes that it can authenticate.
+    # With TLS, it calls only nodes that it can authenticate.
     calls = config.server.tls.cert is None or config.server.tls.mutual
     fetches = config.prefix_sharing.enabled and calls
     return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
@@ -222,7 +223,8 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
     """Connect the services of a prefill node.
 
     Incoming calls: consumers that want KV, and routers that want vectors. Outgoing calls: nodes
-    that hold part of a prompt, as named by consumers, and nodes from which this node takes weights.
+    that consumers name because they have part of a prompt, and nodes from which this node copies
+    weights.
 
     Args:
         calls: whether it may call other nodes.

@@ -1,4 +1,4 @@
-"""Regenerates the committed gRPC code: python -m protos.generate [output directory]."""
+"""Regenerate the committed gRPC code: python -m protos.generate [output directory]."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(output: Path) -> None:
-    """Write *_pb2.py and *_pb2.pyi of every proto, and *_pb2_grpc.py of those with a service, below
-    `output`/protos."""
+    """Write *_pb2.py and *_pb2.pyi for each proto, and *_pb2_grpc.py for each proto with a service,
+    below `output`/protos.
+    """
     paths = sorted((ROOT / "protos").glob("*.proto"))
     served = [path for path in paths if "\nservice " in path.read_text()]
     messages = [f"--python_out={output}", f"--pyi_out={output}"]

@@ -1,1 +1,1 @@
-"""Low-rank products that adapters add to the model's products."""
+"""Low-rank products (LoRA) that adapters add to the model's products."""

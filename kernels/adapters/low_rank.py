@@ -1,4 +1,4 @@
-"""Low-rank products y += B A x, with a pair of matrices in each slot.
+"""Low-rank products of LoRA adapters, y += B A x, with one pair of matrices per slot.
 
 Tokens are grouped by slot, so that each pair is read once for many tokens.
 """
@@ -24,19 +24,19 @@ LEAST_RANK = 16  # minimum for tensor cores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokensBySlot:
-    """A step's tokens, grouped by slot.
+    """The tokens of a step, grouped by adapter slot.
 
     Attributes:
-        order: int32 [any], tokens of the step. Those of a slot are adjacent.
-        tiles: int32 [any, 3]: a slot, and the range [from, to) in `order` of at most TILE_ROWS of
-            its tokens. Tiles of a slot are adjacent. Tiles without tokens may follow.
+        order: int32 [any], token indices. Tokens of one slot are adjacent.
+        tiles: int32 [any, 3]: (slot, first, end), a range in `order` of at most TILE_ROWS tokens of
+            the slot. Tiles of a slot are adjacent. Tiles without tokens may follow.
     """
 
     order: Tensor
     tiles: Tensor
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the same ranges for all tokens of a slot. Waits for the device."""
+        """Yield (slot, first, end) with all tokens of a slot in one range. Waits for the device."""
         for slot, tiles in groupby(self.tiles.tolist(), key=itemgetter(0)):
             ranges = [(first, end) for _, first, end in tiles if first < end]
             if ranges:
@@ -49,14 +49,14 @@ def add_low_rank(
     """Compute y[token] += up[slot] (down[slot] x[token]), with separate matrices for each part of
     y.
 
-    The product with `down` is rounded to x's dtype. The call does not wait for the device. A
-    token's sum does not depend on the other tokens in its tile.
+    The product with `down` is rounded to x's dtype. Does not wait for the device. A token's sum
+    does not depend on the other tokens in its tile.
 
     Args:
         y: contiguous [n, out], changed in place.
-        x: [n, in], of y's dtype; rows contiguous.
-        down: contiguous [slots, parts * rank, in] of y's dtype, part after part; rank is a power of
-            two of at least LEAST_RANK.
+        x: [n, in], of y's dtype, rows contiguous.
+        down: contiguous [slots, parts * rank, in] of y's dtype, part after part. rank is a power of
+            two, at least LEAST_RANK.
         up: contiguous [slots, out, rank] of y's dtype.
         parts: columns of y in each part, at most MAX_PARTS parts.
     Raises:
@@ -170,8 +170,7 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Multiply a tile's tokens by some rows of its slot's `down`. Results are stored by place in
-    `order`."""
+    """Multiply a tile's tokens by some rows of its slot's `down`. Results are stored in `order`."""
     tile = tiles_ptr + tl.program_id(0) * 3
     slot, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if first >= end:
@@ -218,8 +217,7 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add the second product to some columns of one part of y. No two programs write the same
-    number of y."""
+    """Add the second product to some columns of a part of y. No two programs write one element."""
     tile, part = tiles_ptr + tl.program_id(0) * 3, tl.program_id(2)
     begin = tl.where(part < 2, tl.where(part == 0, 0, END_0), tl.where(part == 2, END_1, END_2))
     past = tl.where(part < 2, tl.where(part == 0, END_0, END_1), tl.where(part == 2, END_2, END_3))

@@ -1,5 +1,5 @@
-"""The arguments that all kinds of paged attention take: the rows of a step, the properties of a
-layer that its plan depends on, and the scores of a layer."""
+"""The arguments of all paged attention: the rows of a step, the layer properties that a plan
+depends on, and how scores are computed."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRows:
-    """The rows of a step, which are consecutive ranges of queries.
+    """The rows (requests) of a step, whose queries are consecutive.
 
-    Row i's queries are the last `query_starts[i + 1] - query_starts[i]` of its lengths[i] tokens.
+    Row i has query_starts[i + 1] - query_starts[i] queries, for the last of its lengths[i] tokens.
     A row of length 0 is padding: its one query sees no key and its output is 0.
 
     Attributes:
-        page_ids: int32 [any]; page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
-            on. Entries past a row's last page are never followed. With a window, neither are
-            entries of pages whose keys the row's queries do not see.
+        page_ids: int32 [any]. page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
+            on. Not read after a row's last page and, with a window, for pages whose keys no query
+            of the row sees.
         page_starts: int32 [num_rows].
         query_starts: int32 [num_rows + 1], ascending from 0.
         lengths: int32 [num_rows], each at least the row's number of queries, or 0.
         num_tokens: query_starts[-1], known on the host.
-        num_decodes: number of last rows with one query each. All rows of a decode step.
+        num_decodes: number of rows at the end with one query each. All rows of a decode step.
     """
 
     page_ids: Tensor
@@ -71,7 +71,7 @@ class AttentionRows:
         )
 
     def check(self) -> None:
-        """Raise ValueError for wrong shapes."""
+        """Raise ValueError if shapes are wrong."""
         num_rows = self.num_rows
         if self.page_starts.shape != (num_rows,) or self.page_ids.ndim != 1:
             raise ValueError(
@@ -89,13 +89,13 @@ class AttentionRows:
 
 
 class AttentionKind(NamedTuple):
-    """The properties of a layer that its plan depends on.
+    """The layer properties that a plan depends on.
 
     Attributes:
-        heads: of queries.
+        heads: query heads.
         window: each query sees only the last `window` keys up to its own token. None: all.
-        value_dim: of latents: the first numbers of a key that are its value, shared by all heads.
-            None: keys and values are stored separately.
+        value_dim: for latents (MLA): a value is the first value_dim numbers of its key, shared by
+            all heads. None: keys and values are stored separately.
     """
 
     heads: int
@@ -104,13 +104,13 @@ class AttentionKind(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer makes scores of the products of queries and keys.
+    """How a layer computes scores from the products of queries and keys.
 
     Attributes:
-        scale: multiplies the products. Above 0.
-        soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
-        sinks: contiguous [heads] of any float dtype: the score of one more key that every query of
-            the head sees, whose value is zero.
+        scale: factor of the products, above 0.
+        soft_cap: above 0. A score s becomes soft_cap * tanh(s / soft_cap).
+        sinks: contiguous [heads] of any float dtype: score of one more key with value 0, which
+            every query of the head sees.
     """
 
     scale: float

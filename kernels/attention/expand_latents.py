@@ -1,7 +1,7 @@
-"""Expansion of paged latents to the keys and values of heads in Triton, and attention to them.
+"""Expansion of paged latents (MLA) to the keys and values of heads in Triton, and attention to
+them. Used for prompt chunks on a GPU.
 
-This is for chunks of prompts on a GPU. It expands a few heads at a time, which bounds the memory
-for their keys and values.
+A few heads are expanded at a time, which bounds the memory for their keys and values.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from kernels.attention.tiles import block
 from kernels.bound import bound
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
-MUCH_SHARED_BYTES = 160 << 10  # of a thread block: enough for steps of 64 numbers of a latent
+MUCH_SHARED_BYTES = 160 << 10  # per thread block: enough for steps of 64 numbers of a latent
 
 
 class ExpandedRows(NamedTuple):
-    """Rows of latents in pages, cut into tiles of `TILE_TOKENS` tokens for the expansion.
+    """Rows of paged latents, cut into tiles of `TILE_TOKENS` tokens for the expansion.
 
     Attributes:
         page_ids, page_starts, lengths: see `AttentionRows`.
-        tile_starts: int32 [num_rows + 1], row r has tiles [tile_starts[r], tile_starts[r + 1]).
+        tile_starts: int32 [num_rows + 1]. Row r has the tiles [tile_starts[r], tile_starts[r + 1]).
     """
 
     page_ids: Tensor
@@ -45,11 +45,11 @@ class ExpandedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
-    """A plan of attention over expanded latents. All layers of a forward share it.
+    """A plan of attention over expanded latents, shared by all layers of a forward.
 
     Attributes:
         tiles: the same rows for `extend_attention`, which reads a tile as a page. Page ids are 0,
-            1, 2 and so on. The host computes their number without waiting for the device.
+            1, 2, ... The host computes their number without waiting for the device.
         heads_at_once, workspace_bytes: see `LatentExpansion`.
     """
 
@@ -92,11 +92,11 @@ def plan_triton(
     expansion: LatentExpansion,
     chunks: Sequence[tuple[int, int]],
 ) -> ExpandedPlan | None:
-    """Plan rows without waiting for the device. Return None where attention over latents takes less
-    time, or where values are longer than keys.
+    """Plan rows without waiting for the device. Returns None if attention over latents is faster,
+    or values are longer than keys.
 
     Args:
-        chunks: (queries, tokens) of each row, as the host knows them. A row may have fewer tokens.
+        chunks: (queries, tokens) of each row, as known to the host. A row may have fewer tokens.
     """
     _, key_dim, rank = expansion.keys.shape
     rotated = latents.shape[4] - rank
@@ -179,7 +179,7 @@ class _ExpansionTile(NamedTuple):
     """The tokens that one program expands. Registers and shared memory limit the sizes."""
 
     tokens: int  # divides TILE_TOKENS
-    rank: int  # numbers of a latent in a step
+    rank: int  # numbers of a latent per step
     stages: int
 
 
@@ -194,8 +194,8 @@ def _tile(columns: int, element_size: int) -> _ExpansionTile:
 
 
 def _as_pool(made: Tensor, key_dim: int) -> Tensor:
-    """Return keys and values [tiles, heads, tokens, key_dim + value_dim] as pages [tiles, heads, 2,
-    tokens, value_dim], without a copy. A key is longer than `value_dim`: attention reads its other
+    """View keys and values [tiles, heads, tokens, key_dim + value_dim] as pages [tiles, heads, 2,
+    tokens, value_dim], without a copy. A key is longer than value_dim: attention reads its other
     numbers after the first ones."""
     tiles, heads, tokens, width = made.shape
     strides = made.stride()

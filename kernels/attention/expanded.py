@@ -1,6 +1,5 @@
-"""Attention over latents by expanded keys and values, for chunks of prompts.
-
-Compiled for this CPU or in torch. On a GPU, see `expand_latents`.
+"""Attention over latents (MLA) with expanded keys and values, for prompt chunks: compiled for this
+CPU, or in torch. expand_latents.py does the same on a GPU.
 """
 
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ class _Row:
     """Queries [start, end) of a step, which see the tokens of `pages` up to `length`.
 
     Attributes:
-        chunks: of these queries, for torch.
-        alone: the row as a batch of its own, with keys and values in one page: page ids, page
-            starts, query starts and lengths.
+        chunks: chunks of these queries, for torch.
+        alone: the row as a batch with keys and values in one page: page ids, page starts, query
+            starts and lengths.
     """
 
     start: int
@@ -41,7 +40,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CpuPlan:
-    """The keys that each query of the chunks sees. The layers of one forward share it."""
+    """The keys that each query of the chunks sees. Shared by all layers of a forward."""
 
     rows: tuple[_Row, ...]
     num_tokens: int
@@ -72,11 +71,11 @@ def plan_expanded(
     expansion: LatentExpansion,
     chunks: Sequence[tuple[int, int]],
 ) -> ExpandedPlan | None:
-    """Plan rows without padding, see `plan_attention`. Return None where attention over latents is
+    """Plan rows without padding, see `plan_attention`. Returns None if attention over latents is
     faster.
 
     Args:
-        chunks: (queries, tokens) of each row, as the host knows them.
+        chunks: (queries, tokens) of each row, as known to the host.
     """
     if not chunks:
         return None
@@ -129,7 +128,7 @@ def _made(latents: Tensor, keys: Tensor, values: Tensor, width: int) -> Tensor:
     """Return each head's keys and values of latents [n, rank + rotated], as one page of a pool, [1,
     heads, 2, n, width].
 
-    Narrower vectors are padded with zeros, because torch is fast where values are as wide as keys.
+    Shorter vectors are padded with zeros, because torch is fast if values are as long as keys.
     """
     heads, key_dim, rank = keys.shape
     alike, rotated = latents[:, :rank].expand(heads, -1, -1), latents[:, rank:]

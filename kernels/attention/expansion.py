@@ -1,9 +1,9 @@
-"""The keys and values that each head makes of latents, and the work of attention with and without
-them.
+"""Expansion of latents (MLA) to the keys and values of each head, and the rule when it is faster
+than attention over latents.
 
-Attention over latents themselves widens queries and outputs to the width of a latent. Those
-products cost as much per query as expanding one latent to a key and a value. So expansion is free
-for a prompt in a single chunk, and keys and values are a third as wide.
+Attention over latents widens queries and outputs to the width of a latent. Per query, these
+products cost as much as expanding one latent to a key and a value. So for a prompt in a single
+chunk, expansion is free, and keys and values have a third of the width.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 ATTENDED = 2.5  # time of a product in attention relative to a matrix product (measured on a CPU)
-# Of data center GPUs with 16-bit numbers, from 150 to 210. A byte takes the time of so many.
+# Of data center GPUs with 16-bit numbers: 150 to 210 operations take as long as one byte.
 FLOPS_PER_BYTE = 180
-TILE_TOKENS = 128  # of latents that one program expands, and of queries that one attends from
-LEAST_QUERIES = 128  # of a row on average. Fewer leave a tile of queries partly empty
-LEAST_BYTES = 256 << 20  # of expanded keys and values that chunks of any size may have at a time
+TILE_TOKENS = 128  # latents that one program expands, and queries that one program computes
+LEAST_QUERIES = 128  # per row on average. With fewer, a tile of queries is partly empty
+# Bytes of expanded keys and values that chunks of any size may use at a time.
+LEAST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +34,7 @@ class LatentExpansion:
     values: Tensor
 
     def pays(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Return whether these rows, (queries, tokens) each, are faster with expanded keys and
-        values on a CPU."""
+        """Return whether rows of (queries, tokens) are faster with expanded keys on a CPU."""
         _, key_dim, rank = self.keys.shape
         saved = sum(_pairs(queries, length) for queries, length in chunks)
         expanded = sum(length - queries for queries, length in chunks)
@@ -42,11 +42,10 @@ class LatentExpansion:
         return saved * 2 * (rank - key_dim) * ATTENDED > expansion
 
     def heads_at_once(self, chunks: Sequence[tuple[int, int]], rotated: int) -> int:
-        """Return of how many heads a GPU expands keys and values at a time. 0 if not even those of
-        one head fit.
+        """Return how many heads a GPU expands at a time. 0: not even one head fits.
 
-        As many bytes are used as the queries and outputs of attention over latents have. So the
-        memory of a forward does not depend on the choice between both.
+        Uses as many bytes as the queries and outputs of attention over latents, so the memory of a
+        forward does not depend on the choice.
 
         Args:
             rotated: numbers of a latent after the first `rank`.
@@ -59,17 +58,17 @@ class LatentExpansion:
         return most and -(-heads // -(-heads // most))  # pieces of similar size
 
     def workspace_bytes(self, queries: int, rotated: int) -> int:
-        """Return the bytes of keys and values at a time, whatever the lengths of rows."""
+        """Return the bytes of keys and values at a time, for any lengths of rows."""
         heads, _, rank = self.keys.shape
         return max(LEAST_BYTES, queries * heads * (2 * rank + rotated) * self.keys.element_size())
 
     def pays_on_gpu(
         self, chunks: Sequence[tuple[int, int]], *, rotated: int, multiprocessors: int
     ) -> bool:
-        """Return whether these rows, (queries, tokens) each, take less time with expanded keys and
-        values on a GPU.
+        """Return whether rows of (queries, tokens) are faster with expanded keys and values on a
+        GPU.
 
-        FLOPs and bytes are counted. Both kinds of attention are assumed to be equally close to the
+        Compares FLOPs and bytes. Assumes that both kinds of attention are equally close to the
         limits of the device, except that few heads at a time do not occupy it.
         """
         _, key_dim, rank = self.keys.shape
@@ -81,9 +80,9 @@ class LatentExpansion:
             return False
         pairs = sum(_pairs(queries, length) for queries, length in chunks)
         made = key_dim + self.values.shape[2]
-        wide, narrow = 2 * rank + rotated, made + rotated  # numbers of a query and its output
-        product = 2 * rank * made  # of the matrices: for a query and its output, or for a token
-        moved = 2 * self.keys.element_size() * FLOPS_PER_BYTE  # of a number, written and read
+        wide, narrow = 2 * rank + rotated, made + rotated  # numbers of a query and of its output
+        product = 2 * rank * made  # of the matrices, for a query and its output or for a token
+        moved = 2 * self.keys.element_size() * FLOPS_PER_BYTE  # per number that is written and read
         idle = max(1.0, multiprocessors / programs)
         over_latents = queries * (product + wide * moved) + pairs * 2 * wide
         over_keys = tokens * (product + narrow * moved) + pairs * 2 * narrow * idle
@@ -91,7 +90,7 @@ class LatentExpansion:
 
 
 class ExpandedPlan(Protocol):
-    """The keys that each query of the chunks sees. The layers of one forward share it."""
+    """A plan of attention over expanded keys and values. Shared by all layers of a forward."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -110,5 +109,5 @@ class ExpandedPlan(Protocol):
 
 
 def _pairs(queries: int, length: int) -> int:
-    """Return how many keys a row's queries see together."""
+    """Return the number of (query, visible key) pairs of a row."""
     return queries * (length - queries) + queries * (queries + 1) // 2

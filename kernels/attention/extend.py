@@ -1,7 +1,7 @@
-"""Paged extend attention in Triton, for rows with many queries. One pass over the keys per tile.
+"""Paged extend attention in Triton, for rows with many queries, in one pass over the keys.
 
-A tile packs consecutive queries of a row with all query heads of a KV head. K and V are read once
-for all of them, and even a short extend fills a tile.
+A tile has consecutive queries of a row with all query heads of a KV head. K and V are read once for
+all of them, and even a short extend fills a tile.
 """
 
 from typing import NamedTuple
@@ -30,10 +30,10 @@ from kernels.row_search import SEARCH_BLOCK, last_at_most
 class AttentionTile(NamedTuple):
     """The shape and launch parameters of one program's tile."""
 
-    rows: int  # queries times the heads that share a KV head
+    rows: int  # queries times the query heads per KV head
     keys: int
     warps: int
-    stages: int  # of the load pipeline, if they fit
+    stages: int  # stages of the load pipeline, if they fit
     slack: int  # see `attend_tiles`
 
 
@@ -49,8 +49,8 @@ def extend_attention(
     """Write the outputs of the rows before the decode rows into `out`.
 
     Args:
-        kv: as in `paged_attention`, or of heads whose keys are longer than their values: key and
-            value are `kv.stride(2)` numbers apart, and the stride to a key's other numbers is 1.
+        kv: as in `paged_attention`. Keys may be longer than values: key and value are then
+            `kv.stride(2)` numbers apart, and the further numbers of a key follow with stride 1.
         out: [num_tokens, heads * value_dim], rows may be strided.
     Raises:
         ValueError: a KV head has more query heads than a tile has rows.
@@ -137,18 +137,17 @@ def _tile(
     gated: bool,
     longer_keys: bool,
 ) -> AttentionTile:
-    """Return a tile. The numbers derive from instruction counts and are to be tuned by
+    """Return a tile. The numbers derive from instruction counts and should be tuned with
     tools/bench/gpu.
 
     Args:
-        architecture: 90 for compute capability 9.0. Since then, data center GPUs multiply operands
-            in shared memory. Others need more registers, and some have 100 KiB of shared memory.
-        masked: scores have a window or a cap, which takes registers.
-        widened: keys and values are narrower than queries, which takes registers.
-        gated: outputs have gates, which take registers where sums are copied to registers at the
-            end.
-        longer_keys: keys are longer than values, whose further numbers take registers before
-            Triton 3.9.
+        architecture: 90 for compute capability 9.0. From then on, data center GPUs multiply
+            operands in shared memory. Other GPUs need more registers, and some have 100 KiB of
+            shared memory.
+        masked: scores have a window or a cap, which needs registers.
+        widened: keys and values are narrower than queries, which needs registers.
+        gated: outputs have gates, which need registers if sums are copied to registers at the end.
+        longer_keys: keys are longer than values. Before Triton 3.9 that needs registers.
     """
     older = device.OLDER_TRITON
     if head_dim > LONGEST_HEAD:
@@ -160,11 +159,11 @@ def _tile(
         return AttentionTile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # later GPUs keep sums outside registers
     if architecture // 10 in (9, 10):
-        if head_dim > 128:  # widening takes the registers that slack needs
+        if head_dim > 128:  # widening uses the registers that slack needs
             rows = 64 if gated and architecture >= 100 else 128
             return AttentionTile(rows, 32, 8, 3, 0 if widened or (gated and older) else slack)
-        # The larger tile would spill registers with masked scores. With narrower heads it would
-        # leave no space for a second program on the multiprocessor.
+        # With masked scores the larger tile would spill registers. With narrower heads no second
+        # program would fit on the multiprocessor.
         large = head_dim > 64 and not masked
         if architecture >= 100 and longer_keys and older:
             large = False
@@ -217,9 +216,9 @@ def _extend_kernel(
 ):
     """Compute one tile of queries.
 
-    Row r's tiles are numbered from query_starts[r] // QUERIES + r, which leaves space for one
-    partial tile per row. Surplus numbers have no queries. The last tiles of a row see most keys, so
-    they start first.
+    Row r's tiles are numbered from query_starts[r] // QUERIES + r, which leaves room for one
+    partial tile per row. Surplus numbers have no queries. The last tiles of a row see the most keys
+    and start first.
     """
     early_launch.start(EARLY)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -253,8 +252,8 @@ def _extend_kernel(
     q, q_rest = as_operand(q, kv_ptr, HALF, UPCAST), as_operand(q_rest, kv_ptr, HALF, UPCAST)
 
     newest = length - num_queries + queries
-    oldest = length - num_queries + first_query  # of the tile's queries
-    end = tl.minimum(oldest + QUERIES, length)  # after the keys that the tile's last query sees
+    oldest = length - num_queries + first_query  # position of the tile's first query
+    end = tl.minimum(oldest + QUERIES, length)  # end of the keys that the tile's last query sees
     # Keys in [low, end) are visible to some query, keys in [all_low, all_end) to all queries.
     begin = 0
     low = 0
@@ -308,7 +307,7 @@ def _extend_kernel(
                 MASKED=part != 1,
                 SLACK=SLACK,
             )
-    if OLDER_TRITON and gate_ptr is None:  # otherwise `places` takes registers during the loops
+    if OLDER_TRITON and gate_ptr is None:  # otherwise `places` occupies registers during the loops
         places = (tl.load(query_starts_ptr + row, volatile=True) + queries).to(tl.int64)
     out_places = places * OUT_STRIDE + heads * HEAD_DIM
     total = tl.maximum(total, 1e-30)  # 0 for a lane without a query, or a row without keys

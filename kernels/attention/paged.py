@@ -1,6 +1,6 @@
-"""Paged attention: extend, decode and mixed batches in one call.
+"""Paged attention for extend, decode and mixed batches in one call.
 
-A plan is made once per forward (and per sliding window) and used by every layer.
+A plan is made once per forward (and per sliding window), and used by every layer.
 """
 
 from dataclasses import dataclass
@@ -27,35 +27,36 @@ from kernels.cpu.operators import DTYPES, Operators
 from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
-# Maximum per program, or half as many if numbers have 32 bits or are widened, or if sums of earlier
-# segments take registers.
+# Maximum per program. Half as many if numbers have 32 bits or are widened, or if sums of earlier
+# segments are in registers.
 LATENT_HEADS = 32
-WIDE_LATENT_HEADS = 64  # where 64 rows multiply operands in shared memory, of numbers in 16 bits
+# For 16-bit numbers, on GPUs that multiply operands of 64 rows in shared memory.
+WIDE_LATENT_HEADS = 64
 
-WIDENED_BYTES = 32 << 20  # of pages in 8 bits that are widened at a time, except for a single row
+WIDENED_BYTES = 32 << 20  # 8-bit pages that are widened at a time, except for a single row
 
 
 class AttentionPlan(Protocol):
-    """The keys that each query sees. The layers of one forward share it. Opaque to callers."""
+    """The keys that each query sees. Shared by the layers of a forward. Opaque to callers."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def value_dim(self) -> int | None:
-        """The planned numbers of a latent's value. None without latents."""
+        """The planned value_dim of latents. None: no latents."""
         ...
 
     def attend(self, q: Tensor, kv: Tensor, scoring: Scoring, gate: Tensor | None) -> Tensor:
-        """Compute `paged_attention` of checked arguments."""
+        """Compute `paged_attention` with checked arguments."""
 
 
 def plan_attention(rows: AttentionRows, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
     """Plan the attention of layers of one kind. Each query sees the keys up to its own token.
 
     Args:
-        kv: any layer of the pool that will be attended to, see `paged_attention`. The plan is valid
-            for every layer of this shape.
+        kv: any layer of the pool, see `paged_attention`. The plan is valid for every layer of this
+            shape.
     Raises:
         ValueError: wrong shapes, or a window below 1.
     """
@@ -81,8 +82,8 @@ def _divided(
     """Return whether the keys of the rows before the decode rows are not split, and the plans of
     the other rows.
 
-    Rows that verify drafts share a plan with the decode rows beside them. If no row may affect the
-    bits of another, all rows have fixed segments.
+    Rows that verify drafts share a plan with the decode rows. If no row may affect the bits of
+    another, all rows have fixed segments.
     """
     num_extends, num_decodes, kv_heads = rows.num_extends, rows.num_decodes, kv.shape[1]
     plan = partial(plan_split, rows.lengths, kv, kind=kind)
@@ -123,17 +124,17 @@ def paged_attention(
     scoring: Scoring,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax(scale * q k) v for every query of a plan, reading live pages only.
+    """Compute softmax(scale * q k) v for every query of a plan. Reads only live pages.
 
     Args:
-        q: [num_tokens, heads, head_dim], rows may be strided; heads a multiple of kv_heads, query
-            head h reads KV head h // (heads / kv_heads).
+        q: [num_tokens, heads, head_dim], rows may be strided. heads is a multiple of kv_heads, and
+            query head h reads KV head h // (heads / kv_heads).
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], or of latents
-            [num_pages, 1, 1, page_size, head_dim]. Of q's dtype or a narrow one, whose scales the
-            caller applies. Any strides but the last (pages are addressed in int64). page_size is a
-            power of two, at least 16. The contents of stale pages or tails, even NaN, have no
+            [num_pages, 1, 1, page_size, head_dim]. Of q's dtype, or of a narrow one whose scales
+            the caller applies. Any strides but the last (pages are addressed in int64). page_size
+            is a power of two, at least 16. The contents of stale pages or tails, even NaN, have no
             effect.
-        gate: as q, without latents: the rounded output is multiplied by its sigmoid.
+        gate: as q, not for latents: the rounded output is multiplied by its sigmoid.
     Returns:
         [num_tokens, heads * value_dim] of q's dtype.
     Raises:
@@ -166,11 +167,11 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
-    """A plan for Triton: first rows whose keys are not split, then the others, each by their kernel
-    into one output.
+    """A plan for Triton: rows whose keys are not split come first. Both kinds of rows have their
+    own kernel and write into one output.
 
     Attributes:
-        whole: the keys of the rows before the decode rows are not split.
+        whole: whether the keys of the rows before the decode rows are not split.
     """
 
     rows: AttentionRows
@@ -200,8 +201,8 @@ class _TritonPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledPlan:
-    """A plan for the compiled library: extend rows first, then decode rows, each by their loop into
-    one output. Over latents, the loop of extend rows computes all of them."""
+    """A plan for the compiled library: extend rows come first. Extend and decode rows have their
+    own loop and write into one output. Over latents, the loop of extend rows computes all rows."""
 
     rows: AttentionRows
     kind: AttentionKind
@@ -252,11 +253,11 @@ class _CompiledPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WidenedPlan:
-    """A plan over pages in 8 bits, which are widened for some rows at a time.
+    """A plan over 8-bit pages, which are widened for some rows at a time.
 
     Attributes:
-        parts: the pages of consecutive rows, int32, and their plan, which numbers the pages by
-            their places there.
+        parts: for each part: the pages of consecutive rows, int32, and a plan that numbers these
+            pages from 0.
     """
 
     parts: tuple[tuple[Tensor, _CompiledPlan], ...]
@@ -265,7 +266,7 @@ class _WidenedPlan:
 
     @classmethod
     def of(cls, plan: _CompiledPlan, kv: Tensor) -> "_WidenedPlan":
-        """Return a plan over pages like those of `kv` that computes as `plan`."""
+        """Return a plan over pages like those of `kv` that computes the same as `plan`."""
         whole, window, page_size = plan.rows, plan.kind.window, kv.shape[3]
         lengths = whole.lengths
         first = torch.zeros_like(lengths)
@@ -305,15 +306,15 @@ class _WidenedPlan:
 
 
 def _shares(heads: int, num_rows: int) -> int:
-    """Return in how many parts a row's heads are computed, so that all threads have work. It
-    affects no bit."""
+    """Return into how many parts a row's heads are divided, so that all threads have work. Has no
+    effect on any bit."""
     threads = torch.get_num_threads()
     wanted = min(heads, -(-threads // max(1, num_rows)))
     return next(count for count in range(wanted, heads + 1) if heads % count == 0)
 
 
 def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
-    """Raise ValueError unless kv is a layer of a pool as `paged_attention` takes it."""
+    """Raise ValueError unless kv is a layer of a pool as `paged_attention` requires it."""
     if kv.ndim != 5 or kv.stride(4) != 1:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
     if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1):
@@ -335,12 +336,12 @@ def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
 
 
 def latents_as_heads(latents: Tensor, num_heads: int) -> Tensor:
-    """Return [pages, 1, 1, page_size, size] as [pages, groups, 2, page_size, size], without a
+    """View latents [pages, 1, 1, page_size, size] as [pages, groups, 2, page_size, size], without a
     copy.
 
     A latent is the key of all query heads, and its first numbers are the value. One program
-    computes as many heads as its registers have space for. So each such group acts like a KV head
-    of its own. All groups share one address, and each value lies within its key.
+    computes only as many heads as fit into its registers, so each such group acts as a KV head. All
+    groups have the same address, and each value lies within its key.
     """
     if latents.element_size() != 2 or device.batch_invariant():
         most = LATENT_HEADS // 2

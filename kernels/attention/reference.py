@@ -1,7 +1,8 @@
-"""Paged attention in torch: for CPU serving, and as the reference for the kernels.
+"""Paged attention in torch: the reference for the kernels, and the implementation for CPUs without
+compiled operations.
 
-Decode rows share padded gathers of their pages, and other rows have one gather each. The plan is
-made on the host, so it may wait for the device of its arguments.
+Decode rows share padded gathers of their pages, and each other row has its own. The plan is made on
+the host, which may wait for the device of its arguments.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.layers.output_gate import gate_heads
 from kernels.narrow import as_stored, widened
 
-GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size, which stays in cache
+GROUP_BYTES = 2 << 20  # limit of a gather that rows share, so that it stays in cache
 QUERY_BLOCK = 256  # queries of a chunk that share one mask
 
 
@@ -47,9 +48,9 @@ class _Group:
     """Decode rows whose pages are gathered together, padded to the longest row."""
 
     pages: Tensor  # int32 [rows * pages]
-    queries: Tensor  # int64 [rows], their places in q
+    queries: Tensor  # int64 [rows], indices in q
     visible: Tensor  # bool [rows, pages * page_size]
-    stale: Tensor  # int64: gathered keys that no token of the row has written
+    stale: Tensor  # int64: gathered keys of live pages that the row has not written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ class ReferencePlan:
 
     rows: tuple[ReferenceRow, ...]
     groups: tuple[_Group, ...]
-    blind: Tensor | None  # int64: places in q of queries that see no key
+    blind: Tensor | None  # int64: indices in q of queries that see no key
     num_tokens: int
     value_dim: int | None  # of latents
 
@@ -69,14 +70,14 @@ class ReferencePlan:
         return gated(out, gate)
 
     def attend_into(self, result: Tensor, q: Tensor, kv: Tensor, scoring: Scoring) -> None:
-        """Compute `attend` into a contiguous [num_tokens, heads * value_dim]."""
+        """Write the result of `attend` into a contiguous [num_tokens, heads * value_dim]."""
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
         by_head = as_stored(kv).permute(
             1, 2, 0, 3, 4
-        )  # so that gathered pages have K and V contiguous by head
-        # The whole latent serves as value, because torch is fast where values are as wide as keys.
+        )  # so that K and V of gathered pages are contiguous by head
+        # The whole latent serves as value, because torch is fast if values are as long as keys.
         value_dim = self.value_dim or head_dim
         out = result.view(*grouped.shape[:3], value_dim)
         if scoring.sinks is not None:
@@ -98,7 +99,7 @@ class ReferencePlan:
                 out[chunk.start : chunk.end] = attended[..., :value_dim]
         for group in self.groups:
             gathered = gathered_tokens(by_head, group.pages, kv.dtype, q.dtype)
-            # A stale key may be NaN, left by another request, and NaN times a weight of 0 is NaN.
+            # A stale key may be NaN from another request, and NaN times a weight of 0 is NaN.
             gathered.index_fill_(2, group.stale, 0)
             by_vector = (kv_heads, -1, *group.visible.shape, head_dim)
             by_row = gathered.view(by_vector).transpose(0, 2)
@@ -115,7 +116,7 @@ class ReferencePlan:
 
 def gated(x: Tensor, gate: Tensor | None) -> Tensor:
     """Return x [num_tokens, heads * head_dim] times the sigmoid of a gate [num_tokens, heads,
-    head_dim], if there is one."""
+    head_dim]. None: x itself."""
     return x if gate is None else gate_heads(x, gate)
 
 
@@ -127,13 +128,13 @@ def gathered_tokens(
 
 
 def plan_reference(step: AttentionRows, kv: Tensor, kind: AttentionKind) -> ReferencePlan:
-    """Plan as `plan_attention`, which has checked the arguments."""
+    """Make a plan from the checked arguments of `plan_attention`."""
     page_size, window = kv.shape[3], kind.window
     page_bytes = kv.shape[1:].numel() * kv.element_size()
     starts = step.query_starts.tolist()
     places = step.page_starts.tolist()
     rows = []
-    decode: list[tuple[int, int, int, int]] = []  # live pages, the first, its place, row
+    decode: list[tuple[int, int, int, int]] = []  # live pages, first page, its index, row
     blind: list[int] = []
     for row, length in enumerate(step.lengths.tolist()):
         num_queries = starts[row + 1] - starts[row]
@@ -165,7 +166,7 @@ def plan_reference(step: AttentionRows, kv: Tensor, kind: AttentionKind) -> Refe
 
 @dataclass(frozen=True, slots=True)
 class KeySpan:
-    """Queries of tokens [first, end) of a row, which start at `place` in q. They see all keys up to
+    """Queries of the tokens [first, end) of a row, from index `place` in q. They see keys up to
     `end`."""
 
     row: int
@@ -181,7 +182,8 @@ def plan_spans(
     kv: Tensor,
     window: int | None,
 ) -> ReferencePlan:
-    """Plan the attention of queries that see later keys. For the arguments see plan_attention.
+    """Plan the attention of queries that also see later keys of their span. For the arguments see
+    plan_attention.
 
     A window limits only the earlier keys of each query.
     """
@@ -291,10 +293,10 @@ def _softmax_attention(
     causal: bool,
     scoring: Scoring,
 ) -> Tensor:
-    """Attend from [..., queries, head_dim] to [..., keys, head_dim].
+    """Attend from queries [..., queries, head_dim] to keys and values [..., keys, head_dim].
 
     Args:
-        causal: as many queries as keys.
+        causal: there are as many queries as keys.
         scoring: sinks are float32 that broadcast to [..., queries].
     """
     scale, soft_cap, sinks = scoring.scale, scoring.soft_cap, scoring.sinks

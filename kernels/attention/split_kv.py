@@ -1,12 +1,12 @@
-"""Paged attention in Triton whose keys are split among programs: for rows with one query each, for
-rows that verify drafts, and for prompts too short to occupy the device. With fixed segments it
-computes all rows.
+"""Paged attention in Triton with split keys (flash-decoding): for rows with one query, for rows
+that verify drafts, and for prompts too short to occupy the device. With fixed segments it computes
+all rows.
 
 A program computes the tiles of keys that a plan assigns to it. An item (some queries of a row) that
-one program computes alone is written directly. For other items each program writes a partial
-result. The last program to arrive combines them in the order of their keys, so the result does not
-depend on which program is last. The grid depends only on shapes, so a captured graph is valid for
-all lengths.
+only one program computes is written directly. For other items each program writes a partial result,
+and the last program to finish combines them in the order of their keys. The result therefore does
+not depend on which program is last. The grid depends only on shapes, so a captured graph is valid
+for all lengths.
 """
 
 import triton
@@ -37,7 +37,7 @@ from kernels.bound import bound
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 COMBINE_NUMBERS = 8192  # numbers of partial results read at once: 64 per thread
-FULL_TILE_LANES = 64  # from which on tiles that all queries see are computed without a mask
+FULL_TILE_LANES = 64  # from this number on, tiles that all queries see need no mask
 
 
 def split_attention(
@@ -49,7 +49,7 @@ def split_attention(
     scoring: Scoring,
     gate: Tensor | None,
 ) -> None:
-    """Write the outputs of the plan's rows into their places of `out`."""
+    """Write the outputs of the plan's rows into `out`."""
     num_tokens, heads, key_dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group, head_dim = heads // kv_heads, out.shape[1] // heads
@@ -181,12 +181,12 @@ def _split_kernel(
 ):
     """Compute the tiles of program g of a KV head.
 
-    The partial result of an item that begins in the program goes into slot num_programs + g, and
-    that of an item that began in an earlier one into slot g. A program has at most one of each.
+    The partial result of an item that begins in program g has slot num_programs + g, and that of an
+    item that began in an earlier program has slot g. A program has at most one of each.
 
-    With SEGMENT, the planned tiles are segments of so many keys, or all keys of an item. Segment t
-    has slot 2 * num_programs + t. The sums of all keys of an item are in slot g after each segment,
-    and their weights in the logs of slot num_programs + g.
+    With SEGMENT, a planned tile is a segment of SEGMENT keys, or all keys of an item. Segment t has
+    slot 2 * num_programs + t. The sums of an item's keys are in slot g after each segment, and
+    their weights in the logs of slot num_programs + g.
     """
     early_launch.start(EARLY)
     program, head = tl.program_id(0), tl.program_id(1)
@@ -198,7 +198,7 @@ def _split_kernel(
     own_tile = first_tile(program, num_tiles, busy)
     last_tile = first_tile(program + 1, num_tiles, busy)
     tile = own_tile
-    done = program * 0  # segments of an item whose keys are all computed here
+    done = program * 0  # segments of an item that this program computes alone
     item = last_at_most(tile_starts_ptr, num_items, tile, 1, 0, SEARCH_BLOCK)
     lanes = tl.arange(0, BLOCK_M)
     heads = lanes % GROUP
@@ -260,7 +260,7 @@ def _split_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         masked_key = first_key
-        if FULL_TILES:  # all queries see the keys before this one
+        if FULL_TILES:  # end of the tiles that all queries see
             masked_key = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, first_key)
             masked_key = tl.minimum(masked_key, last_key)
         for part in tl.static_range(0 if FULL_TILES else 1, 2):
@@ -319,7 +319,7 @@ def _split_kernel(
                 tl.store(sums_ptr, sums, mask=inside & pending[:, None])
                 tl.store(top_ptr, top, mask=pending)
                 tl.store(weight_ptr, total, mask=pending)
-                tl.debug_barrier()  # other threads may read them
+                tl.debug_barrier()  # other threads may still read them
                 inside = inside & (lanes < tl.where(ended, BLOCK_M, 0))[:, None]
             places = (lanes // GROUP * row_heads + heads) * HEAD_DIM
             if gate_ptr is not None:
@@ -344,9 +344,9 @@ def _split_kernel(
                 first_part = program_of(item_tile, num_tiles, busy)
                 num_parts = program_of(item_end - 1, num_tiles, busy) - first_part + 1
             arrivals = arrivals_ptr + head * num_items + item
-            tl.debug_barrier()  # all stores of this program come before the signal of one thread
+            tl.debug_barrier()  # all stores of this program precede the signal of one thread
             if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                tl.store(arrivals, 0)  # for the next layer
+                tl.store(arrivals, 0)  # reset for the next layer
                 for first_lane in tl.static_range(0, USED, BLOCK_H):
                     _combine(
                         partials_ptr,
@@ -404,9 +404,9 @@ def _combine(
     BLOCK_S: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Combine the partial results of some lanes of an item, written by programs from `first_part`
-    on, or with SEGMENT of its segments from that one on. Other multiprocessors wrote them, so the
-    loads bypass this one's cache."""
+    """Combine the partial results of some lanes of an item, written by the programs from
+    `first_part` on (with SEGMENT: of its segments from there on). Other multiprocessors wrote them,
+    so the loads bypass this one's cache."""
     lanes = first_lane + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     used = (lanes < QUERIES * GROUP) & (lanes // GROUP < num_queries)

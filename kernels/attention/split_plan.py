@@ -1,12 +1,12 @@
-"""Division of a step's keys among programs, computed on the device.
+"""The plan of attention with split keys: which program computes which keys of a step. Computed on
+the device.
 
-Rows are cut into items: consecutive queries that one program computes together. The keys of all
-items are cut into tiles. Every program gets an equal number of consecutive tiles, across items. So
-one long row, alone or among short ones, keeps the whole device busy. Independent of the computation
-on a tile.
+Rows are cut into items, which are consecutive queries that one program computes together. The keys
+of all items are cut into tiles, and each program gets an equal number of consecutive tiles, across
+items. So even one long row keeps the whole device busy.
 
 With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on, so
-its parts do not depend on other rows. A program gets whole segments, or all of an item.
+its parts do not depend on other rows. A program gets whole segments, or all keys of an item.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,23 @@ from kernels.bound import bound
 
 # Starting points, to be tuned by tools/bench/gpu.
 PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
-MIN_TILES = 2  # per program: fewer would not pay for their partial results
+MIN_TILES = 2  # per program: with fewer, partial results cost more than the split saves
 SEGMENT = 1024  # keys of a fixed segment
-PARTIAL_BYTES = 64 << 20  # of partial results of fixed segments. Rows beyond are not split
-OCCUPYING_ITEMS = 2  # per program: these need no split
-LEAST_LANES = 16  # of an item, as products have at least so many rows
-MOST_LANES = 64  # of an item of many queries
-TENSOR_MEMORY_LANES = 32  # of fixed segments from sm_100 on, where more lanes spill registers
-UNSPLIT_LANES = 128  # of a tile of the kernel that does not split keys
+# Limit of the partial results of fixed segments. Further rows are not split.
+PARTIAL_BYTES = 64 << 20
+OCCUPYING_ITEMS = 2  # per program: from this number on, no split is needed
+LEAST_LANES = 16  # minimum per item, because products have at least 16 rows
+MOST_LANES = 64  # per item of many queries
+TENSOR_MEMORY_LANES = 32  # for fixed segments from sm_100 on, where more lanes spill registers
+UNSPLIT_LANES = 128  # in a tile of the kernel that does not split keys
 PLAN_BLOCK = 1024  # rows with one query each
 ITEM_BLOCK = 64  # items of rows with several queries
-ROW_BLOCK = 128  # rows that are compared with these items at once
-WIDEST_HEAD = 128  # of which so many lanes do not spill registers
-MUCH_SHARED_BYTES = 160 << 10  # of data center GPUs. Others have 99 KiB
+ROW_BLOCK = 128  # rows compared with these items at once
+WIDEST_HEAD = 128  # longest head whose MOST_LANES do not spill registers
+MUCH_SHARED_BYTES = 160 << 10  # on data center GPUs. Others have 99 KiB
 LONGEST_HEAD = 256  # of keys that are not latents
-# By bytes of a stored number. Without a limit the compiler spills some registers so that more
-# programs fit than are launched.
+# By bytes of a stored number. Without a limit, the compiler spills registers to make room for more
+# programs than are launched.
 MAX_REGISTERS = {1: 224, 2: 168}
 
 
@@ -47,30 +48,30 @@ class SplitTile(NamedTuple):
 
     keys: int
     warps: int = 4
-    stages: int = 3  # of the load pipeline, if they fit
+    stages: int = 3  # stages of the load pipeline, if they fit
     registers: int | None = None  # maximum
     slack: int = 0  # see `attend_tiles`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitPlan:
-    """The tiles of keys of each item, and scratch memory that the layers use in turn.
+    """The tiles of keys of each item, and scratch memory that the layers share.
 
     Attributes:
-        query_starts: of the batch, whose first rows these are. None: these are its last rows, with
-            one query each.
-        lanes: of an item, a power of two: its queries times the heads that share a KV head.
-        queries: of an item, at most.
-        num_programs: per KV head.
-        segment: keys of a fixed segment, which then is a tile of `tile_starts`. 0: a program
+        query_starts: of the batch, if the rows are its first ones. None: they are its last rows,
+            with one query each.
+        lanes: queries of an item times the query heads per KV head, a power of two.
+        queries: maximum of an item.
+        num_programs: programs per KV head.
+        segment: keys of a fixed segment, which is then a tile of `tile_starts`. 0: a program
             computes consecutive tiles as one part.
     """
 
     tile_starts: Tensor  # int32 [num_items + 1]: item i's tiles are [tile_starts[i], [i + 1])
-    # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], or with fixed segments
+    # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], with fixed segments
     # [2 * num_programs + segments, kv_heads, queries * group, value_dim]
     partials: Tensor
-    logs: Tensor  # float32, without the last dimension
+    logs: Tensor  # float32, shaped like partials without the last dimension
     arrivals: Tensor  # int32 [kv_heads, num_items], zeros between layers
     query_starts: Tensor | None
     num_rows: int
@@ -94,11 +95,11 @@ def lanes_of_items(
     element_size: int,
     multiprocessors: int,
 ) -> int | None:
-    """Return the lanes of an item of rows with several queries, or None if their keys are not to be
+    """Return the lanes of an item of rows with several queries. None: their keys should not be
     split.
 
-    Keys are split if rows have fewer lanes on average than a tile of the other kernel, which would
-    be mostly empty, or if all its programs together would leave multiprocessors idle.
+    Keys are split if rows have fewer lanes on average than a tile of the unsplit kernel, which
+    would be mostly empty, or if the programs of that kernel would leave multiprocessors idle.
     """
     least = _lanes_of_a_query(group)
     most = max(least, MOST_LANES) if element_size <= 2 and head_dim <= WIDEST_HEAD else least
@@ -122,7 +123,7 @@ def _lanes_of_a_query(group: int) -> int:
 
 
 def programs_per_head(kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs of a KV head, whatever the lengths."""
+    """Return the number of programs of a KV head, which does not depend on lengths."""
     return -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // kv_heads)
 
 
@@ -141,8 +142,7 @@ def plan_split(
 
     Args:
         lengths: int32, of all rows of a batch.
-        lanes: of an item. None: as few as one query has, or with fixed segments as many as items
-            of any rows.
+        lanes: of an item. None: those of one query, or with fixed segments those of any item.
         query_starts: int32, of a batch whose first rows are planned. None: its last rows are, with
             one query each.
         segment: keys of a fixed segment. 0: keys are divided evenly.
@@ -155,13 +155,13 @@ def plan_split(
     queries, num_items = 1, num_rows
     if query_starts is not None:
         queries = lanes // group
-        num_items = num_queries // queries + num_rows  # each row's last may be partial
+        num_items = num_queries // queries + num_rows  # each row's last item may be partial
     num_programs = programs_per_head(kv_heads, device.num_multiprocessors(kv.device))
     num_slots = 0
     if segment:
         most_slots = PARTIAL_BYTES // (kv_heads * queries * group * size * 4)
         if query_starts is None or num_items < OCCUPYING_ITEMS * num_programs:
-            parts = kv.shape[0] * kv.shape[3] // segment + 1  # of a row that has all pages
+            parts = kv.shape[0] * kv.shape[3] // segment + 1  # for a row that has all pages
             num_slots = min(num_items * parts, most_slots)
         else:  # as even as possible, because a program computes consecutive items
             num_programs = max(num_programs, min(num_items, most_slots // 2))
@@ -211,7 +211,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     longer.
 
     Args:
-        single: an item has one query. Several take further registers.
+        single: an item has one query. Several need more registers.
     """
     held = max(2, element_size)  # bytes in registers, where narrower numbers are widened
     if head_dim > LONGEST_HEAD:
@@ -222,7 +222,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     keys = 64 if head_dim * held <= 256 else 32
     wide = element_size > 2 and head_dim >= WIDEST_HEAD and not single
     many = lanes >= MOST_LANES or (lanes > LEAST_LANES and not single)
-    if many or wide:  # which would spill registers in 4 warps
+    if many or wide:  # 4 warps would spill registers
         return SplitTile(keys, warps=8)
     if not single:
         return SplitTile(keys, registers=255)  # two programs fit, and a lower limit spills
@@ -248,9 +248,9 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):
-    """Compute tile_starts. An item without keys gets one tile, so that a program writes its
-    zeros. One without queries gets none. With FIXED, items get one tile of all their keys from
-    where there are no slots for all tiles of the items so far."""
+    """Compute tile_starts. An item without keys gets one tile, so that a program writes its zeros.
+    An item without queries gets none. With FIXED, an item gets one tile with all its keys if the
+    slots are used up."""
     tl.store(tile_starts_ptr, 0)
     total = 0
     wanted = 0
@@ -289,10 +289,11 @@ def _plan_kernel(
 
 @triton.jit
 def keys_of_item(oldest, length, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that a query of an item sees, and the end of all that its queries see.
+    """Return the first key that any query of an item sees, and the end of the keys that its queries
+    see.
 
     Args:
-        oldest: token of the item's first query. Negative in a row without keys.
+        oldest: position of the item's first query. Negative in a row without keys.
     """
     end = tl.maximum(tl.minimum(oldest + QUERIES, length), 0)
     if WINDOW:
@@ -303,7 +304,7 @@ def keys_of_item(oldest, length, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def busy_programs(num_tiles, num_programs, MIN_TILES: tl.constexpr):
-    """Return how many programs get tiles: all, unless that leaves them fewer than MIN_TILES."""
+    """Return how many programs get tiles: all, unless each would get fewer than MIN_TILES."""
     return tl.minimum(tl.maximum(num_tiles // MIN_TILES, 1), num_programs)
 
 

@@ -1,6 +1,6 @@
-"""Common part of the attention kernels: the loop over tiles of keys.
+"""The loop over tiles of keys (online softmax), shared by the Triton attention kernels.
 
-Scores are base-2 logarithms. Their scale includes log2(e), so that exp2 can be used.
+Scores are base-2 logarithms: their scale includes log2(e), so that exp2 can be used.
 """
 
 import math
@@ -16,14 +16,14 @@ OLDER_TRITON = tl.constexpr(device.OLDER_TRITON)
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Return `scale` and `soft_cap` as `attend_tiles` takes them."""
+    """Return the arguments `scale` and `soft_cap` of `attend_tiles`."""
     if soft_cap is None:
         return scale * LOG2_E.value, 0.0
     return 2 * LOG2_E.value * scale / soft_cap, LOG2_E.value * soft_cap
 
 
 def block(head_dim: int) -> int:
-    """Return the block size for `head_dim` numbers: a power of two that products accept."""
+    """Return the block size for `head_dim` numbers: a power of two that tl.dot accepts."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
@@ -45,8 +45,8 @@ def stages_that_fit(
 
     Args:
         wanted: useful number of stages, at least 1.
-        rows: of queries in a program.
-        keys: of a tile.
+        rows: queries in a program, times heads.
+        keys: keys of a tile.
         head_dim: numbers of a value.
         rest: further numbers of a key.
         apart: False if a value is part of its key.
@@ -65,8 +65,8 @@ def stages_that_fit(
 def as_operand(q, kv_ptr, HALF: tl.constexpr, UPCAST: tl.constexpr):
     """Return queries in the dtype of their products.
 
-    With HALF, bfloat16 queries of keys in 8 bits become float16, because two 8-bit floats are
-    converted to it in one instruction. It has every such number exactly.
+    With HALF, bfloat16 queries become float16 if keys have 8 bits, because one instruction converts
+    two 8-bit floats to float16, exactly.
     """
     if UPCAST:
         q = q.to(tl.float32)
@@ -110,34 +110,33 @@ def attend_tiles(
     """Run one step of the online softmax for each tile of keys from `first` (a multiple of BLOCK_N)
     on.
 
-    `top` follows the row's largest score only when some row's exceeds its `top` by more than SLACK.
-    SLACK is at most 15, so that a weight fits float16. Until then the sums are not rescaled, which
-    saves most of the arithmetic on acc. The check takes two barriers, which is not worthwhile for
-    few rows.
+    `top` follows the row's largest score only when some row's exceeds its `top` by more than SLACK
+    (at most 15, so that a weight fits float16). Until then the sums are not rescaled, which saves
+    most of the arithmetic on acc. The check costs two barriers, too much for few rows.
 
     Args:
         q: [rows, BLOCK_D].
-        q_rest: [rows, BLOCK_REST]. With REST, it multiplies so many numbers of a key after the
-            first HEAD_DIM.
+        q_rest: [rows, BLOCK_REST], for the REST numbers of a key after the first HEAD_DIM.
         acc: float32 [rows, BLOCK_D], sum of weight * value.
         top, total: float32 [rows], a score, and the sum of the weights exp2(score - top).
-        newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW each sees
-            that many keys.
+        newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW, each row
+            sees WINDOW keys.
         kv_ptr: of the KV head.
         page_ids_ptr: of the row.
-        V_STRIDE: from a key to its value. 0: a value is the first HEAD_DIM numbers of its key.
-        scale, soft_cap: of `score_scales`.
-        MASKED: False if all rows see all keys. True: keys from `end` on are not read, and with
-            WINDOW none before `begin`, because there may be no page.
+        V_STRIDE: distance from a key to its value. 0: a value is the first HEAD_DIM numbers of its
+            key.
+        scale, soft_cap: from `score_scales`.
+        MASKED: False: all rows see all keys. True: keys from `end` on are not read, and with WINDOW
+            none before `begin`, because their pages may not exist.
     Returns:
         acc, top, total.
     """
     tl.static_assert(SLACK <= 15)
-    # Many heads on latents need registers. So page ids are loaded once for each page, and addresses
-    # that do not change from tile to tile are not kept.
+    # Many heads on latents need registers. So page ids are loaded once per page, and addresses that
+    # do not change between tiles are not kept.
     WIDE: tl.constexpr = V_STRIDE == 0 and q.shape[0] >= 64
     BY_PAGE: tl.constexpr = WIDE and PAGE_SIZE < BLOCK_N
-    # Before Triton 3.9, so do prompts with wide heads, or with a few pages in a tile.
+    # Before Triton 3.9, prompts with wide heads, or with a few pages per tile, need them too.
     CROWDED: tl.constexpr = BLOCK_D > 128 or (PAGE_SIZE > 16 and PAGE_SIZE < BLOCK_N)
     FEW_REGISTERS: tl.constexpr = WIDE or (OLDER_TRITON and q.shape[0] >= 128 and CROWDED)
     dims = tl.arange(0, BLOCK_D)
@@ -189,7 +188,7 @@ def attend_tiles(
             scores = _capped(scores, scale, soft_cap)
             unit = 1.0
         else:
-            unit = scale  # applied to the largest score alone, and within the subtraction below
+            unit = scale  # applied only to the largest score, and within the subtraction below
         if MASKED:
             visible = tokens[None, :] <= newest[:, None]
             if WINDOW:
@@ -211,9 +210,9 @@ def attend_tiles(
 def _rounded(weights, dtype: tl.constexpr, WIDE: tl.constexpr):
     """Return weights in the dtype of a product.
 
-    With WIDE they are exchanged between warps after this, because the compiler does not move an
-    operation with effects. It would otherwise exchange the scores, which are longer, and compute
-    all weights twice.
+    With WIDE, the inline assembly has side effects, so the compiler exchanges the weights between
+    warps only after it. Otherwise it would exchange the longer scores and compute all weights
+    twice.
     """
     rounded = weights.to(dtype)
     if WIDE and rounded.dtype.primitive_bitwidth == 16:
@@ -225,9 +224,9 @@ def _rounded(weights, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def as_part(acc, top, total):
-    """Return the sums of a part of a row's keys as `joined` takes them: divided by the sum of their
-    weights, whose logarithm is the second result."""
-    total = tl.where(total == 0.0, 1.0, total)  # of a lane that sees no key
+    """Return a part of a row's keys in the form of `joined`: the sums divided by the sum of their
+    weights, and the logarithm of that sum."""
+    total = tl.where(total == 0.0, 1.0, total)  # a lane that sees no key
     return acc / total[:, None], top + tl.log2(total)
 
 
@@ -238,14 +237,14 @@ def joined(acc, top, total, parts, logs):
     shown = finite(new_top)  # a lane may see no key of the parts so far
     weights = tl.exp2(logs - shown[None, :])
     fade = tl.exp2(top - shown)
-    # Explicitly, or the compiler might contract another product in another caller.
+    # Explicit, because the compiler might contract different products in different callers.
     acc = tl.fma(acc, fade[:, None], tl.sum(weights[:, :, None] * parts, 0))
     return acc, new_top, tl.fma(total, fade, tl.sum(weights, 0))
 
 
 @triton.jit
 def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
-    """Rescale the sums to a `top` of at least the peaks."""
+    """Rescale the sums so that `top` is at least `peaks`."""
     new_top = tl.maximum(top, peaks)
     fade = tl.exp2(top - (finite(new_top) if MASKED else new_top))
     return acc * fade[:, None], new_top, total * fade
@@ -275,8 +274,8 @@ def _load_pages(
     WINDOW: tl.constexpr,
     BY_PAGE: tl.constexpr,
 ):
-    """Load the page of each token of a tile, or each page once, or one page for all. Entries may be
-    missing past the end and before the window."""
+    """Load the page of each token of a tile: per token, once per page, or one page for all. Entries
+    may be missing after the end and before the window."""
     if PAGE_SIZE >= BLOCK_N:
         return tl.load(page_ids_ptr + start // PAGE_SIZE, mask=start < end, other=0)
     elif BY_PAGE:
@@ -295,8 +294,7 @@ def _load_pages(
 def _load_tile(
     ptr, live, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load a tile, with zeros for keys that are not live. 0 * NaN is NaN, so a weight of 0 would
-    not exclude stale values."""
+    """Load a tile, with zeros for keys that are not live, because 0 * NaN is NaN."""
     if MASKED:
         if HEAD_DIM < BLOCK_D:
             return tl.load(ptr, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -310,12 +308,12 @@ def _load_tile(
 
 @triton.jit
 def _widened(x, wanted: tl.constexpr, ROWS: tl.constexpr):
-    """Return numbers that may be stored in fewer bits in the dtype of a product with ROWS rows.
+    """Return stored numbers, which may have fewer bits, in the dtype of a product with ROWS rows.
 
-    Pairs of 8-bit floats become float16 before the product's operand is made of them. The compiler
-    would otherwise read the transposed operand byte by byte. It moves no operation with effects.
-    Products of tensor memory have operands in shared memory and need no such order. Triton 3.7
-    cannot pipeline operations with effects beside them.
+    Pairs of 8-bit floats become float16 before the operand is formed. Otherwise the compiler would
+    read the transposed operand byte by byte. It does not move operations with side effects.
+    Products in tensor memory have operands in shared memory and do not need this. Triton 3.7 cannot
+    pipeline operations with side effects.
     """
     if (x.dtype.primitive_bitwidth == 8) & (wanted == tl.float16):
         DATA_CENTER: tl.constexpr = cuda_capability_geq(10) and not cuda_capability_geq(12)

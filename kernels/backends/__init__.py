@@ -1,1 +1,1 @@
-"""Operations of optional packages, which can replace kernels of this repository."""
+"""Operations of optional packages (FlashInfer, fla), which can replace Baton's kernels."""

@@ -1,6 +1,6 @@
-"""The choice between kernels of this repository and operations of optional packages.
+"""The choice between Baton's kernels and operations of optional packages.
 
-The engine sets the choice once for its process. Layers call what `operations` returns.
+The engine sets the choice once per process. Layers call `operations`.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,15 @@ from kernels.linear_attention import delta_rule
 from kernels.linear_attention.delta_rule import Gates
 from kernels.linear_attention.state_cells import CellView, StateRows
 
-# As `kernels.attention.paged.plan_attention` and `kernels.linear_attention.delta_rule.delta_rule`.
+# Signatures of `kernels.attention.paged.plan_attention` and
+# `kernels.linear_attention.delta_rule.delta_rule`.
 PlanAttention: TypeAlias = Callable[[AttentionRows, Tensor, AttentionKind], paged.AttentionPlan]
 DeltaRule: TypeAlias = Callable[[Tensor, Gates, CellView, StateRows], Tensor]
 
 
 @dataclass(slots=True)
 class Operations:
-    """The operations that a package can replace. The defaults are kernels of this repository."""
+    """The operations that a package can replace. The defaults are Baton's kernels."""
 
     plan_attention: PlanAttention = paged.plan_attention
     delta_rule: DeltaRule = delta_rule.delta_rule
@@ -37,5 +38,5 @@ def use_operations(operations: Operations) -> None:
 
 
 def operations() -> Operations:
-    """Return the operations that layers call."""
+    """Return the operations of this process."""
     return _used[0]

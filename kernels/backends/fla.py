@@ -1,7 +1,7 @@
 """The gated delta rule of the package flash-linear-attention, for prompts.
 
-The package computes long rows in chunks. Decode steps and steps that verify drafts use the kernel
-of this repository, which CUDA graphs can contain.
+The package computes long rows in chunks. Decode steps and steps that verify drafts use Baton's
+kernel, which CUDA graphs can contain.
 """
 
 import functools
@@ -17,13 +17,13 @@ from kernels.backends.package import Package
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from kernels.linear_attention.state_cells import CellView, StateRows
 
-# The operations are in a distribution of their own, in the same release as flash-linear-attention.
+# The operations are in a separate distribution, with the release number of flash-linear-attention.
 PACKAGE = Package("fla-core", "fla.ops.gated_delta_rule", "0.6")
 LONGEST_KEY = 256
 
 
 class FlashLinearAttention:
-    """The operations of the package that this process uses.
+    """The delta rule of the package.
 
     Args:
         package: the module `fla.ops.gated_delta_rule`.
@@ -51,7 +51,7 @@ class FlashLinearAttention:
         of_token = (q, k, v.reshape(len(x), cells.heads, v_size), g, beta)
         state, outputs = cells.read(rows.reads), []
         for part in cut.parts:
-            if len(part.rows):  # no token is left if the mark of every row is at its end
+            if len(part.rows):  # empty if every mark is at the end of its row
                 y, state[part.rows] = self._chunk_rule(
                     *(each[None, part.tokens] for each in of_token),
                     scale=k_size**-0.5,
@@ -72,7 +72,7 @@ class _Part:
     """Consecutive tokens of some rows, one row after the other, and the states written after them.
 
     Attributes:
-        tokens: place of the tokens, in the order of the cut.
+        tokens: slice of the tokens, in the order of the cut.
         rows: int64, the rows that have tokens in this part.
         starts, starts_on_host: int64 [len(rows) + 1], in tokens of the part.
         written: int64, the rows whose states are written.
@@ -89,9 +89,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """The rows of a step, cut at their marks (see StateRows).
-
-    The package returns a state only at the end of a row, and a mark asks for one within it.
+    """The rows of a step, cut at their marks (see StateRows), because the package returns a state
+    only at the end of a row.
 
     Attributes:
         order: int64, the step's tokens in the order of the parts. None: unchanged.

@@ -1,7 +1,7 @@
 """Attention of the package flashinfer-python.
 
-A wrapper of the package is planned once for the rows of a step, and runs for each layer. The plan
-is made on the host, which waits for the device to read the rows. So no CUDA graph can contain it.
+A wrapper of the package is planned once for the rows of a step, and runs for each layer. Planning
+on the host waits for the device, so no CUDA graph can contain it.
 """
 
 import weakref
@@ -20,17 +20,17 @@ from kernels.backends.package import Package
 
 PACKAGE = Package("flashinfer-python", "flashinfer", "0.7")
 HEAD_DIMS = frozenset({64, 128, 256})
-LATENT_DIMS = (512, 64)  # numbers of a latent: the value, and the rotated part
+LATENT_DIMS = (512, 64)  # numbers of a latent: value, rotated part
 
-_WORKSPACE_BYTES = 128 << 20  # as the package recommends
-_LAYOUT = "HND"  # of keys in a page: head, token, number
+_WORKSPACE_BYTES = 128 << 20  # recommended by the package
+_LAYOUT = "HND"  # order of dimensions in a page: head, token, number
 _LN_2 = 0.6931471805599453
 
 
 class FlashInfer:
-    """The wrappers of a process on one device, and the workspace that they share.
+    """The package's wrappers on one device, with a shared workspace.
 
-    All calls must use one stream, because wrappers write to the shared workspace.
+    All calls must use one stream, because wrappers write to the workspace.
 
     Args:
         package: the module `flashinfer`.
@@ -66,8 +66,8 @@ class FlashInfer:
 
 
 class _Wrappers:
-    """A pool of wrappers of one kind. A wrapper has the buffers of one plan, so only one plan uses
-    it at a time.
+    """A pool of wrappers of one kind. A wrapper has the buffers of one plan, so only one plan may
+    use it at a time.
 
     Planning waits for the device before it writes the buffers, so no kernel still reads them.
     """
@@ -77,7 +77,7 @@ class _Wrappers:
         self._free: list[Any] = []
 
     def acquire(self, holder: object) -> Any:
-        """Return a wrapper for as long as the holder exists."""
+        """Return a wrapper. It returns to the pool when `holder` is garbage-collected."""
         wrapper = self._free.pop() if self._free else self._make()
         weakref.finalize(holder, self._free.append, wrapper).atexit = False
         return wrapper
@@ -85,8 +85,8 @@ class _Wrappers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows of a step in the form of the package. Pages outside the attention window are
-    omitted. The package counts positions from the end of a row, so this changes no position.
+    """The rows of a step in the form of the package. Pages outside the attention window are left
+    out, which changes no position, because the package counts positions from the end of a row.
 
     Attributes:
         query_starts, page_starts: int32 [num_rows + 1] on the host, from 0 without gaps.
@@ -105,7 +105,8 @@ class _Rows:
     @classmethod
     def of(cls, step: AttentionRows, page_size: int, window: int | None) -> "_Rows":
         num_rows, page_ids = step.num_rows, step.page_ids
-        columns = torch.cat((step.query_starts, step.lengths, step.page_starts)).cpu()  # one wait
+        # One copy, so that the host waits once.
+        columns = torch.cat((step.query_starts, step.lengths, step.page_starts)).cpu()
         starts, ends, places = torch.split(columns, [num_rows + 1, num_rows, num_rows])
         unseen = torch.zeros_like(ends)
         if window is not None:
@@ -163,8 +164,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _PagedPlan:
-    """A plan of attention over keys and values. A plan of the package has one scale and soft cap.
-    The first layer with new values makes it, and later layers use it."""
+    """A plan of attention over keys and values. A plan of the package has one scale and one soft
+    cap, so the first layer with new values makes it and later layers share it."""
 
     num_tokens: int
     wrappers: _Wrappers
@@ -185,7 +186,7 @@ class _PagedPlan:
         if sinks is None:
             return gated(wrapper.run(q, pages).flatten(1), gate)
         out, sums = wrapper.run(q, pages, return_lse=True)
-        # All weights shrink by the sink's share. Sums are logarithms to base 2.
+        # The sink takes a share of all weights. The package returns base-2 logarithms of sums.
         share = torch.sigmoid(sums * _LN_2 - sinks.float())
         return gated((out * share.unsqueeze(-1)).to(q.dtype).flatten(1), gate)
 

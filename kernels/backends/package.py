@@ -1,4 +1,4 @@
-"""Import of an optional package in a release whose interface is known."""
+"""Import of an optional package, only in a tested release."""
 
 import importlib
 import importlib.metadata
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unavailable(Exception):
-    """The package is missing, or its release has not been tested. The text says what to do."""
+    """The package is missing, or its release is untested. The message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Package:
     """An optional package.
 
     Attributes:
-        distribution: its name in package registries.
-        module: the imported module.
-        tested: beginning of the tested releases.
+        distribution: name in package registries.
+        module: the module to import.
+        tested: prefix of the tested releases.
     """
 
     distribution: str

@@ -1,4 +1,4 @@
-// The steps of attention's rule that both kernels share: see attention.h.
+// The steps of attention that both kernels share, see attention.h.
 
 #include "attention.h"
 
@@ -13,7 +13,7 @@ inline void scaled(Lanes* sums, float scale, int64_t num_lanes) {
     for (int64_t i = 0; i < num_lanes; i++) sums[i] *= scale;
 }
 
-// Sums in the order of their numbers.
+// Reorders the sums into the order of their numbers.
 inline void ordered(Count<1>, const Lanes* sums, Lanes* numbers) { numbers[0] = sums[0]; }
 
 inline void ordered(Count<2>, const Lanes* sums, Lanes* numbers) {

@@ -1,13 +1,13 @@
-// The rule of attention, which both kernels follow: a query's result has the same bits in either.
+// The parts of attention that extend_attention.cpp and decode_attention.cpp share. Both compute the same
+// bits for a query.
 //
-// A row's keys are cut into segments of SEGMENT, and those into blocks of COLUMNS, both at multiples
-// of their sizes from the first token on. A score is summed word after word. A block's weights are
-// relative to the largest score of its segment so far, and its values are summed from 0 before they
-// are added to the segment's sums. A row's segments are merged in order. Sinks and the division come
-// last.
+// A row's keys are cut into segments of SEGMENT keys, and segments into blocks of COLUMNS keys, at
+// multiples of these sizes from the first token on. A score is summed word after word. A block's weights
+// are relative to the largest score of its segment so far. Its values are summed from 0 and then added
+// to the segment's sums. A row's segments are merged in order. Sinks and the division come last.
 //
-// attention.cpp compiles `weigh`, `merge` and `finish` once. In a copy for each kernel the compiler
-// could fuse other products and sums. Everything inline here only moves numbers.
+// attention.cpp compiles `weigh`, `merge` and `finish` once, because in a copy for each kernel the
+// compiler could fuse other products and sums. Inline functions here only move numbers.
 
 #pragma once
 
@@ -15,13 +15,13 @@
 #include "pages.h"
 #include "panels.h"
 
-constexpr int64_t SEGMENT = 512;   // keys, and what a thread of a decode step computes at once
-constexpr int64_t LONGEST = 256;   // numbers of a key or a value
-constexpr float LOWEST = -1e30f;   // below every score, and finite: no key has been seen
+constexpr int64_t SEGMENT = 512;   // keys, also the work of a thread at once in a decode step
+constexpr int64_t LONGEST = 256;   // maximum numbers of a key or a value
+constexpr float LOWEST = -1e30f;   // below every score, and finite: no key seen yet
 static_assert(SEGMENT % COLUMNS == 0);
-static_assert(COLUMNS <= DEPTH && LONGEST <= DEPTH);  // no sum is cut into parts
+static_assert(COLUMNS <= DEPTH && LONGEST <= DEPTH);  // no sum is split into parts
 
-// What a query has seen: the largest score, and the sum of weights relative to it.
+// A query's softmax over the keys so far: the largest score, and the sum of weights relative to it.
 struct Softmax {
     float largest = LOWEST, total = 0;
 };
@@ -30,12 +30,12 @@ struct Scoring {
     float scale, soft_cap;  // soft_cap 0: none
 };
 
-// A query's first and last key, relative to a block's start.
+// A query's first and last visible key, relative to a block's start.
 struct Visible {
     int64_t first, last;
 };
 
-// The numbers that are multiplied for keys and values of type T, GROUP of them in a word.
+// How keys and values of type T are multiplied: as Number, GROUP of them in a word.
 template <class T>
 struct Products {
     using Number = float;
@@ -52,15 +52,15 @@ struct Products<bfloat16> {
 };
 #endif
 
-// Lanes of the sums of a value. Those of a span of GROUP lanes are in the order of `value_words`.
+// Number of lanes for the sums of a value. A span of GROUP lanes is in the order of `value_words`.
 template <class T>
 constexpr int64_t lanes_of(int64_t size) {
     constexpr int64_t GROUP = Products<T>::GROUP;
     return (size + WIDTH * GROUP - 1) / (WIDTH * GROUP) * GROUP;
 }
 
-// Turns a block's products of a query with keys into weights [COLUMNS]. Scales the segment's sums
-// where the largest score rises.
+// Turns the products of a query with a block's keys into weights [COLUMNS]. Scales the segment's sums if
+// the largest score rises.
 template <class Number>
 void weigh(
     const Lanes (&products)[PARTS], Visible visible, Scoring scoring, Softmax& segment, Lanes* sums,
@@ -70,7 +70,7 @@ void weigh(
 // Adds a segment to the row's sums. A segment without a visible key changes nothing.
 void merge(Softmax& row, Lanes* sums, const Softmax& segment, const Lanes* added, int64_t num_lanes);
 
-// Writes `size` numbers. sink: score of a key without a value, -infinity without a sink.
+// Writes `size` numbers. sink: score of a key without a value. -infinity: no sink.
 template <class T>
 void finish(const Softmax& row, const Lanes* sums, float sink, int64_t size, T* out);
 
@@ -84,14 +84,14 @@ inline void converted(const T* from, typename Products<T>::Number* to, int64_t s
         for (int64_t i = 0; i < size; i += WIDTH) store(to + i, load(from + i, size - i), size - i);
 }
 
-// WIDTH words of a key, of which the first `count` numbers exist; others are 0.
+// WIDTH words of a key. Numbers from `count` on are 0.
 template <class T, class Count>
 inline Words key_words(const T* key, Count count) {
     if constexpr (std::is_same_v<T, typename Products<T>::Number>) return words_of(key, count);
     else return count > 0 ? (Words)load(key, count) : Words{};
 }
 
-// GROUP words for the same numbers of GROUP values, each word of one number.
+// GROUP words from the same numbers of GROUP values. Each word has one number of each value.
 inline void value_words(const Words (&values)[1], Words (&words)[1]) { words[0] = values[0]; }
 
 inline void value_words(const Words (&values)[2], Words (&words)[2]) {
@@ -107,14 +107,14 @@ inline void value_words(const Words (&values)[2], Words (&words)[2]) {
     );
 }
 
-// The keys [start, start + COLUMNS) of a row and a head, in runs of WIDTH that lie in one page each.
-// A run without a key in [first, end) is replaced by the nearest one that has any. Numbers are only
-// read of pages with such keys. Values outside [begin, count) may be NaN.
+// The keys [start, start + COLUMNS) of a row and a head, in runs of WIDTH keys that are in one page. A
+// run without a key in [first, end) is replaced by the nearest run that has one, so only pages with such
+// keys are read. Values outside [begin, count) may be NaN.
 template <class T>
 struct KeyBlock {
     const T* runs[PARTS];
-    int64_t stride, value;  // to the next key, and from a key to its value
-    int64_t begin, count;   // begin: a multiple of WIDTH
+    int64_t stride, value;  // stride: to the next key. value: from a key to its value
+    int64_t begin, count;   // begin is a multiple of WIDTH
 
     KeyBlock(
         const T* kv, const Pages& pages, int64_t row, int64_t head, int64_t start, int64_t first,

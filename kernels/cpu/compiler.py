@@ -1,9 +1,9 @@
 """Compilation of this folder's C++ into a shared library.
 
-A container image has the library prebuilt for each level of processor (LEVELS). Elsewhere the first
-start compiles it for this processor and keeps it in the user's cache. The name of a library
+A container image has prebuilt libraries for each level of processor (LEVELS). Elsewhere the first
+start compiles the library for this processor and keeps it in the user's cache. A library's name
 contains a hash of its sources and flags, so an outdated one is never loaded. Files are written
-under another name and renamed. If several processes start at once, one compiles and the others
+under a temporary name and renamed. If several processes start at once, one compiles and the others
 wait.
 
     python -m kernels.cpu.compiler DIRECTORY      # prebuild all levels, for an image
@@ -35,10 +35,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A set of x86-64 processors that one prebuilt library runs on.
+    """A set of x86-64 processors that can run the same prebuilt library.
 
     Attributes:
-        targets: the compiler's flags for it.
+        targets: compiler flags.
         features: names in the `flags` line of /proc/cpuinfo that a processor must have.
     """
 
@@ -52,7 +52,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16 = (*_VNNI, "-mavx512bf16")
 _AMX = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
-LEVELS = (  # the fastest first
+LEVELS = (  # fastest first
     Level("amx", _AMX, _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}),
     Level("avx512-bf16", _BF16, _AVX512 | {"avx512_vnni", "avx512_bf16"}),
     Level("avx512-vnni", _VNNI, _AVX512 | {"avx512_vnni"}),
@@ -62,8 +62,8 @@ LEVELS = (  # the fastest first
 
 
 class NotCompiled(Exception):
-    """No compiler was found, it failed, or the cache cannot be written. The text gives the
-    reason."""
+    """The library could not be compiled: no compiler was found, it failed, or the cache is not
+    writable. The message has the reason."""
 
 
 def compiler() -> Path | None:
@@ -79,7 +79,7 @@ def cache_directory() -> Path:
 
 
 def prebuilt(directory: Path = PREBUILT) -> Path | None:
-    """Return the library of an image for the highest level that this processor has, if any."""
+    """Return the prebuilt library for the highest level that this processor has, if any."""
     features = set(_processor().split())
     for level in LEVELS:
         path = _prebuilt_path(directory, level)
@@ -134,8 +134,8 @@ def _require_compiler() -> Path:
 
 
 def _key(program: Path) -> str:
-    """Return a name that depends on everything that determines the compiler's output and where it
-    runs."""
+    """Return a name that depends on everything that determines the compiler's output and the
+    processors that can run it."""
     return _digest((_said_by(program, "--version"), _processor()))
 
 
@@ -153,8 +153,8 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Describe the processor as -march=native sees it, because different machines may share a home
-    directory."""
+    """Return a description of the processor, as -march=native sees it. Different machines may share
+    a home directory."""
     if not _CPUINFO.exists():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     first = _CPUINFO.read_text().split("\n\n")[0]
@@ -175,7 +175,7 @@ def _said_by(program: Path, *arguments: str) -> str:
 
 
 def _compile(program: Path, targets: Sequence[str], target: Path) -> None:
-    """Compile the sources on all cores and link them, because the first start waits for it."""
+    """Compile the sources on all cores, because the first start waits for it, and link them."""
     sources = sorted(SOURCES.glob("*.cpp"))
     with TemporaryDirectory(dir=target.parent, prefix=target.stem) as directory:
 
@@ -198,7 +198,7 @@ def _first_error(text: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file. It is released when the process ends for any reason."""
+    """Hold a lock on the file. The system releases it however the process ends."""
     deadline = time.monotonic() + DEADLINE_S
     with path.open("w") as file:
         while True:

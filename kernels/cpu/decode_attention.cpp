@@ -1,7 +1,7 @@
-// Attention of one query per row over pages, which are read where they lie: flash-decoding.
+// Flash-decoding: attention of one query per row over pages, which are read in place.
 //
-// Each segment of a row's keys is a piece of work for each KV head, see attention.h. So a row's
-// result depends on neither the other rows nor the number of threads.
+// A segment of a row's keys and a KV head are one piece of work, see attention.h. So a row's result
+// depends neither on other rows nor on the number of threads.
 
 #include <limits>
 #include <memory>
@@ -12,15 +12,15 @@
 
 namespace {
 
-// Fetches a key or a value early: pages lie anywhere, and a processor foresees no jump. Not into
-// the nearest cache: a core waits for few lines that are on their way there.
+// Prefetches a key or a value, because the processor cannot predict the jump to another page. Not into
+// the nearest cache, which can wait for only a few lines at a time.
 template <class T>
 inline void fetch(const T* line) {
     __builtin_prefetch(line, 0, 2);
 }
 
-// Products of G queries [G, LONGEST] with the keys of a block, and early fetches of their values.
-// Several runs of keys at once: a sum waits for the one before.
+// Products of G queries [G, LONGEST] with the keys of a block, and prefetches of their values. Computes
+// several runs of keys at once, because each addition to a sum waits for the one before.
 template <int G, class T>
 inline void multiply(
     const typename Products<T>::Number (*queries)[LONGEST], const KeyBlock<T>& keys, int64_t size,
@@ -35,7 +35,8 @@ inline void multiply(
 #pragma GCC unroll 4
             for (int run = 0; run < RUNS; run++) {
                 const T* key = keys.runs[first + run] + i;
-                Words words[WIDTH];  // of WIDTH keys, and then each of one place in all of them
+                // Words of WIDTH keys, then after the transposition the same word of all keys.
+                Words words[WIDTH];
 #pragma GCC unroll 16
                 for (int k = 0; k < WIDTH; k++, key += keys.stride) {
                     words[k] = key_words(key, left);
@@ -65,8 +66,8 @@ inline void multiply(
     }
 }
 
-// Adds LANES lanes of a block's values from number `from` on, and fetches the next block's keys.
-// left: numbers of a value from there on, or as many as the lanes have.
+// Adds LANES lanes of a block's values from number `from` on, and prefetches the next block's keys.
+// left: numbers of a value from there on, at most those of the lanes.
 template <int G, int LANES, class T, class Left>
 inline void add_values(
     const typename Products<T>::Number (*weights)[COLUMNS], const KeyBlock<T>& keys,
@@ -112,7 +113,7 @@ inline void add_values(
             sums[g * num_lanes + from / WIDTH + lane] += own[g][lane];
 }
 
-// A segment of a row's keys for G query heads: keys [first, end), of which the query sees all.
+// A segment of a row's keys for G query heads: the keys [first, end), all visible to the query.
 template <int G, class T>
 void attend_segment(
     const T* q, const T* kv, const Pages& pages, int64_t row, int64_t head, int64_t first,
@@ -143,7 +144,8 @@ void attend_segment(
             add_values<G, LANES>(weights, keys, next, from, left, sums, num_lanes);
             from += LANES * WIDTH;
         };
-        constexpr int MOST = std::min(8, 16 / G), LEAST = Products<T>::GROUP;  // in registers
+        // Vectors that fit into registers.
+        constexpr int MOST = std::min(8, 16 / G), LEAST = Products<T>::GROUP;
         while (from + MOST * WIDTH <= size) add(Count<MOST>(), Count<MOST * WIDTH>());
         while (from + 4 * WIDTH <= size) add(Count<4>(), Count<4 * WIDTH>());
         while (from < size) add(Count<LEAST>(), size - from);
@@ -173,8 +175,8 @@ struct Segments {
 
 }  // namespace
 
-// See kernels/attention. q: [num_rows, kv_heads * group, size], rows q_stride apart; out: the same,
-// contiguous.
+// See kernels/attention. q: [num_rows, kv_heads * group, size], rows q_stride apart. out: the same
+// shape, contiguous.
 extern "C" void decode_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,
     int64_t head_stride, int64_t kv_stride, int64_t token_stride, const int32_t* page_ids,

@@ -1,7 +1,8 @@
-// What a gated delta net computes beside its products: the short convolution, and the delta rule.
+// The parts of a gated delta net other than its matrix products: the short convolution, and the delta
+// rule.
 //
-// Both process a row's tokens one after the other, in float32 and in one order of sums. So the bits of
-// outputs and states depend neither on where a row is cut nor on other rows.
+// Both process a row's tokens one after the other, in float32 and in a fixed order of sums. So the bits
+// of outputs and states depend neither on where a row is cut nor on other rows.
 
 #include <cmath>
 #include <vector>
@@ -20,7 +21,7 @@ struct States {
     const int32_t *starts, *reads, *writes, *marks, *kept;
     int64_t num_rows, state_pages;
 
-    // A head's cell in the state that one of `reads`, `writes` and `kept` has for a row, or null.
+    // A head's cell in a row's pages of `reads`, `writes` or `kept`, or null.
     template <class T>
     T* cell(const int32_t* pages, int64_t row, int64_t head) const {
         int64_t number = first + head * step;
@@ -32,7 +33,7 @@ struct States {
     int64_t num_tokens() const { return starts[num_rows] - starts[0]; }
 
     // Calls advance(first, count) for the tokens of a row, at most `most` at a time, and save(pages)
-    // where a state is to be written to those that one of `writes` and `kept` has for the row.
+    // where the state must be written to the row's pages of `writes` or `kept`.
     template <class Advance, class Save>
     void process(int64_t row, int64_t most, Advance advance, Save save) const {
         int64_t start = starts[row], mark = start + marks[row], end = starts[row + 1];
@@ -45,14 +46,15 @@ struct States {
     }
 };
 
-// The floats of a row of this size that ends with a whole vector.
+// The size of a row, rounded up to whole vectors, in floats.
 inline int64_t padded(int64_t size) { return (size + WIDTH - 1) / WIDTH * WIDTH; }
 
 inline Lanes fused(Lanes sum, Lanes a, Lanes b) { return Floats::add(sum, (Words)a, (Words)b); }
 
 inline Lanes all(float number) { return Lanes{} + number; }
 
-// Memory of a thread, valid until its next call. It is kept, as most steps have many small items.
+// Scratch memory of a thread, valid until its next call. It is kept, because most steps have many small
+// items.
 inline float* scratch(int64_t size) {
     static thread_local std::vector<float> memory;
     if ((int64_t)memory.size() < size + WIDTH) memory.resize(size + WIDTH);
@@ -63,18 +65,18 @@ inline float* scratch(int64_t size) {
 // ---- Convolution
 
 constexpr int64_t SPAN = 128;   // channels that are processed together
-constexpr int64_t INPUTS = 16;  // tokens likewise
+constexpr int64_t INPUTS = 16;  // tokens that are processed together
 
 // Some channels of one head.
 template <class T>
 struct Channels {
     const T* x;  // [num_tokens, any]
     int64_t stride;
-    const int32_t* columns;  // of the channels in x
+    const int32_t* columns;  // columns of the channels in x
     const T* weight;         // [channels, width]
     int64_t count, width;
 
-    // The inputs of tokens, [tokens, SPAN].
+    // Reads the inputs of tokens as [tokens, SPAN].
     void read(int64_t first, int64_t tokens, T* inputs) const {
         bool adjacent = true;
         for (int64_t i = 1; i < count; i++) adjacent &= columns[i] == columns[0] + i;
@@ -87,7 +89,7 @@ struct Channels {
     }
 };
 
-// SiLU of the sums of `width` inputs times weights, in order. The sum is rounded before.
+// SiLU of the sum of `width` inputs times weights, in order. The sum is rounded before the SiLU.
 template <class T>
 __attribute__((noinline)) void convolve(
     const T* inputs, const T* weights, int64_t width, int64_t count, T* out
@@ -101,7 +103,7 @@ __attribute__((noinline)) void convolve(
     }
 }
 
-// Channels of a head from `first` on, for the tokens of a row.
+// The convolution of a head's channels from `first` on, for the tokens of a row.
 template <class T>
 void convolve_row(
     const Channels<T>& channels, const States& states, int64_t row, int64_t head, int64_t first,
@@ -109,7 +111,7 @@ void convolve_row(
 ) {
     const int64_t width = channels.width, before = width - 1, count = channels.count;
     T* weights = (T*)scratch((width + before + INPUTS) * SPAN);
-    T* seen = weights + width * SPAN;  // the last inputs before some tokens, and theirs
+    T* seen = weights + width * SPAN;  // the inputs before some tokens, then their own
     std::memset(weights, 0, (width + before) * SPAN * sizeof(T));
     const T* state = states.cell<T>(states.reads, row, head);
     for (int64_t i = 0; i < count; i++) {
@@ -135,15 +137,15 @@ void convolve_row(
 
 // ---- Delta rule
 
-constexpr int64_t TOKENS = 32;     // whose keys and gates are made together
-constexpr int PARTS_OF_BLOCK = 4;  // vectors of a row of a block
+constexpr int64_t TOKENS = 32;     // tokens whose keys and gates are computed together
+constexpr int PARTS_OF_BLOCK = 4;  // vectors per row of a block
 constexpr int64_t BLOCK = PARTS_OF_BLOCK * WIDTH;  // columns of a matrix that a near cache holds
 
-// log(1 + x) of x from 0 on, within 2 units in the last place.
+// log(1 + x) for x >= 0, within 2 units in the last place.
 inline Lanes log_of_one_and(Lanes x) {
     Lanes sum = 1.0f + x;
     Ints bits = (Ints)sum;
-    Ints exponent = (bits - 0x3f3504f3) >> 23;  // of sum over the root of 1/2, so that 1 has 0
+    Ints exponent = (bits - 0x3f3504f3) >> 23;  // of sum / sqrt(1/2), so that 1 has exponent 0
     Lanes m = (Lanes)(bits - (exponent << 23)) - 1.0f, square = m * m;
     Lanes n = __builtin_convertvector(exponent, Lanes);
     Lanes p = Lanes{} + 7.0376836292e-2f;
@@ -156,10 +158,11 @@ inline Lanes log_of_one_and(Lanes x) {
     p = p * m - 2.4999993993e-1f;
     p = p * m + 3.3333331174e-1f;
     Lanes log = p * m * square - n * 2.12194440e-4f - 0.5f * square + m + n * 0.693359375f;
-    return log + (x - (sum - 1.0f)) / sum;  // what the sum has lost
+    return log + (x - (sum - 1.0f)) / sum;  // corrects the rounding of sum
 }
 
-// Of some tokens of a head: how much of the state stays, and how much of a value is learnt.
+// Gates of some tokens of a head: the part of the state that stays, and the part of a value that is
+// learnt.
 __attribute__((noinline)) void open_gates(
     Lanes a, Lanes b, float speed, float bias, float* decays, float* rates
 ) {
@@ -169,7 +172,7 @@ __attribute__((noinline)) void open_gates(
     store(rates, sigmoid(b));
 }
 
-// x over its length, times scale.
+// Normalises x to length 1, times scale.
 template <class T>
 __attribute__((noinline)) void normalise(
     const T* x, int64_t size, float scale, float eps, float* out
@@ -183,7 +186,7 @@ __attribute__((noinline)) void normalise(
     for (int64_t i = 0; i < size; i += WIDTH) store(out + i, load(x + i, size - i) * scale);
 }
 
-// What a block of a matrix has learnt under a key.
+// What a block of a matrix returns for a key.
 void recall(const float* block, const float* key, int64_t size, Lanes (&known)[PARTS_OF_BLOCK]) {
     Lanes sums[PARTS_OF_BLOCK] = {};
     for (int64_t i = 0; i < size; i++)
@@ -193,8 +196,8 @@ void recall(const float* block, const float* key, int64_t size, Lanes (&known)[P
     for (int part = 0; part < PARTS_OF_BLOCK; part++) known[part] = sums[part];
 }
 
-// A block decays, and learns under a key. Gives the output for the query, and what the block then
-// knows under the next key, while it passes through the registers once.
+// Decays a block and learns a value for a key. Also computes the output for the query and what the block
+// then returns for the next key, while the block is in registers.
 void learn(
     float* block, int64_t size, float decay, const float* key, const float* query,
     const float* next_key, const Lanes (&learnt)[PARTS_OF_BLOCK], Lanes (&outputs)[PARTS_OF_BLOCK],
@@ -221,7 +224,8 @@ void learn(
     }
 }
 
-// Source of the names: kernels/linear_attention/delta_rule.py. Gates: [num_tokens, key_heads, group].
+// The delta rule of a value head. Names are those of kernels/linear_attention/delta_rule.py. Gates:
+// [num_tokens, key_heads, group].
 template <class T>
 struct DeltaRule {
     const T *x, *a, *b;
@@ -247,7 +251,8 @@ struct DeltaRule {
                 normalise(own, k_size, 1.0f / std::sqrt((float)k_size), eps, queries + i * key);
                 normalise(own + k_size, k_size, 1.0f, eps, keys + i * key);
             }
-            std::memset(keys + count * key, 0, key * sizeof *keys);  // it has no next token here
+            // The last token here has no next key.
+            std::memset(keys + count * key, 0, key * sizeof *keys);
             for (int64_t block = 0; block < blocks(); block++) {
                 const int64_t column = block * BLOCK;
                 float* own = state + block * k_size * BLOCK;
@@ -281,7 +286,7 @@ struct DeltaRule {
         return x + (token * key_heads + head / group) * (2 * k_size + group * v_size);
     }
 
-    // Columns of a part of a block that exist, and those behind it.
+    // Number of existing columns from a part of a block on.
     int64_t left(int64_t column, int part) const {
         return std::max<int64_t>(0, v_size - column - part * WIDTH);
     }
@@ -302,7 +307,7 @@ struct DeltaRule {
         }
     }
 
-    // A cell [k_size, v_size], or zeros, becomes blocks of columns, padded.
+    // Splits a cell [k_size, v_size], or zeros, into padded blocks of columns.
     void read(const float* cell, float* state) const {
         for (int64_t block = 0; block < blocks(); block++)
             for (int64_t i = 0; i < k_size; i++, state += BLOCK)
@@ -338,7 +343,7 @@ void causal_conv(
         using T = std::remove_pointer_t<decltype(number)>;
         const int64_t rows = states->num_rows, parts = (channels + SPAN - 1) / SPAN;
         const int64_t bytes = (states->num_tokens() + rows * width) * heads * channels * sizeof(T);
-        // Rows are the innermost, so that a long one is shared by all threads.
+        // Rows are innermost, so that all threads share a long one.
         each(heads * parts * rows, bytes, team, [&](int64_t item) {
             const int64_t head = item / rows / parts, first = item / rows % parts * SPAN;
             const int64_t channel = head * channels + first;

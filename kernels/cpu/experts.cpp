@@ -1,4 +1,4 @@
-// What a mixture of experts computes beside the products: the choice of experts, and the sums.
+// The parts of a mixture of experts other than its matrix products: the choice of experts, and the sums.
 //
 // A token's result depends on no other token: each is computed alone, in a fixed order.
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Source of the names: kernels/experts/routing.py.
+// Names are those of kernels/experts/routing.py.
 struct Router {
     const float* bias;  // may be null
     int64_t num_experts, k, groups, chosen_groups, group_top;
@@ -19,7 +19,7 @@ struct Router {
     float scale;
 };
 
-// What a thread needs for a token.
+// Scratch memory of a thread for one token.
 struct Scores {
     std::vector<float> scores, choice, groups;
     std::vector<uint8_t> excluded, group_chosen;
@@ -32,8 +32,8 @@ struct Scores {
           group_chosen(router.groups) {}
 };
 
-// The place of the largest number that is not excluded; of equal ones the first. There is one, and
-// it is found beside NaN, too.
+// Index of the largest number that is not excluded, the first of equal ones. Valid also if numbers are
+// NaN.
 inline int64_t place_of_largest(
     const float* numbers, const uint8_t* excluded, int64_t first, int64_t end
 ) {
@@ -43,7 +43,7 @@ inline int64_t place_of_largest(
     return best;
 }
 
-// Scores of a row of logits. Returns their sum, which is NaN if any of them is.
+// Computes the scores of a row of logits. Returns their sum, which is NaN if any score is.
 template <class T>
 float score(const T* logits, const Router& router, Scores& own) {
     const int64_t size = router.num_experts;
@@ -66,7 +66,7 @@ float score(const T* logits, const Router& router, Scores& own) {
     return total;
 }
 
-// Excludes all experts but those of the groups with the largest sums.
+// Excludes all experts except those of the groups with the largest sums.
 void exclude_groups(const Router& router, Scores& own) {
     const int64_t size = router.num_experts / router.groups;
     for (int64_t group = 0; group < router.groups; group++) {
@@ -134,8 +134,8 @@ void route(
     });
 }
 
-// See `by_expert` in kernels/experts/grouped_mlp.py. The sum of a token's parts times their weights,
-// in the order of its experts, in float32. parts: [any, size]; places: the part of each pair.
+// See `by_expert` in kernels/experts/grouped_mlp.py. Sum of a token's parts times their weights, in the
+// order of its experts, in float32. parts: [any, size]. places: part of each pair.
 void add_experts(
     int dtype, const void* parts, const int64_t* places, const float* weights, void* out,
     int64_t num_rows, int64_t k, int64_t size, Team* team

@@ -1,8 +1,8 @@
-// Attention of prompts' queries over pages, which are read where they lie.
+// Attention of prompts' queries over pages, which are read in place.
 //
-// A KV head's queries are cut into tiles, and each is a piece of work: it goes over its row's keys
-// block by block by the rule of attention.h, with the products of panels.h. So a query's result does
-// not depend on the chunk that it came in, nor on the other rows.
+// A tile of a KV head's queries is one piece of work. It goes over its row's keys block by block as in
+// attention.h, with the products of panels.h. So a query's result depends neither on its chunk nor on
+// other rows.
 
 #include <limits>
 #include <vector>
@@ -12,9 +12,9 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 32 * TILE;  // of all of a KV head's heads, which share its panels
+constexpr int64_t QUERIES = 32 * TILE;  // of all query heads of a KV head, which share its panels
 
-// A tile of queries of one KV head of a row, and what they have seen.
+// A tile of queries of one KV head of a row, and their sums over the keys so far.
 template <class T>
 class QueryTile {
     using Number = typename Products<T>::Number;
@@ -23,7 +23,7 @@ class QueryTile {
     static constexpr int64_t DEPTH_OF_VALUES = COLUMNS / GROUP;  // words of a block's keys
 
    public:
-    // Head g of the query at `first` + i is row i * group + g here.
+    // Row i * group + g of the tile is head g of the query at `first` + i.
     QueryTile(
         const T* q, int64_t q_stride, int64_t first, int64_t count, int64_t group, int64_t size,
         int64_t value_size, Scoring scoring
@@ -92,7 +92,7 @@ class QueryTile {
         }
     }
 
-    // sinks: of the tile's heads, or null; each is a score of a key without a value.
+    // sinks: of the tile's heads, or null. Each is the score of a key without a value.
     void write(T* out, int64_t stride, const float* sinks) const {
         for (int64_t row = 0; row < rows_; row++)
             finish(
@@ -103,7 +103,7 @@ class QueryTile {
     }
 
    private:
-    // Outputs are keys, inputs the numbers of a head.
+    // Packs keys as a panel: outputs are keys, inputs the numbers of a head.
     void lay_keys(const KeyBlock<T>& keys) {
         for (int part = 0; part * WIDTH < keys.count; part++)
             for (int64_t word = 0; word < words_; word += WIDTH) {
@@ -120,7 +120,7 @@ class QueryTile {
             }
     }
 
-    // Outputs are the numbers of a head, inputs keys.
+    // Packs values as a panel: outputs are the numbers of a head, inputs are keys.
     void lay_values(const KeyBlock<T>& keys) {
         for (int64_t i = keys.begin; i < keys.count; i += GROUP)
             for (int64_t lane = 0; lane < num_lanes_; lane += GROUP) {
@@ -147,19 +147,19 @@ class QueryTile {
     std::vector<Number> queries_, weights_;
     std::vector<uint32_t> panel_;
     std::vector<Lanes> products_;
-    std::vector<Lanes> sums_, merged_;      // of the segment, and of the row
-    std::vector<Softmax> segment_, total_;  // likewise
+    std::vector<Lanes> sums_, merged_;      // of the segment, of the row
+    std::vector<Softmax> segment_, total_;  // of the segment, of the row
 };
 
 struct Piece {
-    int64_t row, head, first, count;  // queries of a row
+    int64_t row, head, first, count;  // first, count: queries of the row
 };
 
 }  // namespace
 
-// See kernels/attention. q: [num_tokens, kv_heads * group, size], rows q_stride apart; out:
-// [num_tokens, kv_heads * group, value_size], contiguous; query_starts: [num_rows + 1]; sinks:
-// [kv_heads * group] or null. Of a value the first value_size numbers are there, of `size` at most.
+// See kernels/attention. q: [num_tokens, kv_heads * group, size], rows q_stride apart. out: [num_tokens,
+// kv_heads * group, value_size], contiguous. query_starts: [num_rows + 1]. sinks: [kv_heads * group] or
+// null. Only the first value_size (at most `size`) numbers of a value exist.
 extern "C" void extend_attention(
     int dtype, const void* q, int64_t q_stride, const void* kv, int64_t page_stride,
     int64_t head_stride, int64_t kv_stride, int64_t token_stride, const int32_t* page_ids,
@@ -173,7 +173,7 @@ extern "C" void extend_attention(
     std::vector<Piece> pieces;
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t queries = query_starts[row + 1] - query_starts[row];
-        // From the end: what sees most keys takes longest, and should not be left for last.
+        // From the end, because tiles that see the most keys take longest and should not start last.
         for (int64_t first = (queries - 1) / most * most; first >= 0; first -= most)
             for (int64_t head = 0; head < kv_heads; head++)
                 pieces.push_back({row, head, first, std::min(most, queries - first)});
@@ -197,7 +197,7 @@ extern "C" void extend_attention(
                 own_q, q_stride, first, piece.count, group, size, value_size,
                 Scoring{(float)scale, (float)soft_cap}
             );
-            int64_t first_key = pages.first_seen(first);  // behind it there may be no pages
+            int64_t first_key = pages.first_seen(first);  // pages before it may not exist
             for (int64_t start = first_key / COLUMNS * COLUMNS; start < end; start += COLUMNS) {
                 KeyBlock<T> keys((const T*)kv, pages, piece.row, piece.head, start, first_key, end);
                 tile.see(keys, pages, start);

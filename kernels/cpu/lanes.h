@@ -1,6 +1,5 @@
-// Numbers, WIDTH at a time: memory of any dtype to and from float32.
-//
-// Knows nothing of torch or of operations.
+// Vectors of WIDTH floats: conversion between float32 and memory of any dtype, and elementary functions.
+// Independent of torch and of operations.
 
 #pragma once
 
@@ -15,7 +14,7 @@ using float16 = _Float16;
 
 namespace {
 
-constexpr int WIDTH = 16;  // floats of a Lanes; narrower machines take it in parts
+constexpr int WIDTH = 16;  // floats of a Lanes. Narrower machines split it
 
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -51,7 +50,7 @@ inline void narrowed(float* p, Lanes lanes) { std::memcpy(p, &lanes, sizeof lane
 inline void narrowed(bfloat16* p, Lanes lanes) {
     Words bits = (Words)lanes;
     Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Words nan = (Words)(lanes != lanes);  // all ones where it is, and rounding could make it inf
+    Words nan = (Words)(lanes != lanes);  // all ones for NaN, which rounding could turn into inf
     Halves halves = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), Halves);
     std::memcpy(p, &halves, sizeof halves);
 }
@@ -61,7 +60,7 @@ inline void narrowed(float16* p, Lanes lanes) {
     std::memcpy(p, &halves, sizeof halves);
 }
 
-// The first `count` of WIDTH numbers; others are 0, and are not written.
+// The first `count` of WIDTH numbers. The others are read as 0 and not written.
 template <class T>
 inline Lanes load(const T* p, int64_t count = WIDTH) {
     if (count >= WIDTH) return widened(p);
@@ -107,11 +106,11 @@ inline float largest(Lanes x) {
     return x[1] > x[0] ? x[1] : x[0];
 }
 
-// e^x within 2 units in the last place; NaN stays NaN, and what would be subnormal is 0.
+// e^x within 2 units in the last place. NaN stays NaN, and subnormal results become 0.
 inline Lanes exponential(Lanes x) {
     const Lanes zero = {};
     Lanes clamped = x > 88.0f ? zero + 88.0f : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it removes the fraction
     Lanes n = (clamped * 1.44269504f + magic) - magic;
     Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
     Lanes p = zero + 1.9875691500e-4f;
@@ -125,13 +124,13 @@ inline Lanes exponential(Lanes x) {
     return x < -87.0f ? zero : p * power;
 }
 
-// Hyperbolic tangent, within 2^-23 of it.
+// Hyperbolic tangent, within an error of 2^-23.
 inline Lanes tangent(Lanes x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
 
 inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// Calls work(start, count) for every WIDTH of `size` numbers: all but the last know their count when
-// they are compiled.
+// Calls work(start, count) for every WIDTH of `size` numbers. `count` is a compile-time constant in all
+// calls but the last.
 template <class Work>
 inline __attribute__((always_inline)) void spans(int64_t size, Work work) {
     int64_t i = 0;
@@ -141,7 +140,7 @@ inline __attribute__((always_inline)) void spans(int64_t size, Work work) {
 
 // ---- Dispatch
 
-// Calls work with a null pointer of the dtype that `code` stands for; see operators.py.
+// Calls work with a null pointer of the dtype with this code, see operators.py.
 template <class Work>
 void typed(int code, Work work) {
     switch (code) {

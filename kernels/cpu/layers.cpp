@@ -1,7 +1,7 @@
-// Layers of a decoder in one call: what their operations would give one by one, to the bit.
+// Decoder layers in one call, with the same bits as their separate operations.
 //
-// Between two calls of a step from Python the memory is idle, for as long as it takes Python to find
-// its own memory again, which the weights have driven out of the near caches.
+// Between separate calls from Python the memory is idle, while Python reads its own data, which the
+// weights have displaced from the near caches.
 
 #include <cstring>
 
@@ -10,40 +10,40 @@
 namespace {
 
 struct Norm {
-    const void* weight;  // null: there is none
+    const void* weight;  // null: no norm
     int64_t dtype;
     double eps;
 };
 
 struct Matrix {
     const uint32_t* panels;
-    const void* scales;  // null: the numbers are of the dtype
-    const void* zeros;   // of integers with scales
+    const void* scales;  // null: the numbers have the dtype of the inputs
+    const void* zeros;   // for integers with scales
     const void* bias;    // may be null
     int64_t inputs, outputs;
-    int64_t group;  // of inputs that share a scale, of 4 bits. 0: of int8, or of the dtype
+    int64_t group;  // 4-bit inputs that share a scale. 0: int8, or the dtype of the inputs
 };
 
 struct Layer {
     Norm mixer_norm, mixer_post_norm, q_norm, k_norm, ffn_norm, ffn_post_norm;
     Matrix qkv, output, gate_up, down;
     int64_t heads, kv_heads, size, window, activation;
-    int64_t rotation;  // place in the step's angles
+    int64_t rotation;  // index into the step's angles
     double scale, soft_cap;
 };
 
-struct Keys {  // of a layer: where they are, strides in elements
+struct Keys {  // of a layer. Strides in elements
     void* start;
     int64_t page_stride, head_stride, kv_stride, token_stride;
-    int64_t table;  // place in the step's locations and page_starts
+    int64_t table;  // index into the step's locations and page_starts
 };
 
-// Sums the output of a mixer or of a net over all ranks, in place. Returns 0 if a rank is lost.
+// Sums the output of a mixer or a net over all ranks, in place. Returns 0 if a rank is lost.
 using Sum = int (*)();
 
 struct Step {
     int64_t dtype, itemsize, hidden;
-    int64_t num_tokens, num_rows, num_decodes;  // the last rows are decodes, of one token each
+    int64_t num_tokens, num_rows, num_decodes;  // decodes are the last rows, with one token each
     int64_t page_size;
     const int32_t *page_ids, *query_starts, *lengths;
     const int64_t* const* locations;    // of each table
@@ -52,7 +52,8 @@ struct Step {
     Team* team;
     Sum sum;  // null: there is one rank
 
-    // x [num_tokens, size] + residual into `total`, normed into `normed`; total is null without one.
+    // Writes x [num_tokens, size] + residual to `total`, and its norm to `normed`. total is null if
+    // residual is.
     void norm(const Norm& norm, const void* x, const void* residual, void* normed, void* total) const {
         add_rms_norm(
             dtype, norm.dtype, x, hidden, residual, hidden, norm.weight, nullptr, normed, total,
@@ -101,7 +102,7 @@ struct Step {
             );
     }
 
-    // Q, K and V of each token are turned, K and V stored.
+    // Rotates Q and K of each token, and stores K and V.
     void turn(const Layer& layer, const Keys& keys, const void* qkv, void* q) const {
         int64_t columns = (layer.heads + 2 * layer.kv_heads) * layer.size;
         rope_and_store(
@@ -116,16 +117,16 @@ struct Step {
 
 }  // namespace
 
-// Layers [first, past). x [num_tokens, hidden]: embeddings, or what the layer before `first` has
-// given, and afterwards what the last layer's net has given; residual, of the same shape: what that
-// is to be added to, written first if `first` is 0. wide, other: room for `num_tokens` rows of the
-// widest outputs and of the widest inputs of any matrix. Without a sum, the rest is not computed.
+// Runs layers [first, past). x [num_tokens, hidden]: embeddings or the output of the layer before
+// `first`. Afterwards it has the output of the last layer's net. residual: same shape, to be added to x.
+// If `first` is 0, it is only written. wide, other: room for `num_tokens` rows of the widest outputs and
+// of the widest inputs of any matrix. If a sum over ranks fails, the rest is not computed.
 extern "C" void compute_layers(
     const Layer* layers, const Keys* keys, int64_t first, int64_t past, const Step* step, void* x,
     void* residual, void* wide, void* other
 ) {
     if (!first) std::memcpy(residual, x, step->num_tokens * step->hidden * step->itemsize);
-    const void* added = first ? x : nullptr;  // by the layer before
+    const void* added = first ? x : nullptr;  // output of the layer before
     for (int64_t number = first; number < past; number++) {
         const Layer& layer = layers[number];
         const Keys& own = keys[number];

@@ -1,7 +1,7 @@
-"""Layers of a decoder as one call into the compiled library, see layers.cpp.
+"""Decoder layers as one call into the compiled library (layers.cpp).
 
-The layers have paged attention and a gated net, with matrices in panels. The results equal those of
-the separate operations in `kernels` to the bit.
+It supports layers with paged attention and a gated net, whose matrices are in panels. Results equal
+those of the separate operations in `kernels` bit for bit.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ class PanelMatrix:
     """A matrix in panels.
 
     Attributes:
-        panels: of `Operators.pack_panels`, of rows of whole words, or of `pack_codes`.
-        scales, zeros: for int8 and numbers of 4 bits, see `int8_product`, `weight_only_product`.
+        panels: from `Operators.pack_panels`, with rows of whole words, or from `pack_codes`.
+        scales, zeros: for int8 and 4-bit numbers, see `int8_product`, `weight_only_product`.
         group: inputs that share a scale. 0: the numbers have 8 bits or more.
     """
 
@@ -48,7 +48,7 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledLayer:
-    """The weights and numbers of a layer. The operations define each number.
+    """The weights and numbers of a layer, as defined by the separate operations.
 
     Attributes:
         rotation: index of its angles among those of a step.
@@ -68,7 +68,7 @@ class CompiledLayer:
     kv_heads: int
     head_dim: int
     window: int | None
-    activation: str  # of `act_and_mul`
+    activation: str  # argument of `act_and_mul`
     rotation: int
     scale: float
     soft_cap: float | None
@@ -79,8 +79,8 @@ class CompiledStep:
     """The tokens of a forward, as `plan_attention` and `rope_and_store` take them.
 
     Attributes:
-        locations, page_starts: of each page table.
-        angles: of each rotation.
+        locations, page_starts: for each page table.
+        angles: for each rotation.
     """
 
     page_ids: Tensor
@@ -116,8 +116,8 @@ class CompiledLayers:
 
     Args:
         layers: at least one, all with the same hidden size, dtype and operators.
-        sum_ranks: returns the sum of an output over the ranks of a node, whose parts of the layers
-            these are. None: the layers are whole.
+        sum_ranks: returns the sum of an output over the ranks of a node, each of which has a part
+            of the layers. None: the layers are whole.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CompiledLayers:
     ) -> None:
         self._operators = layers[0].qkv.operators
         self._sum_ranks = sum_ranks
-        self._layers = layers  # kept alive because the structures below point into them
+        self._layers = layers  # keeps alive what the structures below point into
         self._structures = (_Layer * len(layers))(*map(_structure, layers))
         matrices = [
             matrix
@@ -150,11 +150,10 @@ class CompiledLayers:
         Args:
             x: contiguous [num_tokens, hidden], embeddings, or the output of the layer before the
                 group. Overwritten.
-            residual: what that output is to be added to. Overwritten. None: the group begins with
-                the first layer.
+            residual: to be added to x. Overwritten. None: the group begins with the first layer.
         Returns:
-            The output of the group's last net and the residual that it is to be added to, both
-            [num_tokens, hidden].
+            The output of the group's last net and the residual to be added to it, both [num_tokens,
+            hidden].
         Raises:
             ValueError: keys and values of another dtype.
             RankLost: another rank has ended, or is too late.
@@ -195,12 +194,12 @@ class CompiledLayers:
 
 
 class _SumInPlace:
-    """The sum over ranks that the library calls. An exception cannot pass through the library, so
-    it is kept.
+    """The callback for sums over ranks. Keeps an exception, because none may pass through the
+    library.
 
     Attributes:
         function: replaces `x` by its sum over ranks and returns 1. Returns 0 after an error.
-        error: raised by the sum. None: no error.
+        error: exception of the sum. None: no error.
     """
 
     def __init__(self, sum_ranks: Callable[[Tensor], Tensor], x: Tensor) -> None:

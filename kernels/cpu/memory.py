@@ -1,7 +1,7 @@
-"""Host memory in huge pages, if the system has them.
+"""Host memory in huge pages, if the system has them, and its release.
 
-A processor translates an address for every 4 KiB that it reads, or for every 2 MiB with huge pages.
-One core reads matrices of many MiB twice as fast with huge pages.
+A processor translates an address for every 4 KiB that it reads, or every 2 MiB with huge pages. One
+core reads matrices of many MiB twice as fast with huge pages.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ _POPULATE_WRITE = 23  # of linux/mman.h, since 5.14
 
 
 def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return untouched memory of this process in huge pages. The end that fills no huge page is in
-    small ones.
+    """Return untouched memory of this process in huge pages. The rest, which fills no huge page, is
+    in small ones.
 
     Raises:
         OSError: not enough memory.
@@ -30,17 +30,17 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     offset = -whole.data_ptr() % HUGE_PAGE_BYTES
-    # Limited to the requested range, so that a partly covered huge page consists of small ones.
+    # Only the requested range, so that a partly covered huge page consists of small ones.
     with contextlib.suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
     return whole[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def take(address: int, num_bytes: int) -> None:
-    """Have the system allocate this memory of the process now. Otherwise the first write waits for
-    it, milliseconds per huge page.
+    """Make the system allocate this memory now. Otherwise the first write takes milliseconds per
+    huge page.
 
-    Existing contents do not change. A system without this call allocates on the first write.
+    Existing contents do not change. On a system without this call, the first write allocates.
     """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, address + num_bytes - begin, _POPULATE_WRITE)
@@ -49,7 +49,7 @@ def take(address: int, num_bytes: int) -> None:
 def give_back(tensor: Tensor) -> None:
     """Return the memory of a tensor's storage to the system.
 
-    The address stays valid. It reads as zero until it is written, which allocates the memory again.
+    The address stays valid. It reads as zero until it is written, which allocates memory again.
     Less than a page at either end stays allocated.
 
     Args:

@@ -1,4 +1,4 @@
-// The operations of this library that others of it are made of. Each is explained where it is defined.
+// The operations of this library that other operations use. Each is documented at its definition.
 
 #pragma once
 

@@ -1,6 +1,7 @@
 """Calls into the compiled library, with tensors: one method per operation.
 
-The callers in `kernels` have checked the arguments, and define them. Results are in torch's memory.
+The callers in `kernels` define the operations and have checked the arguments. Results are in
+torch's memory.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.memory import HUGE_PAGE_BYTES, empty_in_huge_pages
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` numbers them
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of the dtypes in `typed`
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
@@ -47,8 +48,8 @@ _FUNCTIONS = {
 }
 PANEL = 64  # outputs, as in products.cpp
 CODES = 8  # numbers of 4 bits in a word
-WORD_BYTES = 4  # of a row, that a product processes at once
-_PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
+WORD_BYTES = 4  # bytes of a row that a product processes at once
+_PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # bits of the dtypes in `products`
 
 
 class States(ctypes.Structure):
@@ -67,14 +68,14 @@ class States(ctypes.Structure):
 
 
 class Operators:
-    """The functions of a compiled library, for tensors in host memory. Any thread.
+    """The functions of a compiled library, for tensors in host memory. Thread-safe.
 
     Attributes:
-        name: of the library, with a hash of all that decides its machine code.
+        name: of the library, with a hash of everything that determines its machine code.
 
     Args:
-        threads: number of threads that share the work, for the rest of the process. They sleep
-            between forwards.
+        threads: number of threads that share the work, until the process ends. They sleep between
+            forwards.
     Raises:
         OSError: the library cannot be loaded here.
     """
@@ -241,8 +242,8 @@ class Operators:
         return weights, ids
 
     def add_experts(self, parts: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """Return each token's sum of weights[:, j] * parts[places[:, j]], in the order of j and in
-        float32.
+        """Return each token's sum over j of weights[:, j] * parts[places[:, j]], in the order of j
+        and in float32.
 
         Args:
             parts: contiguous [any, hidden].
@@ -324,11 +325,11 @@ class Operators:
         matrix: tuple[int, int],
         eps: float,
     ) -> Tensor:
-        """Apply the rule.
+        """Compute the gated delta rule.
 
         Args:
             gates: a, b, a_log and dt_bias.
-            matrix: the size of a key, and of a value.
+            matrix: size of a key, size of a value.
         """
         a, b, a_log, dt_bias = gates
         (num_tokens, key_heads, group), (k_size, v_size) = a.shape, matrix
@@ -530,13 +531,12 @@ class Operators:
         return out
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Return whether this processor has `pack_panels` and the product for matrices of this
-        dtype."""
+        """Return whether this processor has `pack_panels` and the product for this dtype."""
         return bool(self._products & _PRODUCTS.get(dtype, 0))
 
     def pack_panels(self, matrix: Tensor) -> Tensor:
-        """Return a matrix [out, in] in the layout of the products. Its dtype is one that they
-        accept, and its strides are arbitrary.
+        """Return a matrix [out, in] in the layout of the products. Any dtype that they accept, and
+        any strides.
 
         Returns:
             [out / 64, in / group, 64, group], rounded up and padded with 0. A group is 4 bytes.
@@ -544,8 +544,7 @@ class Operators:
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
         shape = (-(-outputs // PANEL), -(-inputs // group), PANEL, group)
-        # Smaller matrices, such as those of experts, would exceed a process's limit of memory
-        # mappings.
+        # Smaller matrices, such as those of experts, would exceed the process's limit of mappings.
         large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES
         panels = (empty_in_huge_pages if large else torch.empty)(shape, dtype=matrix.dtype)
         self._library.pack_panels(
@@ -580,8 +579,8 @@ class Operators:
         """Compute out[:, h] = float_product(x[:, h], panels[h]) for each head h.
 
         Args:
-            x: [n, heads, in] of rows of whole words.
-            panels: [heads, ...], of `pack_panels` for each head.
+            x: [n, heads, in] with rows of whole words.
+            panels: [heads, ...], from `pack_panels` for each head.
             out: [n, heads, outputs] of x's dtype, any strides but the last.
         """
         group = WORD_BYTES // x.itemsize
@@ -604,9 +603,10 @@ class Operators:
         )
 
     def stored_product(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `float_product` with a matrix [out, in] of x's dtype as it is stored, to the bit.
+        """Compute `float_product` bit for bit with a matrix [out, in] of x's dtype as it is stored.
 
-        For small matrices, and for those that others read too. Others are faster in panels.
+        For small matrices, and for matrices that other operations read too. Otherwise panels are
+        faster.
         """
         (outputs, inputs), x = matrix.shape, _in_words(x)
         if matrix.stride(1) != 1:
@@ -664,12 +664,12 @@ class Operators:
         """Return codes from 0 to 15, uint8 [out, in], in the layout of `weight_only_product`.
 
         Args:
-            codes: of a multiple of CODES inputs.
+            codes: the number of inputs is a multiple of CODES.
         Returns:
             uint8 [out / 64, in / 8, 64, 4], rounded up and padded with 0.
         """
         outputs, inputs = codes.shape
-        # Inputs 2 i and 2 i + 1 of 8 are half a word apart, so that pairs need one shift.
+        # Inputs 2 i and 2 i + 1 of 8 are half a word apart, so that a pair needs one shift.
         places = codes.reshape(outputs, inputs // CODES, 2, 2, 2).permute(0, 1, 4, 2, 3)
         return self.pack_panels((places[..., 0] | places[..., 1] << 4).reshape(outputs, -1))
 
@@ -683,14 +683,14 @@ class Operators:
         outputs: int,
         bias: Tensor | None,
     ) -> Tensor:
-        """Multiply x [n, in] by a matrix of numbers of 4 bits, and add bias of x's dtype: [n, out].
+        """Multiply x [n, in] by a matrix of 4-bit numbers, and add bias of x's dtype: [n, out].
 
         A weight is (number - zero) * scale. Numbers are widened exactly. Products are added in
         float32, in an order that does not depend on the number of rows.
 
         Args:
-            panels: of `pack_codes`. Integers if there are zeros, else e2m1.
-            scales: [panels, groups, 64], float32 of integers and bfloat16 of e2m1.
+            panels: from `pack_codes`. Integers if there are zeros, else e2m1.
+            scales: [panels, groups, 64], float32 for integers and bfloat16 for e2m1.
             zeros: uint8, shaped like scales.
             group: consecutive inputs that share a scale, a multiple of CODES.
         """
@@ -725,8 +725,8 @@ class Operators:
         wide: Tensor,
         other: Tensor,
     ) -> None:
-        """Run layers `group[0]` to `group[1] - 1`. layers.py makes the arguments, and layers.cpp
-        has the same structures."""
+        """Run layers `group[0]` to `group[1] - 1`. layers.py makes the arguments, whose structures
+        equal those of layers.cpp."""
         step.team = self._team
         self._library.compute_layers(
             ctypes.addressof(layers),
@@ -741,7 +741,7 @@ class Operators:
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """Return rows [n, in] that begin at whole words and fill them, padded with 0 if needed."""
+    """Return rows [n, in] of whole words that begin at whole words, padded with 0 if needed."""
     group = WORD_BYTES // x.itemsize
     if x.shape[1] % group or x.stride(1) != 1 or x.stride(0) % group:
         return F.pad(x, (0, -x.shape[1] % group)).contiguous()

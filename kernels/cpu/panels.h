@@ -1,8 +1,9 @@
-// Panels: how a matrix lies so that rows of any number multiply it at the speed of what holds it.
+// Panels: a layout of matrices in which any number of rows is multiplied at the speed of the memory or
+// cache that holds the matrix.
 //
-// A panel has COLUMNS outputs. Its words follow each other as they are read: for every 4 bytes of a
-// row (one float32, two bfloat16, four int8) a word of each output. The sum of an output is that of
-// parts of DEPTH words, each of which runs over its words in order, whatever the number of rows.
+// A panel has COLUMNS outputs. Its words are in the order in which they are read: for every 4 bytes of a
+// row (one float32, two bfloat16, four int8), one word of each output. The sum of an output consists of
+// parts of DEPTH words. Each part adds its words in order, for any number of rows.
 
 #pragma once
 
@@ -19,13 +20,13 @@ namespace {
 
 constexpr int PARTS = 4;
 constexpr int COLUMNS = PARTS * WIDTH;
-constexpr int TILE = 6;               // rows whose sums stay in registers, beside a word of each part
-constexpr int64_t DEPTH = 256;        // words of a row, and of each output, that are added up alone
+constexpr int TILE = 6;               // rows whose sums fit into registers, beside a word of each part
+constexpr int64_t DEPTH = 256;        // words of a row, and of each output, that are summed as one part
 
 struct Floats {
     using Sums = Lanes;
     static Sums add(Sums sums, Words weights, Words input) {
-#if defined(__AVX512F__)  // fused wherever it is compiled, which the compiler is free to choose else
+#if defined(__AVX512F__)  // always fused, because the compiler would otherwise be free to choose
         return (Sums)_mm512_fmadd_ps((__m512)weights, (__m512)input, (__m512)sums);
 #else
         return sums + (Lanes)weights * (Lanes)input;
@@ -51,11 +52,11 @@ struct Bytes {  // unsigned inputs by signed weights
 };
 #endif
 
-// Whether words are added a tile at a time, so that there is no Kind::add.
+// Whether words are added a tile at a time (tiles.h), so that Kind::add does not exist.
 template <class Kind>
 constexpr bool BY_TILE = false;
 
-// WIDTH words of numbers that are multiplied as they are. The first `count` exist; others are 0.
+// WIDTH words of numbers in the dtype of the product. Numbers from `count` on are 0.
 template <class T>
 inline Words words_of(const T* numbers, int64_t count) {
     Words words = {};
@@ -64,7 +65,7 @@ inline Words words_of(const T* numbers, int64_t count) {
     return words;
 }
 
-// WIDTH rows of WIDTH words become columns.
+// Transposes WIDTH rows of WIDTH words.
 #if defined(__AVX512F__)
 inline __attribute__((always_inline)) void transpose(Words (&rows)[WIDTH]) {
     typedef uint64_t Pairs __attribute__((vector_size(4 * WIDTH)));
@@ -145,7 +146,7 @@ void add_tile(
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++) own[row][part] = typename Kind::Sums{};
     for (int64_t word = 0; word < words; word++, panel += COLUMNS) {
-        Words weights[PARTS];  // one by one, else they go by way of memory
+        Words weights[PARTS];  // one by one, because they would otherwise go through memory
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++)
             std::memcpy(&weights[part], panel + part * WIDTH, sizeof weights[part]);
@@ -157,7 +158,7 @@ void add_tile(
                 own[row][part] = Kind::add(own[row][part], weights[part], input);
         }
     }
-    // Unrolled, so that nothing is indexed and all stays in registers.
+    // Unrolled, so that everything stays in registers.
 #pragma GCC unroll 8
     for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 8
@@ -166,8 +167,8 @@ void add_tile(
                 fresh ? own[row][part] : sums[row * apart + part] + own[row][part];
 }
 
-// Sums of some rows with one panel, in place of what is in `sums` where `fresh`, or added to it. Those
-// of a row are PARTS, and rows are `apart`.
+// Sums of some rows with one panel. fresh: replaces the content of `sums`, else adds to it. A row has
+// PARTS sums, and rows are `apart`.
 template <class Kind>
 void add_rows(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,
@@ -196,10 +197,10 @@ void add_rows(
     }
 }
 
-constexpr int64_t ROWS = 64 * TILE;  // rows that stay in a near cache, with their sums, for all panels
+constexpr int64_t ROWS = 64 * TILE;  // rows that stay in a near cache with their sums, for all panels
 
 // Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on. add(panel, first,
-// count, sums) gives those of `count` rows from `first` on.
+// count, sums) computes those of `count` rows from `first` on.
 template <class Kind, class Add, class Finish>
 void multiply(
     int64_t num_rows, int64_t words, int64_t num_outputs, Team* team, Add add, Finish finish
@@ -218,7 +219,7 @@ void multiply(
             }
     };
     int64_t count = num_panels * blocks;
-    // A tile of rows costs what one costs that reads the panel.
+    // A tile of rows costs as much as one row that reads the panel.
     if (num_panels * COLUMNS * words * 4 * ((num_rows + TILE - 1) / TILE) < SMALL)
         for (int64_t number = 0; number < count; number++) piece(number);
     else

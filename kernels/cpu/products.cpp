@@ -1,7 +1,7 @@
-// Products of rows with a model's matrices, which lie in panels, for processors with AVX-512.
+// Products of rows with a model's matrices in panels, for processors with AVX-512.
 //
-// Few rows read a matrix as one stream, many rows read a panel of it from a near cache. No row's
-// result depends on the others, nor on the threads.
+// Few rows read a matrix as one stream. Many rows read each panel from a near cache. A row's result
+// depends neither on other rows nor on the threads.
 
 #include <memory>
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// Sums with a matrix that lies in panels.
+// Sums with a matrix in panels.
 template <class Kind>
 auto packed(const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t words) {
     return [=](int64_t panel, int64_t first, int64_t count, typename Kind::Sums* sums) {
@@ -30,8 +30,8 @@ struct StoredPanel {
     const T* rows;
     int64_t stride, count, inputs;
 
-    // Calls work(word, columns) with WIDTH words of each row of a part, and with the part's rows as
-    // their lanes, for words [from, from + DEPTH).
+    // Calls work(word, columns) for the words [from, from + DEPTH): with WIDTH words of each row of a
+    // part, transposed so that the part's rows are lanes.
     template <class Work>
     void each_block(int part, int64_t from, Work work) const {
         const T* own = rows + part * WIDTH * stride;
@@ -61,7 +61,7 @@ struct StoredPanel {
     static constexpr int64_t AHEAD = DEPTH * GROUP;  // numbers
 };
 
-// Sums of one row with a matrix as it is stored, which is multiplied on the way.
+// Sums of one row with a matrix as it is stored. Each word is multiplied when it is read.
 template <class Kind, class T>
 void add_lone(const StoredPanel<T>& panel, const uint32_t* row, int64_t words, Lanes* sums) {
     for (int64_t from = 0; from < words; from += DEPTH)
@@ -77,7 +77,7 @@ void add_lone(const StoredPanel<T>& panel, const uint32_t* row, int64_t words, L
         }
 }
 
-// The same sums of several rows: a part of the matrix is laid in a near cache as a panel.
+// The same sums for several rows. A part of the matrix is packed as a panel in a near cache.
 template <class Kind, class T>
 void add_laid(
     const StoredPanel<T>& panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,
@@ -126,7 +126,8 @@ void multiplied(int dtype, Work work) {
 #endif
 }
 
-// 8 bits of each number of a row, 0 at 128, and their scale; what is not finite makes the scale so.
+// Rounds each number of a row to 8 bits, with 128 for 0, and returns their scale. Not finite if any
+// number is not finite.
 template <class T>
 float quantised(const T* x, int64_t size, uint8_t* bytes, int64_t padded) {
     const Lanes zero = {};
@@ -153,10 +154,11 @@ float quantised(const T* x, int64_t size, uint8_t* bytes, int64_t padded) {
 
 extern "C" {
 
-// Threads that the other functions share their work with, until the process ends.
+// The threads with which the other functions share their work, until the process ends.
 Team* team_open(int threads) { return new Team(threads); }
 
-// Bits of what `float_product` (1: float32, 2: bfloat16) and `int8_product` (4) do here.
+// Returns which products this processor supports: bits for `float_product` (1: float32, 2: bfloat16) and
+// `int8_product` (4).
 int products() {
     int kinds = 0;
 #if defined(__AVX512F__)
@@ -172,7 +174,7 @@ int products() {
     return kinds;
 }
 
-// [outputs, inputs] numbers of `bytes` bytes each into panels; what is beyond either is 0.
+// Packs a matrix [outputs, inputs] with numbers of `bytes` bytes into panels, padded with 0.
 void pack_panels(
     int bytes, const char* matrix, int64_t outputs, int64_t inputs, char* panels, Team* team
 ) {
@@ -190,7 +192,8 @@ void pack_panels(
     });
 }
 
-// Rows of float32 or bfloat16 by panels of the same, plus a bias that may be null. stride: in words.
+// Multiplies rows of float32 or bfloat16 by panels of the same dtype, and adds a bias unless it is null.
+// stride: in words.
 void float_product(
     int dtype, const uint32_t* panels, const uint32_t* rows, int64_t stride, const void* bias,
     void* out, int64_t num_rows, int64_t words, int64_t num_outputs, Team* team
@@ -205,8 +208,8 @@ void float_product(
     });
 }
 
-// The same for each head with the panels of its own matrix, without a bias. Strides of `rows` are in
-// words, those of `out` in numbers.
+// The same for each head, with the panels of its own matrix, without a bias. Strides of `rows` are in
+// words, strides of `out` in numbers.
 void by_head_product(
     int dtype, const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t head_stride,
     void* out, int64_t out_stride, int64_t out_head_stride, int64_t num_rows, int64_t heads,
@@ -228,7 +231,8 @@ void by_head_product(
     });
 }
 
-// As float_product, to the bit, by a matrix as it is stored, whose rows are matrix_stride numbers apart.
+// Computes float_product bit for bit with a matrix as it is stored, whose rows are matrix_stride numbers
+// apart.
 void stored_product(
     int dtype, const void* matrix, int64_t matrix_stride, const uint32_t* rows, int64_t stride,
     const void* bias, void* out, int64_t num_rows, int64_t inputs, int64_t num_outputs, Team* team
@@ -246,8 +250,9 @@ void stored_product(
     });
 }
 
-// Rows of any dtype, each rounded to 8 bits by a scale of its own, by panels of int8; scales [outputs],
-// zeros [outputs]: what inputs of 0 add to each sum. Sums are of integers. stride: in elements.
+// Multiplies rows of any dtype, each rounded to 8 bits with its own scale, by panels of int8. scales:
+// [outputs]. zeros [outputs]: contribution of the offset 128 to each sum. Sums are integers. stride: in
+// elements.
 void int8_product(
     int dtype, const uint32_t* panels, const void* x, int64_t stride, const float* scales,
     const int32_t* zeros, const void* bias, void* out, int64_t num_rows, int64_t inputs,

@@ -1,9 +1,8 @@
-// What is computed row by row: norms, rotation and the store of K and V, activations, embedding. One
-// pass over memory each.
+// Operations that compute each row alone, in one pass over memory: norms, rotation and store of K and V,
+// activations, embedding.
 //
-// The caller (operators.py) has checked shapes, and passes addresses, strides in elements and the
-// team of threads. Arithmetic is float32, with the roundings that the operations' Python files
-// name.
+// The caller (operators.py) has checked shapes, and passes addresses, strides in elements and the team
+// of threads. Arithmetic is float32, rounded where the operations' Python files say so.
 
 #include <cmath>
 
@@ -14,7 +13,7 @@ namespace {
 
 // ---- RMSNorm
 
-// scale of x / sqrt(mean(x^2) + eps)
+// Returns scale / sqrt(mean(x^2) + eps).
 inline float norm_scale(Lanes squares, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum(squares) / size + eps);
 }
@@ -63,7 +62,8 @@ void norm_and_gate(
 
 // ---- RoPE
 
-// Norms a head where there is a weight, then turns its first `half` pairs, which are `half` apart.
+// Norms a head if there is a weight, then rotates its first `half` pairs, whose numbers are `half`
+// apart.
 template <class T, class W>
 void turn_head(
     const T* x, const W* weight, const float* cos, const float* sin, T* out, int64_t size,
@@ -96,7 +96,7 @@ void turn_head(
     }
 }
 
-// Turns `half` pairs: neighbours, or those that are `half` apart. They come out `half` apart.
+// Rotates `half` pairs of numbers that are adjacent or `half` apart. The results are `half` apart.
 template <class T>
 void turn_pairs(
     const T* x, const float* cos, const float* sin, T* out, int64_t half, bool interleaved
@@ -117,7 +117,7 @@ void turn_pairs(
 // ---- Activations
 
 constexpr int CLAMPED = 3;
-constexpr float LIMIT = 7.0f, SLOPE = 1.702f;  // of it, see kernels/experts/grouped_mlp.py
+constexpr float LIMIT = 7.0f, SLOPE = 1.702f;  // for it, see kernels/experts/grouped_mlp.py
 
 inline Lanes activated(Lanes x, int activation) {
     switch (activation) {
@@ -133,7 +133,7 @@ inline Lanes activated(Lanes x, int activation) {
     }
 }
 
-// What the activated gate is multiplied by.
+// The factor of the activated gate.
 inline Lanes multiplier(Lanes up, int activation) {
     if (activation != CLAMPED) return up;
     up = up > LIMIT ? Lanes{} + LIMIT : up;
@@ -144,7 +144,7 @@ inline Lanes multiplier(Lanes up, int activation) {
 
 extern "C" {
 
-// See kernels/layers/rms_norm.py. rows, residual: may be null; total: null where it would be x.
+// See kernels/layers/rms_norm.py. rows and residual may be null. total is null if it would equal x.
 void add_rms_norm(
     int dtype, int weight_dtype, const void* x, int64_t x_stride, const void* residual,
     int64_t residual_stride, const void* weight, const int64_t* rows, void* normed, void* total,
@@ -215,7 +215,8 @@ void gate_heads(
     });
 }
 
-// See kernels/pages/rope_and_store.py. Norms: both may be null. Of a head, 2 * pairs numbers turn.
+// See kernels/pages/rope_and_store.py. Both norms may be null. The first 2 * pairs numbers of a head are
+// rotated.
 void rope_and_store(
     int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
     int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
@@ -249,8 +250,8 @@ void rope_and_store(
     });
 }
 
-// See kernels/pages/store_latents.py. Of a token and a layer there is one latent, `size` numbers
-// that are normed and 2 * half that are turned.
+// See kernels/pages/store_latents.py. Each token has one latent: `size` numbers that are normed, and 2 *
+// half that are rotated.
 void rope_and_store_latents(
     int dtype, const void* kv, int64_t kv_stride, const void* norm, double eps, const void* q,
     int64_t q_stride, int64_t q_head_stride, const float* angles, void* latents,
@@ -314,8 +315,8 @@ void soft_cap(
     });
 }
 
-// See kernels/layers/rope.py. One by one: a library's vectors round other than its scalars, and then
-// a token's place in the batch would count.
+// See kernels/layers/rope.py. Computed one by one, because vector functions of a library round
+// differently from its scalar ones, so that a token's position in the batch would matter.
 void rope_angles(
     const int32_t* positions, const float* frequencies, float* out, int64_t num_tokens,
     int64_t pairs, double scale, Team* team

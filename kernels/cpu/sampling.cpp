@@ -1,8 +1,8 @@
-// One token for every row of logits: the likeliest, or one drawn by its seed and place.
+// Sampling of one token per row of logits: the likeliest, or one drawn by seed and position.
 //
-// Tokens are ordered by their logits, of equals the lower first; a filter keeps the first of them,
-// and is found by sums over ever finer ranges of logits, without a sort. Random numbers are those of
-// kernels/sampling/generator.py.
+// Tokens are ordered by descending logit, equal ones by ascending id. A filter (top_k, top_p) keeps the
+// first tokens of that order. Its end is found without a sort, by sums over ever finer ranges of logits.
+// Random numbers are those of kernels/sampling/generator.py.
 
 #include <cmath>
 #include <cstdint>
@@ -18,7 +18,8 @@ const Ints PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Natural logarithm of normal positive numbers, within 2 units in the last place.
 inline Lanes logarithm(Lanes x) {
-    Ints bits = (Ints)x, power = (bits - 0x3f3504f3) >> 23;  // of 2; what is left: sqrt(1/2) to sqrt(2)
+    // Power of 2. The remaining factor is in [sqrt(1/2), sqrt(2)).
+    Ints bits = (Ints)x, power = (bits - 0x3f3504f3) >> 23;
     Lanes scale = __builtin_convertvector(power, Lanes);
     Lanes f = (Lanes)(bits - (power << 23)) - 1.0f, square = f * f;
     Lanes p = 7.0376836292e-2f * f - 1.1514610310e-1f;
@@ -40,7 +41,7 @@ inline T mixed(T x) {
     return x ^ (x >> 16);
 }
 
-// Gumbel noise of a row's tokens.
+// Gumbel noise for a row's tokens.
 struct Noise {
     uint32_t first, second;
 
@@ -55,7 +56,7 @@ struct Noise {
     }
 };
 
-// The largest of what it has seen; of equals the one in the lowest place.
+// The largest number seen, and of equal ones the one with the lowest index.
 struct Largest {
     Lanes values = Lanes{} - std::numeric_limits<float>::infinity();
     Ints where = {};
@@ -75,7 +76,7 @@ struct Largest {
     }
 };
 
-// A row of logits. What is beyond its end is below all of it.
+// A row of logits. Lanes beyond its end are below all logits.
 template <class T>
 struct Row {
     const T* logits;
@@ -92,12 +93,12 @@ struct Row {
         }
     }
 
-    // false: some number is not finite.
+    // Returns false if a number is not finite.
     bool likeliest(int32_t& token, float& logit) const {
         Largest largest;
         Lanes wrong = {};
         each([&](Ints tokens, Lanes value, int64_t) {
-            wrong += value - value;  // NaN from the first infinity or NaN on
+            wrong += value - value;  // NaN after the first infinity or NaN
             largest.see(value, tokens);
         });
         int place = largest.place();
@@ -107,19 +108,19 @@ struct Row {
     }
 };
 
-// Words in the order of the logits; zeros of both signs are one.
+// Maps logits to unsigned words in the same order. Zeros of both signs are equal.
 inline Words key_of(Lanes logits) {
     Words bits = (Words)(logits + 0.0f);
     return bits ^ ((Words)((Ints)bits >> 31) | 0x80000000u);
 }
 
-// How much lies ahead of a token in the order: weight and tokens.
+// Weight and number of the tokens ahead of a token in the order.
 struct Ahead {
     double mass = 0;
     int64_t count = 0;
 };
 
-// The first tokens of a row's order: those above `key`, and those at it up to the token `last`.
+// The first tokens of a row's order: those above `key`, and those equal to it up to the token `last`.
 struct Kept {
     uint32_t key = 0;
     int32_t last = INT32_MAX;
@@ -133,16 +134,17 @@ struct Kept {
 template <class T>
 struct Draw {
     Row<T> row;
-    float largest, inverse;  // the likeliest logit; of the temperature
+    float largest, inverse;  // largest: the likeliest logit. inverse: of the temperature
 
     Lanes score(Lanes logits) const { return (logits - largest) * inverse; }
 
-    // Those tokens that have little enough ahead of them: `within` says it, and is monotone.
+    // Returns the first tokens for which `within` holds, given what is ahead of them. `within` is
+    // monotone.
     template <class Within>
     Kept first(Within within) const {
         Ahead ahead;
         uint32_t prefix = 0, mask = 0;
-        Ahead last;  // the range that the end of what is kept lies in
+        Ahead last;  // the range that contains the end of the kept tokens
         for (int shift : {21, 10, 0}) {
             constexpr int RANGES = 2048;
             Ahead ranges[RANGES];
@@ -167,7 +169,7 @@ struct Draw {
                 ahead.count += ranges[range].count;
                 ends = !within(ahead);
             }
-            // Sums of finer ranges may be rounded otherwise: then it ends in the last of them.
+            // Sums of finer ranges may be rounded differently. The end is then in the last of them.
             if (!ends && !mask) return Kept{0, INT32_MAX, ahead.mass};
             ahead = before;
             last = ranges[chosen];
@@ -184,7 +186,7 @@ struct Draw {
         return Kept{prefix, token_at(prefix, equals), ahead.mass};
     }
 
-    // The token at which so many have a key.
+    // Returns the token up to which `number` tokens have this key.
     int32_t token_at(uint32_t key, int64_t number) const {
         int32_t token = -1;
         row.each([&](Ints tokens, Lanes logits, int64_t count) {
@@ -223,7 +225,7 @@ struct Draw {
 
 extern "C" {
 
-// See kernels/sampling/sample.py. The likeliest token of every row, or not_finite.
+// See kernels/sampling/sample.py. Writes the likeliest token of every row, or not_finite.
 void likeliest(
     int dtype, const void* logits, int64_t stride, int32_t* tokens, int64_t num_rows, int64_t size,
     int32_t not_finite, Team* team
@@ -238,7 +240,7 @@ void likeliest(
     });
 }
 
-// The same, drawn where a temperature is not 0. seeds: [num_rows, 2]; all else: [num_rows].
+// The same, but drawn if the temperature is not 0. seeds: [num_rows, 2], all others: [num_rows].
 void sample(
     int dtype, const void* logits, int64_t stride, const float* temperature, const int32_t* top_k,
     const float* top_p, const float* min_p, const int32_t* seeds, const int32_t* positions,
@@ -261,7 +263,7 @@ void sample(
     });
 }
 
-// See kernels/sampling/penalties.py. in_prompt: the bit of a count that says that a prompt has it.
+// See kernels/sampling/penalties.py. in_prompt: the bit of a count that marks prompt tokens.
 void apply_penalties(
     float* logits, int64_t stride, const int64_t* rows, const int32_t* counts, int64_t counts_stride,
     const int64_t* count_rows, const float* repetition, const float* frequency,

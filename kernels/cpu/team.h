@@ -1,8 +1,7 @@
-// The threads that share work: a team of the calling thread and workers that wait for it.
+// A team of threads that share work: the calling thread, and workers that wait for it.
 //
-// Pieces of work are taken one by one by whoever is free, so that a thread that has lost its core to
-// somebody else holds up no more than the piece that it is at, and one that sleeps nothing at all.
-// Knows nothing of what a piece is.
+// Free threads take pieces of work one at a time. A thread that loses its core to another process
+// therefore delays only its current piece, and a sleeping one delays nothing.
 
 #pragma once
 
@@ -20,8 +19,8 @@
 
 namespace {
 
-constexpr int64_t SMALL = 1 << 16;  // bytes that one thread has read before another has woken
-constexpr int PIECES = 4;           // of each thread, where what is to be done is cut into pieces
+constexpr int64_t SMALL = 1 << 16;  // bytes that one thread reads before another has woken up
+constexpr int PIECES = 4;           // pieces of work per thread, if the work can be cut anywhere
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -41,8 +40,8 @@ class Team {
 
     int threads() const { return threads_; }
 
-    // Calls work(piece) for every piece below `count`, on any of the threads, and returns when all
-    // are done. Any thread may call; where two do at once, the later one works alone.
+    // Calls work(piece) for every piece below `count`, on any of the threads, and returns when all are
+    // done. Any thread may call it. While one call runs, another one works alone.
     template <class Work>
     void share(int64_t count, Work& work) {
         if (threads_ == 1 || count <= 1 || count >= CLOSED || busy_.exchange(true)) {
@@ -56,14 +55,14 @@ class Team {
    private:
     using Call = void (*)(void*, int64_t);
 
-    static constexpr int64_t CLOSED = UINT32_MAX;  // a ticket of no piece
-    // Between two products of a step there are some ten microseconds, between two steps more.
+    static constexpr int64_t CLOSED = UINT32_MAX;  // a ticket without a piece
+    // Some 10 us pass between two products of a step, and more between two steps.
     static constexpr std::chrono::microseconds AWAKE{100};
 
     void run(int64_t count, Call call, void* work) {
         uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
         ticket_.store(number << 32 | CLOSED, std::memory_order_relaxed);
-        // Whoever sees any of these sees a closed ticket too, and so cannot take a piece by it.
+        // A thread that sees any of these stores also sees the closed ticket, so it takes no piece.
         std::atomic_thread_fence(std::memory_order_release);
         call_.store(call, std::memory_order_relaxed);
         work_.store(work, std::memory_order_relaxed);
@@ -102,7 +101,7 @@ class Team {
         }
     }
 
-    // Returns when more has been published than `seen`.
+    // Returns when more work has been published than `seen`.
     void wait(uint32_t seen) {
         auto end = std::chrono::steady_clock::now() + AWAKE;
         for (int turns = 1; published_.load(std::memory_order_acquire) == seen; turns++) {
@@ -120,19 +119,19 @@ class Team {
 
     const int threads_;
     std::atomic<bool> busy_{false};
-    // What is shared now: its number in the upper half, the next piece of it in the lower one.
+    // Number of the current work in the upper half, its next piece in the lower half.
     alignas(64) std::atomic<uint64_t> ticket_{CLOSED};
     std::atomic<Call> call_{nullptr};
     std::atomic<void*> work_{nullptr};
     std::atomic<int64_t> count_{0};
-    alignas(64) std::atomic<int64_t> done_{0};  // pieces of it
+    alignas(64) std::atomic<int64_t> done_{0};  // finished pieces of the current work
     alignas(64) std::atomic<uint32_t> published_{0};
     std::atomic<int> asleep_{0};
 };
 
 namespace {
 
-// Calls work(i) for every i below `count`, which reads so many bytes in all.
+// Calls work(i) for every i below `count`. All calls together read `bytes` bytes.
 template <class Work>
 void each(int64_t count, int64_t bytes, Team* team, Work work) {
     int64_t step = std::max<int64_t>(1, count / (PIECES * team->threads()));

@@ -19,7 +19,7 @@ constexpr int64_t SIDE = 16;   // rows, outputs and words of a tile
 constexpr int64_t NEAR = 128;  // words of a panel that stay in the first-level cache
 static_assert(WIDTH == SIDE && PARTS == 4);
 
-// Registers 0 to 3 have the sums of a panel's parts, 4 the rows, 5 and 6 the weights of two parts.
+// Registers 0 to 3 hold the sums of a panel's parts, 4 the rows, 5 and 6 the weights of two parts.
 // Intrinsics take these numbers as literals.
 struct BfloatTiles {
     using Sums = Lanes;
@@ -70,8 +70,8 @@ inline void shape_tiles(int64_t rows, int64_t words) {
     _tile_loadconfig(&shape);
 }
 
-// Adds `words` words, `step` at a time, to the sums of the rows of a tile. stride: words from row to
-// row. apart: vectors of sums from row to row. fresh: the sums start at 0.
+// Adds `words` words, `step` at a time, to the sums of a tile of rows. stride: words between rows.
+// apart: vectors of sums between rows. fresh: the sums start at 0.
 template <class Kind>
 void add_words(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t words, int64_t step,
@@ -104,7 +104,7 @@ void add_words(
     _tile_stored(3, sums + 3, to_next);
 }
 
-// Computes what add_rows in panels.h does, for any number of rows.
+// Computes the same as add_rows in panels.h, for any number of rows.
 template <class Kind>
 void add_tiles(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,

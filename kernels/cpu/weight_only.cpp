@@ -1,8 +1,8 @@
-// Products of rows with weights of 4 bits. Blocks of weights are widened into the first-level cache.
+// Products of rows with 4-bit weights. Blocks of weights are widened into the first-level cache.
 //
-// A weight is (number - zero) * scale. A group is consecutive inputs of an output, which share scale
-// and zero. Numbers are widened exactly. The sum of a group is multiplied by its scale. Then the sum of
-// its inputs is multiplied by zero and scale, and subtracted. All sums have the same order for any
+// A weight is (number - zero) * scale. A group is a range of consecutive inputs of an output that share
+// scale and zero. Numbers are widened exactly. The sum of a group is multiplied by its scale. Then the
+// sum of its inputs, times zero and scale, is subtracted. The order of all sums does not depend on the
 // number of rows.
 
 #include <memory>
@@ -14,8 +14,8 @@
 
 namespace {
 
-constexpr int CODES = 8;       // numbers of a word of codes
-constexpr int64_t BLOCK = 256;  // maximum inputs that are widened at a time. All are of one group
+constexpr int CODES = 8;       // numbers in a word of codes
+constexpr int64_t BLOCK = 256;  // maximum of inputs widened at a time, all of one group
 
 // The values of codes from 0 to 15.
 struct Integers {  // 8 is subtracted, so that symmetric weights need no zeros
@@ -33,8 +33,8 @@ struct ShortFloats {  // e2m1
     }
 };
 
-// Converts a word of codes to words of a kind of product. Of the eight codes, number 2i is in bits 4i to
-// 4i + 3, and number 2i + 1 is 16 bits higher.
+// Widens a word of codes to words for a kind of product. Code 2i of eight is in bits 4i to 4i + 3, and
+// code 2i + 1 is 16 bits higher.
 template <class Kind, class Number>
 struct Widened;
 
@@ -136,7 +136,7 @@ void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_
         }
 }
 
-// Returns a function that multiplies rows by a panel, block by block. input_sums: of `add_inputs`.
+// Returns a function that multiplies rows by a panel, block by block. input_sums: from `add_inputs`.
 template <class Kind, class Number>
 auto widening(
     const Weights& weights, const uint32_t* rows, int64_t stride, const float* input_sums
@@ -188,9 +188,9 @@ auto widening(
 
 extern "C" {
 
-// Multiplies rows of any dtype by panels of 4-bit codes, and adds a bias that may be null. fp4: codes
-// are e2m1 instead of integers, and scales are bfloat16 instead of float32. Each word of a panel has
-// CODES inputs of an output, see Widened. stride: in elements.
+// Multiplies rows of any dtype by panels of 4-bit codes, and adds a bias unless it is null. fp4: codes
+// are e2m1 instead of integers, and scales bfloat16 instead of float32. Each word of a panel has CODES
+// inputs of an output, see Widened. stride: in elements.
 void weight_only_product(
     int dtype, int fp4, const uint32_t* panels, const void* scales, const uint8_t* zeros,
     int64_t group, const void* x, int64_t stride, const void* bias, void* out, int64_t num_rows,

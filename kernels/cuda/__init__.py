@@ -1,1 +1,1 @@
-"""Memory of CUDA devices that torch does not manage."""
+"""Calls of the CUDA driver, and device memory that torch does not manage."""

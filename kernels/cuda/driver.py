@@ -1,4 +1,4 @@
-"""Calls of the library of the CUDA driver, for functions that torch does not offer."""
+"""Calls of the CUDA driver library, for functions that torch does not offer."""
 
 import ctypes
 import functools
@@ -19,8 +19,7 @@ class OutOfDeviceMemory(CudaError):
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function of the library. Raise CudaError with its name and the driver's name of the
-    error."""
+    """Call a library function. Raises CudaError with its name and the driver's error name."""
     driver = _driver()
     result = driver[function](*arguments)
     if result:
@@ -40,15 +39,14 @@ def device(index: int) -> ctypes.c_int:
 
 
 def use(index: int) -> None:
-    """Make a device current for the next calls of this thread.
-
-    Neither torch nor UCX ensures this. torch makes a device current only when it needs one.
+    """Make a device current for this thread. Neither torch nor UCX does so reliably: torch makes a
+    device current only when it needs one.
     """
     call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
 
 
 def bytes_at(address: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the memory at an address as a uint8 tensor, which does not keep the memory alive.
+    """Return the memory at an address as a uint8 tensor that does not own it.
 
     Raises:
         RuntimeError: there is no such memory. If it is another device's, torch returns a copy.
@@ -79,7 +77,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _primary_context(index: int) -> int | None:
-    """Return torch's own context, retained for as long as the process lives."""
+    """Return torch's own context, retained as long as the process lives."""
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device(index))
     return context.value

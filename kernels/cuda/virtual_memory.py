@@ -2,9 +2,9 @@
 
 A region reserves addresses once. Memory is mapped there in extents, released, and mapped again.
 CUDA graphs, tensors and registrations that refer to the addresses stay valid. While the memory is
-released, any access to the addresses is a fault of the device.
+released, any access to the addresses is a device fault.
 
-torch's allocator does not know this memory, so `VirtualMemory.mapped_bytes` counts it.
+torch's allocator does not count this memory, so `VirtualMemory.mapped_bytes` does.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _RDMA_SUPPORTED = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPO
 
 
 class VirtualMemoryDriver(Protocol):
-    """Functions of the driver for the memory of one device. Sizes and addresses are multiples of
+    """Driver functions for the memory of one device. Sizes and addresses are multiples of
     `granularity`. A function that raises CudaError has changed nothing.
     """
 
@@ -38,8 +38,7 @@ class VirtualMemoryDriver(Protocol):
         ...
 
     def create(self, num_bytes: int) -> int:
-        """Allocate memory without an address, and return its handle. Raise OutOfDeviceMemory if
-        there is not enough."""
+        """Allocate memory without an address, and return its handle. Raises OutOfDeviceMemory."""
         ...
 
     def release(self, handle: int) -> None:
@@ -55,7 +54,7 @@ class VirtualMemoryDriver(Protocol):
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Remove the address of memory. The range must be that of one call of `map`."""
+        """Undo one call of `map`, with the same range."""
         ...
 
     def settle(self) -> None:
@@ -86,17 +85,17 @@ class VirtualMemory:
         """Return a region of at least this size, without memory.
 
         Args:
-            extent_bytes: size of one allocation. 0: one allocation for the whole region, which the
-                registration at a network card may require.
+            extent_bytes: size of one allocation. 0: one for the whole region, which registration at
+                a network card may require.
         """
         return Region(self, num_bytes, extent_bytes or num_bytes)
 
 
 class Region:
-    """A range of addresses, and its memory if there is any. For one thread at a time.
+    """A range of addresses, and the memory mapped there. One thread at a time may use it.
 
     Attributes:
-        num_bytes: size, rounded up to the granularity of the driver.
+        num_bytes: size, rounded up to the driver's granularity.
     """
 
     def __init__(self, memory: VirtualMemory, num_bytes: int, extent_bytes: int) -> None:
@@ -109,16 +108,16 @@ class Region:
 
     @property
     def mapped_bytes(self) -> int:
-        """Return the number of bytes with memory. These are the first bytes of the region."""
+        """Number of bytes with memory, from the start of the region."""
         return min(len(self._handles) * self._extent_bytes, self.num_bytes)
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Allocate memory for the first bytes, or for the whole region. New memory has undefined
-        content. Memory that is already mapped keeps its content.
+        """Map memory to the first bytes, or to the whole region. New memory has undefined content.
+        Memory that is already mapped keeps its content.
 
         Raises:
-            OutOfDeviceMemory: there is not enough. Nothing has changed.
-            CudaError: the same, for another reason.
+            OutOfDeviceMemory: memory is short. Nothing has changed.
+            CudaError: another failure. Nothing has changed.
         """
         wanted = self.num_bytes if num_bytes is None else num_bytes
         before = len(self._handles)
@@ -137,14 +136,13 @@ class Region:
 
     def release(self) -> None:
         """Wait until the device is idle, then release all memory. Nothing may access the addresses
-        until `map`. Does nothing if there is no memory."""
+        until `map`. No effect without memory."""
         if self._handles:
             self._driver.settle()
             self._unmap_from(0)
 
     def tensor(self, start: int, num_bytes: int) -> Tensor:
-        """Return mapped bytes as uint8 [num_bytes], at the same addresses as long as the process
-        lives."""
+        """Return mapped bytes as uint8 [num_bytes]. The addresses never change."""
         return self._driver.view(self.address + start, num_bytes)
 
     def _map_extent(self) -> None:
@@ -164,7 +162,7 @@ class Region:
         self._memory.mapped_bytes += size
 
     def _unmap_from(self, first: int) -> None:
-        """Release the extents from number `first` on, the last one first."""
+        """Release the extents from index `first` on, the last one first."""
         while len(self._handles) > first:
             address, size = self._extent(len(self._handles) - 1)
             self._driver.unmap(address, size)
@@ -182,8 +180,7 @@ class Region:
 
 @functools.cache
 def virtual_memory(index: int) -> VirtualMemory:
-    """Return the VirtualMemory of a CUDA device. Does not call the driver before a region is
-    reserved."""
+    """Return a CUDA device's VirtualMemory. Calls no driver before a region is reserved."""
     return VirtualMemory(CudaDriver(index))
 
 

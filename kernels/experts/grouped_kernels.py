@@ -10,19 +10,19 @@ from kernels.quantised import add_product, matrix_tile
 from kernels.row_search import last_at_most
 
 GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
-MANY_PAIRS = 64  # of an expert on average, from which on the larger tile is mostly full
+MANY_PAIRS = 64  # pairs per expert on average, from which the larger tile is mostly full
 SUM_BLOCK = 1024  # 16 bytes per thread in 16-bit, in 4 warps
 
 
 class GroupedTile(NamedTuple):
     """The shape and launch parameters of one program of a product.
 
-    All tiles of a dtype have the same depth, and add products in its order. A token's rounding
-    must not depend on other tokens, whose number selects the tile.
+    All tiles of a dtype have the same depth, and add products in its order. A token's rounding must
+    not depend on the number of other tokens, which selects the tile.
     """
 
     rows: int
-    columns: int  # of the output, or half of them each of gate and up
+    columns: int  # columns of the output, or of gate and up with half of them each
     depth: int
     warps: int
     stages: int
@@ -31,15 +31,15 @@ class GroupedTile(NamedTuple):
 def tile_for(
     element_size: int, num_pairs: int, num_experts: int, architecture: int, group: int
 ) -> GroupedTile:
-    """Return the tile for a number of pairs, of which experts have different shares.
+    """Return the tile for a number of pairs, which are distributed unevenly among experts.
 
-    A step of few tokens is bound by reading weights. 64 rows keep it so: 64 operations per byte, of
-    a GPU's 150 to 300. With many tokens, a tile of twice the rows and columns halves the bytes that
-    each operation reads from the L2 cache.
+    A step of few tokens is limited by reading weights: a tile of 64 rows does 64 operations per
+    byte, and a GPU could do 150 to 300. With many tokens, twice the rows and columns halve the
+    bytes that each operation reads from the L2 cache.
 
     Args:
         architecture: 90 for compute capability 9.0. On others, the sums of the larger tile would
-            not fit their registers or shared memory.
+            not fit registers or shared memory.
         group: inputs that share a scale. 0: there are no scales.
     """
     large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
@@ -48,7 +48,7 @@ def tile_for(
     else:
         tile = GroupedTile(128, 256, 64, 8, 3) if large else GroupedTile(64, 128, 64, 4, 4)
     if group:
-        # Products of a group have registers of their own: twice as many columns would spill.
+        # Products of a group have their own registers: twice as many columns would spill.
         return tile._replace(
             columns=max(64, tile.columns // 2), depth=min(tile.depth, group & -group)
         )
@@ -58,15 +58,15 @@ def tile_for(
 @bound
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Write where each expert's pairs start, and their numbers. Pairs without an expert follow the
-    last start.
+    """Write where each expert's pairs start, and the sorted pair numbers. Pairs without an expert
+    are last.
 
-    There is one program per expert. Each reads all ids once, and sets a bit for each of its own
-    pairs among the first 32 that a lane reads. Only later ones are read again. An expert's pairs
-    are in the order of lanes, so that lanes do not wait for each other between two reads.
+    There is one program per expert. It reads all ids once, and records in a bit mask its pairs
+    among the first 32 that a lane reads. Only later ones are read again. An expert's pairs are in
+    the order of lanes, so that lanes do not wait for each other between two reads.
     """
     expert = tl.program_id(0)
-    # Lanes that read neighbours would exchange them before each store.
+    # Lanes with adjacent pairs would exchange them before each store.
     lanes = tl.max_contiguous(tl.arange(0, BLOCK), 1)
     earlier, mine, bits = (tl.zeros([BLOCK], tl.int32),) * 3
     num_reads = tl.cdiv(num_pairs, BLOCK)
@@ -93,10 +93,10 @@ def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr)
 
 @triton.jit
 def _rows_of(starts_ptr, num_experts, BLOCK_M: tl.constexpr, SEARCH_BLOCK: tl.constexpr):
-    """Return this program's expert, the first place of its tile among the sorted pairs, and the end
+    """Return this program's expert, the first index of its tile among the sorted pairs, and the end
     of the expert's pairs.
 
-    Expert e's tiles are numbered from starts[e] // BLOCK_M + e, which leaves space for one partial
+    Expert e's tiles are numbered from starts[e] // BLOCK_M + e, which leaves room for one partial
     tile per expert. Surplus numbers have no pairs.
     """
     tile = tl.program_id(0)
@@ -254,7 +254,7 @@ def add_pairs_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the K parts of one token, in order. Parts of pairs without an expert were not written."""
+    """Add the K parts of one token, in order. Parts of pairs without an expert are skipped."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN

@@ -1,6 +1,7 @@
-"""Gated feed-forward nets of experts: every token goes through the experts that it is routed to.
+"""Gated feed-forward nets of experts (MoE): every token goes through the experts to which it is
+routed.
 
-Pairs of token and expert are sorted by expert, and two grouped products process them. Each token's
+(token, expert) pairs are sorted by expert, and two grouped products process them. Each token's
 results are added in the order of its experts, so no sum depends on the device's scheduling.
 """
 
@@ -29,7 +30,7 @@ from kernels.layers.quantised_linear import quantised_linear
 from kernels.quantised import NOT_QUANTISED, Quantisation, num_inputs
 from kernels.row_search import SEARCH_BLOCK
 
-LIMIT, SLOPE = 7.0, 1.702  # of "clamped"
+LIMIT, SLOPE = 7.0, 1.702  # parameters of "clamped"
 
 # clamped: gate * sigmoid(SLOPE * gate) * (up + 1), with gate at most LIMIT and up within ±LIMIT.
 Gate: TypeAlias = Activation | Literal["clamped"]
@@ -51,7 +52,7 @@ class ExpertMatrices:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the number of experts, outputs and inputs."""
+        """(experts, outputs, inputs)."""
         count, rows, columns = self.numbers.shape
         return count, rows, columns if self.quantisation is None else num_inputs(self.numbers)
 
@@ -76,7 +77,7 @@ class ExpertMatrices:
         return quantised_linear(x, numbers, one, bias)
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if these do not fit each other, or inputs of this dtype."""
+        """Raise ValueError if the tensors do not fit each other, or inputs of this dtype."""
         if not all(each is None or each.is_contiguous() for each in self.tensors):
             raise ValueError("experts must be contiguous")
         if self.bias is not None and self.bias.shape != self.numbers.shape[:2]:
@@ -98,18 +99,18 @@ def grouped_mlp(
 ) -> Tensor:
     """Return the sum over j of weights[:, j] * down[ids[:, j]] (act(gate) * up).
 
-    gate and up are products with gate_up[ids[:, j]], and `gate` selects act. The call does not wait
-    for the device, and its launches do not depend on the routing.
+    gate and up are products with gate_up[ids[:, j]], and `gate` selects act. Does not wait for the
+    device, and the launches do not depend on the routing.
 
     Args:
         x: contiguous [n, hidden].
         gate_up: [experts, 2 * inner, hidden], the gate's rows first.
         down: [experts, hidden, inner].
         weights: contiguous float32 [n, k].
-        ids: contiguous int32 [n, k], each below the number of experts, or that number for a pair
-            that adds nothing and has the weight 0.
+        ids: contiguous int32 [n, k], each below the number of experts, or equal to it for a pair
+            that adds nothing and has weight 0.
     Returns:
-        [n, hidden] of x's dtype. The sum is in float32, of parts that are rounded to x's dtype.
+        [n, hidden] of x's dtype. The sum is in float32, of parts rounded to x's dtype.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -130,8 +131,7 @@ def grouped_mlp(
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
-    """Return act(gate) * up of [n, 2 * inner] as [n, inner], like `act_and_mul`, in float32,
-    rounded once."""
+    """Return act(gate) * up of [n, 2 * inner] as [n, inner], in float32, rounded once."""
     if gate != "clamped":
         return act_and_mul(x, gate)
     if (compiled := device.compiled(x)) is not None:
@@ -162,16 +162,16 @@ def by_expert(
     net: Callable[[int, Tensor], Tensor],
     num_experts: int,
 ) -> Tensor:
-    """Return the same sum with `net(expert, its rows of x)` for each expert that is used. With
+    """Return the same sum, with `net(expert, its rows of x)` called for each used expert. With
     compiled operations, no token affects the bits of another if no row of `net` does.
 
-    Reads from the device which experts are used, so it is for CPUs.
+    Reads the used experts from the device, so it is meant for CPUs.
     """
     n, k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     rows = x.index_select(0, order // k)
-    parts = torch.empty_like(rows)  # contiguous for each expert, and scattered once at the end
+    parts = torch.empty_like(rows)  # contiguous for each expert, scattered once at the end
     start = 0
     counts = torch.bincount(flat, minlength=num_experts).tolist()
     for expert, count in enumerate(counts[:num_experts]):

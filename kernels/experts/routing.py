@@ -1,4 +1,4 @@
-"""Routing: the experts of each token, and their weights."""
+"""Routing of tokens to experts: each token's experts and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class Routing:
         k: experts per token.
         scores: function of the logits: a softmax over all experts, or a sigmoid of each.
         normalise: a token's weights add up to `scale`. False: they are its scores times `scale`.
-        groups: number of equal groups of consecutive experts. All of a token's experts are in the
+        groups: number of equal groups of consecutive experts. A token's experts are in the
             `chosen_groups` groups with the largest sums of their `group_top` highest scores.
     Source: the groups: DeepSeek-V2, 2024, section 2.2.2, and DeepSeek-V3, section 2.1.2.
     """
@@ -38,16 +38,14 @@ class Routing:
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest experts of each token, likeliest first. The order of equal ones is
-    undefined.
+    """Return the k likeliest experts of each token, likeliest first, in undefined order if equal.
 
     Args:
         logits: contiguous [n, experts].
-        bias: contiguous float32 [experts], added to scores for the choice of experts, but not for
-            their weights.
+        bias: contiguous float32 [experts], added to scores to choose experts, but not in weights.
     Returns:
-        Weights, float32 [n, k], and ids, int32 [n, k], all different. For a token with logits that
-        are not finite, weights are NaN and ids are any valid ones.
+        Weights, float32 [n, k], and distinct ids, int32 [n, k]. For a token with logits that are
+        not finite, weights are NaN and ids are any valid ones.
     Raises:
         ValueError: wrong shapes, or numbers that do not fit each other.
     """
@@ -143,7 +141,7 @@ def _route_kernel(
     BLOCK_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr,
 ):
-    """Route one token. Takes the largest K times, because K and the row are small."""
+    """Route one token, by taking the largest score K times, because K and the row are small."""
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     places = tl.arange(0, BLOCK_K)
@@ -176,7 +174,7 @@ def _route_kernel(
         choice = tl.where(experts == best, float("-inf"), choice)
     if NORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    # A maximum ignores NaN. A token with NaN logits must get NaN weights.
+    # Not from a maximum, which ignores NaN: a token with NaN logits must get NaN weights.
     total = tl.sum(scores, 0)
     weights = tl.where(total == total, weights * SCALE, float("nan"))
     wanted = places < K

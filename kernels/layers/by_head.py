@@ -1,4 +1,4 @@
-"""Products of each head's numbers with the head's own matrix."""
+"""Products of each head's vector with a matrix of that head."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from kernels import device
 from kernels.bound import bound
 from kernels.cpu.operators import PANEL, WORD_BYTES, Operators
 
-BLOCK_M, BLOCK_N = 64, 64  # of the Triton kernel
+BLOCK_M, BLOCK_N = 64, 64  # tile of the Triton kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, weights: Tensor) -> "HeadMatrices":
-        """Return matrices [heads, in, out]. Shares them where no product is compiled for them."""
+        """Return matrices [heads, in, out]. Shares the tensor if no product is compiled for it."""
         operators = _operators(weights)
         if operators is None:
             return cls(weights)
@@ -36,7 +36,7 @@ class HeadMatrices:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes, with the padding of panels. 0 where the weights are shared."""
+        """Additional memory in bytes, with the padding of panels. 0 if the weights are shared."""
         return 0 if self.operators is None else self.weight.nbytes
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
@@ -68,7 +68,7 @@ def _operators(weights: Tensor) -> Operators | None:
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Multiply with one tile for any number of rows."""
+    """Multiply with the same tile for any number of rows."""
     if x.stride(2) != 1 or out.stride(2) != 1 or not weight.is_contiguous():
         raise ValueError(f"contiguous numbers expected, got {x.stride()} and {weight.stride()}")
     num_rows, heads, inputs = x.shape

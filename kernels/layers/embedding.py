@@ -1,4 +1,4 @@
-"""Lookup of token embeddings. Some tokens are known only to the device."""
+"""Lookup of token embeddings, also for sampled tokens that only the device knows yet."""
 
 import torch
 import triton
@@ -10,12 +10,12 @@ from kernels.bound import bound
 
 
 def embed(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
-    """Look up token embeddings. Tokens that the CPU does not know are read from the future map.
+    """Look up token embeddings. Tokens that the CPU does not know yet are read from the future map.
 
     Args:
-        token_ids: contiguous int32 [num_tokens]; a token, or -(slot + 1) for the last one sampled
+        token_ids: contiguous int32 [num_tokens]: a token, or -(slot + 1) for the last token sampled
             in `slot`.
-        future: contiguous int32 [num_slots], a valid token in every slot that token_ids names.
+        future: contiguous int32 [num_slots], with a valid token in every slot that token_ids names.
         weight: [vocabulary, hidden], rows may be strided.
     Returns:
         [num_tokens, hidden] of weight's dtype.

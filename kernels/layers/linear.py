@@ -12,11 +12,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [n, in] times weight [out, in] transposed, plus bias [out]: [n, out], all of one
     dtype.
 
-    With compiled operations that multiply this dtype, and on a GPU with
-    `device.use_batch_invariant`, no row affects the bits of another.
+    With compiled operations for this dtype, and on a GPU with `device.use_batch_invariant`, no row
+    affects the bits of another.
 
     Raises:
-        ValueError: a weight with strides, on such a GPU.
+        ValueError: a strided weight on such a GPU.
     """
     if device.uses_triton(x):
         if not device.batch_invariant():

@@ -1,4 +1,4 @@
-"""Gates of the heads' outputs."""
+"""The sigmoid gate of attention outputs."""
 
 import torch
 from torch import Tensor

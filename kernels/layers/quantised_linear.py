@@ -1,7 +1,7 @@
-"""Products with weights in 8 or 4 bits, or of the inputs' dtype.
+"""Products with weights of 8 or 4 bits, or of the inputs' dtype.
 
-Inputs are not rounded. A step of few rows reads half or a quarter of the bytes of a 16-bit matrix,
-and a prompt takes as many multiplications.
+Inputs are not rounded. A step of few rows reads half or a quarter of the bytes of a 16-bit matrix.
+A prompt needs the same number of multiplications.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,10 @@ _FEW_ROWS = 64
 def tile_for(num_rows: int, element_size: int, group: int) -> ProductTile:
     """Return the tile for a number of rows, and inputs of this size in bytes.
 
-    Few rows are bound by reading the matrix: narrow tiles then occupy all multiprocessors. If no
-    row may affect the bits of another, all tiles have the same depth, and enough rows for the same
-    instruction. `tools.bench.gpu` shows in its part `bits` whether a GPU then adds alike.
+    Few rows are limited by reading the matrix, so narrow tiles occupy all multiprocessors. If no
+    row may affect the bits of another, all tiles have the same depth and enough rows for the same
+    instruction. The part `bits` of `tools.bench.gpu` checks whether a GPU then adds in the same
+    order.
 
     Args:
         group: inputs that share a scale. 0: there are no scales.
@@ -75,10 +76,10 @@ def quantised_linear(
 def multiplied(
     x: Tensor, numbers: Tensor, arguments: Mapping[str, Any], bias: Tensor | None
 ) -> Tensor:
-    """Return the product of contiguous x and numbers by the Triton kernel.
+    """Compute the product of contiguous x and numbers with the Triton kernel.
 
     Args:
-        arguments: of Quantisation, or NOT_QUANTISED.
+        arguments: from Quantisation.arguments, or NOT_QUANTISED.
     """
     rows, columns = len(numbers), x.shape[1]
     out = x.new_empty(len(x), rows)

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm, rounded at the same points as Hugging Face's models."""
+"""Residual addition and RMSNorm, rounded at the same points as in Hugging Face's models."""
 
 import torch
 import triton
@@ -22,16 +22,16 @@ def add_rms_norm(
     """Return (norm(x + residual) * weight, x + residual).
 
     The sum is rounded to x's dtype, normed in float32, rounded to weight's dtype, multiplied by
-    weight and rounded to x's dtype. So a float32 weight avoids a rounding before it is applied.
+    weight and rounded to x's dtype. A float32 weight therefore avoids one rounding.
 
     Args:
         x: [n, hidden], rows may be strided.
-        residual: of x's shape and dtype, or None to add nothing (without `rows` the returned sum is
-            then x itself, not a copy).
+        residual: of x's shape and dtype. None: nothing is added, and without `rows` the returned
+            sum is x itself.
         weight: contiguous [hidden], of x's dtype or float32.
         rows: int64 [m], the only rows of x and residual to use. None: all, in order.
     Returns:
-        Two of [n, hidden], or [m, hidden] with `rows`, of x's dtype.
+        Two tensors [n, hidden], or [m, hidden] with `rows`, of x's dtype.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -104,8 +104,7 @@ def add_rms_norm_triton(
 
 
 def _num_warps(block: int, element_size: int) -> int:
-    """Return 16 bytes per thread, in at most 16 warps. A starting point for tuning by
-    tools/bench/gpu."""
+    """Return warps for 16 bytes per thread, at most 16. To be tuned with tools/bench/gpu."""
     return max(1, min(16, block * element_size // (16 * 32)))
 
 
@@ -141,7 +140,8 @@ def _add_rms_norm_kernel(
     if HIDDEN <= BLOCK:
         mask = col < HIDDEN
         total = _sum(x_ptr, residual_ptr, total_ptr, col, mask)
-        weight = tl.load(weight_ptr + col, mask=mask, other=0.0)  # before the reduction waits
+        # Loaded before the reduction waits.
+        weight = tl.load(weight_ptr + col, mask=mask, other=0.0)
         scale = tl.rsqrt(tl.sum(total * total) / HIDDEN + eps)
         tl.store(normed_ptr + col, weighted(total * scale, weight), mask=mask)
     else:
@@ -154,8 +154,7 @@ def _add_rms_norm_kernel(
         for start in range(0, HIDDEN, BLOCK):
             columns = start + col
             mask = columns < HIDDEN
-            # Added again instead of read back, because threads cannot rely on each other's recent
-            # stores.
+            # Added again, because a thread may not rely on the recent stores of others.
             total = _sum(x_ptr, residual_ptr, None, columns, mask)
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
             tl.store(normed_ptr + columns, weighted(total * scale, weight), mask=mask)
@@ -163,7 +162,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
-    """Return x + residual as float32, rounded to their dtype. Also stored if total_ptr is given."""
+    """Return x + residual as float32, rounded to their dtype. Stores it to total_ptr, if any."""
     total = tl.load(x_ptr + col, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -175,8 +174,7 @@ def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
 
 @triton.jit
 def weighted(normed, weight):
-    """Return normed (float32), rounded to weight's dtype, times weight. float32, not yet
-    rounded."""
+    """Return normed (float32), rounded to weight's dtype, times weight, as unrounded float32."""
     return normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 

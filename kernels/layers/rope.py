@@ -1,6 +1,5 @@
-"""Rotary position embedding: the angles of a step, and the rotation.
-
-Independent of RoPE variants, which differ only in the inverse frequencies.
+"""Rotary position embedding: the angles of a step, and the rotation. Variants of RoPE differ only
+in the inverse frequencies that they pass.
 """
 
 import torch
@@ -17,12 +16,12 @@ BLOCK = 128  # angles per program, one per thread: bound by arithmetic, not by m
 def rope_angles(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
     """Return cosines and sines of every token's angles, once per step for all layers.
 
-    An angle is the product in float32, rounded like in Hugging Face's models.
+    An angle is the product in float32, rounded as in Hugging Face's models.
 
     Args:
         positions: contiguous int32 [num_tokens], token indices.
         inverse_frequencies: contiguous float32 [head_dim / 2].
-        scale: multiplies both (yarn's attention factor; 1.0 elsewhere).
+        scale: factor of both (YaRN's attention factor, else 1.0).
     Returns:
         float32 [2, num_tokens, head_dim / 2]: cosines, sines.
     Raises:
@@ -49,8 +48,8 @@ def rope_angles_reference(positions: Tensor, inverse_frequencies: Tensor, scale:
 
 
 def rotate_reference(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate [num_tokens, heads, head_dim] by angles [2, num_tokens, pairs], paired as (i, i +
-    pairs). Numbers after the first 2 * pairs do not change.
+    """Rotate [num_tokens, heads, head_dim] by angles [2, num_tokens, pairs], with numbers i and i +
+    pairs as a pair. Numbers after the first 2 * pairs do not change.
 
     Computed in float32 and rounded once, which is closer to the exact rotation than Hugging Face's
     bfloat16 one.

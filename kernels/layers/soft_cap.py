@@ -1,4 +1,4 @@
-"""A limit of logits by a hyperbolic tangent."""
+"""Soft cap of logits: a limit by a hyperbolic tangent."""
 
 from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""Layers with a recurrent state of fixed size instead of keys and values."""
+"""Linear attention: layers with a recurrent state of fixed size instead of keys and values."""

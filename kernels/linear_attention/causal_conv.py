@@ -1,6 +1,7 @@
-"""The short convolution before linear attention: each channel over its own tokens, then SiLU.
+"""The short causal convolution before linear attention: over each channel's last inputs, then SiLU.
 
-The state of a request is its last inputs, by key head. A head's cell has its q, k and v.
+The state of a request is its last inputs, by key head. A head's cell has the channels of its q, k
+and v.
 """
 
 import torch
@@ -14,22 +15,22 @@ from kernels.bound import bound
 from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
-TILE_TOKENS = 64  # of a program
-BLOCK_TOKENS = 16  # of a tile at once
+TILE_TOKENS = 64  # tokens of a program
+BLOCK_TOKENS = 16  # tokens of a tile at once
 BLOCK_CHANNELS = 64
 
 
 def causal_conv(
     x: Tensor, columns: Tensor, weight: Tensor, cells: CellView, rows: StateRows
 ) -> Tensor:
-    """Return SiLU of the sum of a channel's last `width` inputs, each times its weight.
+    """Return the SiLU of the sum of a channel's last `width` inputs, each times its weight.
 
     Args:
-        x: [num_tokens, any], columns contiguous; tokens may be strided.
+        x: [num_tokens, any], columns contiguous, tokens may be strided.
         columns: int32 [heads, channels], columns of x with the inputs of each channel.
         weight: contiguous [heads, channels, width] of x's dtype, the newest input's weight last.
-        cells: of the previous inputs, [channels, width - 1] of x's dtype; read and written as
-            `rows` specifies.
+        cells: previous inputs, [channels, width - 1] of x's dtype, read and written as `rows`
+            specifies.
     Returns:
         [num_tokens, heads, channels] of x's dtype, contiguous.
     Raises:
@@ -167,9 +168,9 @@ def _causal_conv_kernel(
 ):
     """Process a tile of a row's tokens, for one head and block of channels.
 
-    Row r's tiles are numbered from starts[r] // TILE + r, which leaves space for one partial tile
-    per row. Surplus numbers have no tokens. Only a row's first tile reads the state before, and it
-    also writes the state after. All its reads come before any write.
+    Row r's tiles are numbered from starts[r] // TILE + r, which leaves room for one partial tile
+    per row. Surplus numbers have no tokens. A row's first tile alone reads the old state and writes
+    the new one, and does all its reads before any write.
 
     Args:
         SEARCHED: False if every row has one token.

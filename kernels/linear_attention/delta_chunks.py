@@ -1,12 +1,12 @@
-"""The gated delta rule in Triton, a chunk of tokens at a time (WY form), for prompts.
+"""The gated delta rule in Triton for prompts, a chunk of tokens at a time (WY form).
 
 Within a chunk, with decays d[i] = exp(g[0] + ... + g[i]) and a state S before it, the learnt values
-u are the solution of a unit triangular system:
+u solve a unit triangular system:
 
     u[i] + beta[i] sum_{j < i} d[i] / d[j] (k[i] k[j]) u[j] = beta[i] (v[i] - d[i] k[i] S)
 
-The outputs and the next state are products with u. Keys and queries enter these products as they
-are, and the inverses of their lengths scale the results. So they need no rounding of their own.
+The outputs and the next state are products with u. Keys and queries enter these products without
+normalisation, and the inverses of their lengths scale the results, which avoids a rounding.
 
 Source: Gated Delta Networks, Yang et al. 2024, section 3.3.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.bound import bound
 
-# Tokens of a chunk, a power of two from 16 on. Larger chunks have as many instructions per token,
+# Tokens of a chunk, a power of two, at least 16. Larger chunks need as many instructions per token,
 # because their triangular systems grow, and spill registers.
 CHUNK = 16
 STAGES = 2  # of the pipeline that loads chunks
@@ -78,7 +78,7 @@ def delta_chunks_kernel(
 ):
     """Process one row, value head and block of a matrix's columns, which stays in registers.
 
-    A mark ends a chunk. The first rows have the most tokens, so they start first.
+    A mark ends a chunk. The first rows have the most tokens and start first.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     key_head = head // GROUP
@@ -99,12 +99,12 @@ def delta_chunks_kernel(
     a_ptr += key_head * a_head + head % GROUP
     b_ptr += key_head * b_head + head % GROUP
     channels: tl.constexpr = 2 * K + GROUP * V
-    for part in range(2):  # to the mark, then to the row's end
+    for part in range(2):  # up to the mark, then to the row's end
         begin = start + tl.where(part == 0, 0, mark)
         end = start + tl.where(part == 0, mark, count)
         for chunk in range(tl.cdiv(end - begin, CHUNK)):
-            # Positions in the part, not in the chunk: so the masks of pairs are computed again for
-            # each chunk. Masks that are kept in registers would spill others.
+            # Positions in the part, not in the chunk, so that the masks of pairs are computed again
+            # for each chunk. Masks kept in registers would spill other values.
             token = chunk * CHUNK + lane
             live = begin + token < end
             at = (begin + token).to(tl.int64)
@@ -153,8 +153,8 @@ def delta_chunks_kernel(
 def _cells(cells_ptr, page, page_stride, i, j, K: tl.constexpr, V: tl.constexpr):
     """Return the addresses of a matrix in a page, and a mask that is empty if there is no page.
 
-    The row numbers include the page, so that no addresses are kept in registers from the read of
-    the state to its write. That would spill others.
+    The row numbers include the page, so that no addresses stay in registers between the read and
+    the write of the state, which would spill other values.
     """
     row = (i + page)[:, None]
     own = (i < tl.where(page < 0, 0, K))[:, None] & (j < V)[None, :]
@@ -165,19 +165,19 @@ def _cells(cells_ptr, page, page_stride, i, j, K: tl.constexpr, V: tl.constexpr)
 def _inverse(system, token, SIZE: tl.constexpr, UPCAST: tl.constexpr):
     """Return the inverse of I + a, where a is the part of `system` below the diagonal.
 
-    Inverts blocks of 2, 4, 8, ... on the diagonal. The part of a block below those of its halves A
-    and B is -B^-1 a A^-1. Unlike a sum of powers of a, every intermediate result is a part of the
-    inverse, which is small also where keys are equal.
+    Inverts blocks of 2, 4, 8, ... on the diagonal. The part of a block below its halves A and B is
+    -B^-1 a A^-1. Unlike in a sum of powers of a, every intermediate result is a part of the
+    inverse, which is small even if keys are equal.
 
     Args:
         system: float32 [SIZE, SIZE].
         token: [SIZE], SIZE consecutive numbers from a multiple of SIZE on.
     """
-    # The highest bit of these is the level at which a pair of tokens is in one block.
+    # The highest bit is the level at which a pair of tokens is in one block.
     apart = tl.where(token[:, None] > token[None, :], token[:, None] ^ token[None, :], 0)
     inverse = tl.where(token[:, None] == token[None, :], 1.0, 0.0)
     inverse -= tl.where(apart == 1, system, 0.0)
-    # No number is above 1 by more than rounding, so float16 is as exact as tf32.
+    # No number exceeds 1 by more than rounding, so float16 is as exact as tf32.
     dtype: tl.constexpr = tl.float32 if UPCAST else tl.float16
     for level in tl.static_range(1, 6):
         if 2 << level <= SIZE:

@@ -1,10 +1,11 @@
-"""The gated delta rule: a matrix per head that decays with every token, and learns the token's
-value under its key.
+"""The gated delta rule: one matrix per head, which decays with every token and learns the token's
+value for its key.
 
     S <- exp(g) S;   S <- S + k (beta (v - k S));   o = q S
 
-Source: Gated Delta Networks, Yang et al. 2024. Keys and queries have length 1, and queries are
-divided by the root of their size. In float32.
+Computed in float32. Keys and queries have length 1, and queries are divided by the root of their
+size.
+Source: Gated Delta Networks, Yang et al. 2024.
 """
 
 from typing import Any, NamedTuple
@@ -41,13 +42,12 @@ class Gates(NamedTuple):
 
 
 def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Apply the rule to the rows' tokens, from the states that `rows` reads to those that it
-    writes.
+    """Apply the rule to the rows' tokens. `rows` names the states to read and to write.
 
     Args:
-        x: contiguous [num_tokens, key_heads, channels] of `causal_conv`: for each head its q, its k
-            and the values of its value heads.
-        cells: of float32 matrices [size of a key, size of a value], one for each value head.
+        x: contiguous [num_tokens, key_heads, channels] from `causal_conv`: for each key head its q,
+            its k and the values of its value heads.
+        cells: float32 matrices [size of a key, size of a value], one for each value head.
     Returns:
         [num_tokens, value_heads, size of a value], of x's dtype.
     Raises:
@@ -82,7 +82,7 @@ def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Ten
 
 
 def delta_rule_reference(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Compute long rows in chunks, and all rows of few tokens side by side."""
+    """Compute long rows in chunks, and all rows of few tokens together, token by token."""
     k_size, v_size = cells.view.shape[2:]
     group = cells.heads // x.shape[1]
     wide = x.float()
@@ -124,8 +124,8 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     Args:
         q, k, v: [n, heads, any].
         g, beta: [n, heads].
-        state: contiguous [n, heads, k, v], changed in place, because in a large model it is most of
-            the memory traffic.
+        state: contiguous [n, heads, k, v]. Changed in place, because it is most of a large model's
+            memory traffic.
     """
     state = state.flatten(0, 1)
     q, k, v, g, beta = (each.flatten(0, 1).unsqueeze(1) for each in (q, k, v, g, beta))
@@ -173,9 +173,8 @@ def _chunks(
 
 
 def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Launch one kernel for all rows: in chunks where rows are long, else token by token.
-
-    In float32 it is always token by token, so a prompt gives the same bits however it is cut.
+    """Launch one kernel for all rows: in chunks if rows are long, else token by token. In float32
+    it is always token by token, so that a prompt gives the same bits however it is cut.
     """
     num_tokens, key_heads, _ = x.shape
     k_size, v_size = cells.view.shape[2:]
@@ -251,7 +250,7 @@ def _delta_rule_kernel(
 ):
     """Process one row, value head and block of a matrix's columns.
 
-    The block stays in registers while the row's tokens are processed one after the other. So a
+    The block stays in registers while the row's tokens are processed one after the other, so a
     prompt gives the same bits however it is cut.
     """
     row, head = tl.program_id(0), tl.program_id(1)
@@ -300,5 +299,5 @@ def _delta_rule_kernel(
 
 @triton.jit
 def _of(i, page, K: tl.constexpr):
-    """Return a mask of the rows of a matrix in a page. It is empty if there is no page."""
+    """Return a mask of the rows of a matrix in a page, which is empty if there is no page."""
     return (i < tl.where(page < 0, 0, K))[:, None]

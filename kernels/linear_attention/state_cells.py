@@ -1,8 +1,8 @@
-"""Recurrent states of requests: cells in pages, and the pages that a step's rows read and write.
+"""Recurrent states of requests: cells in pages, and which pages a step's rows read and write.
 
-A state is a list of pages. A cell is one head's tensor of one layer, and lies in one of them. A
-step reads a row's state in one place and may write it to another. This is how a state is copied,
-initialised (read -1: zeros) and saved for later. No other operation copies or clears a state.
+A state is a list of pages. A cell is one head's tensor in one layer, within one page. A step reads
+a row's state from one list of pages and may write it to another. That is also how a state is
+copied, initialised (read -1: zeros) and saved. No other operation copies or clears a state.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from kernels.cpu.operators import States
 
-FEW = 16  # tokens: rows of at most so many are processed token by token, side by side
+FEW = 16  # tokens: rows of at most FEW are processed token by token, side by side
 
 
 class CellView(NamedTuple):
-    """One tensor of one layer's states, cell by cell.
+    """One tensor of one layer's states, as cells in pages.
 
     Attributes:
-        view: [num_pages, cells_per_page, *shape], any strides of the first two, of contiguous
-            cells.
-        first_page: index of the page with cell 0 among a state's pages.
-        first: number of the layer's cell of head 0.
-        step: difference of the numbers of consecutive heads.
-        heads: number of heads of the layer.
+        view: [num_pages, cells_per_page, *shape], any strides of the first two dimensions, cells
+            contiguous.
+        first_page: index of the page of cell 0 among a state's pages.
+        first: number of the cell of head 0.
+        step: difference between the cells of consecutive heads.
+        heads: heads of the layer.
     """
 
     view: Tensor
@@ -37,12 +37,12 @@ class CellView(NamedTuple):
     heads: int
 
     def where(self) -> tuple[Tensor, Tensor]:
-        """Return each head's page among a state's pages, and its place in that page."""
+        """Return each head's page among a state's pages, and its index in that page."""
         cells = self.first + self.step * torch.arange(self.heads, device=self.view.device)
         return self.first_page + cells // self.view.shape[1], cells % self.view.shape[1]
 
     def read(self, pages: Tensor) -> Tensor:
-        """Return the cells of n states, [n, heads, *shape], zeros where pages are -1. Torch only,
+        """Return the cells of n states, [n, heads, *shape], zeros if pages are -1. Only for torch,
         like `write`.
 
         Args:
@@ -54,7 +54,7 @@ class CellView(NamedTuple):
         return found.masked_fill_((mine < 0).view(*mine.shape, *[1] * (found.ndim - 2)), 0)
 
     def write(self, pages: Tensor, state: Tensor) -> None:
-        """Write cells as `read` returns them. States without pages are not written."""
+        """Write cells in the form that `read` returns. States without pages are not written."""
         kept = pages[:, 0] >= 0
         if not bool(kept.all()):
             pages, state = pages[kept], state[kept]
@@ -72,12 +72,12 @@ class StateRows:
 
     Attributes:
         starts: [num_rows + 1], in tokens.
-        reads, writes: [num_rows, state_pages], the state before the row's first token and after its
-            last one. -1 in a whole row: zeros, or not written.
+        reads, writes: [num_rows, state_pages], pages of the state before the row's first token and
+            after its last one. A row of -1: zeros, or not written.
         marks: [num_rows], number of the row's tokens after which its state is also written to the
             pages of `kept`. 0: not written.
-        kept: of the shape of `reads`.
-        num_decodes: number of last rows that have one token each, and no mark.
+        kept: shaped like `reads`.
+        num_decodes: number of rows at the end that have one token each, and no mark.
     """
 
     starts: Tensor
@@ -118,7 +118,7 @@ class StateRows:
 
 
 def addresses(cells: CellView, rows: StateRows) -> States:
-    """Return the arguments of compiled operations. Valid as long as the tensors."""
+    """Return the arguments of compiled operations, valid as long as the tensors live."""
     view = cells.view
     tensors = (rows.starts, rows.reads, rows.writes, rows.marks, rows.kept)
     return States(
@@ -140,8 +140,8 @@ def token_by_token(
     computed like a decode row.
 
     Args:
-        one: maps places int64 [n] of the step's tokens and the states [n, heads, *shape] before
-            them, which it owns, to the states after them.
+        one: takes the indices int64 [n] of tokens in the step, and the states [n, heads, *shape]
+            before them, which it may overwrite. Returns the states after them.
     Returns:
         The numbers of the other rows.
     """

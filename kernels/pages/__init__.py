@@ -1,1 +1,1 @@
-"""Writing of keys and values to their pages, and copies of whole pages between memories."""
+"""Writes of keys and values into pages, and copies of whole pages between memories."""

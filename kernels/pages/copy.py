@@ -4,21 +4,21 @@ from itertools import pairwise
 
 from torch import Tensor
 
-# Of one copy. Copies in one direction take turns: 256 MiB would occupy the copy engine for 5 ms,
-# and delay the inputs of the next step.
+# Bytes of one copy. Copies in one direction take turns: 256 MiB would occupy the copy engine for 5
+# ms and delay the inputs of the next step.
 MAX_COPY_BYTES = 4 << 20
 
 
 def copy_pages(source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor) -> None:
     """Copy target[target_pages[i]] = source[source_pages[i]] for all i, asynchronously on a device.
 
-    One copy of at most MAX_COPY_BYTES for each run of pages that are consecutive on both sides. The
-    pools must not overlap.
+    Consecutive pages on both sides are copied together, up to MAX_COPY_BYTES. The pools must not
+    overlap.
 
     Args:
-        source, target: [num_pages, ...], equal dtype and page shape, contiguous; host memory is
-            pinned where the other side is a device.
-        source_pages, target_pages: int [n] in host memory, in range; target_pages distinct.
+        source, target: contiguous [num_pages, ...], of equal dtype and page shape. Host memory is
+            pinned if the other side is a device.
+        source_pages, target_pages: int [n] in host memory, in range. target_pages are distinct.
     Raises:
         ValueError: wrong shapes, or ids that are not in host memory.
     """

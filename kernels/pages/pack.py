@@ -1,8 +1,8 @@
-"""Packing of slices of scattered pages into one contiguous buffer, and unpacking: whole pages, or
-some KV heads.
+"""Packing of slices of scattered pages (whole pages, or some KV heads) into one contiguous buffer,
+and unpacking. Used by kvtransfer.
 
-With it, small pages move between a device and host memory in one copy instead of one per page.
-Ranks that need only some heads of the other side copy only those.
+Small pages then move between a device and host memory in one copy instead of one per page. Ranks
+that need only some heads of the other side copy only those.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""QK-norm, RoPE and the write of K and V to their pages, from one fused projection."""
+"""QK-norm, RoPE and the write of K and V into their pages, from one fused projection."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
 from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
 
-BLOCK = 1024  # elements per program: 16 bytes per thread of each half in 16-bit, in 2 warps
+BLOCK = 1024  # elements per program: in 16 bits, 16 bytes per thread of each half, in 2 warps
 
 
 def rope_and_store(
@@ -26,25 +26,25 @@ def rope_and_store(
     scales: KVScales = UNSCALED,
     gated: bool = False,
 ) -> Tensor:
-    """Norm (optionally) and rotate Q and K, and write K and V of each token to its location.
+    """Rotate Q and K, after an optional norm, and write K and V of each token to its location.
 
-    Order: norm, rounded as by `add_rms_norm`, then rotation in float32, rounded once.
+    The norm is rounded as in `add_rms_norm`. The rotation is in float32 and rounded once.
 
     Args:
-        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's; rows
+        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's. Rows
             may be strided.
-        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first 2 *
-            pairs numbers are rotated, all of them where pairs is head_dim / 2.
+        angles: contiguous float32 [2, num_tokens, pairs], from `rope_angles`. Each head's first 2 *
+            pairs numbers are rotated.
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype or a
-            narrow one, any strides but the last, which is 1 (pages are addressed in int64); written
+            narrow one, any strides but the last, which is 1 (pages are addressed in int64). Written
             in place.
-        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct. -1: K and
             V of this token are not written.
         q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
-            or float32; both or neither.
-        scales: of K and V in a narrow dtype.
-        gated: each head's query is followed by a gate of as many numbers, which is skipped. Q then
-            has twice the columns.
+            or float32. Both or neither.
+        scales: divisors of K and V in a narrow dtype.
+        gated: each head's query is followed by a gate of equal size, which is skipped. Q then has
+            twice the columns.
     Returns:
         Q, [num_tokens, heads, head_dim].
     Raises:
@@ -205,8 +205,7 @@ def _rope_and_store_kernel(
     LARGEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Process one token and one block of heads: Q's blocks first, then those of K and V
-    together."""
+    """Process one token and one block of heads: first Q's blocks, then those of K and V."""
     early_launch.start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -214,8 +213,7 @@ def _rope_and_store_kernel(
     is_q = block < q_blocks
     head = tl.where(is_q, block, block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = head[:, None]
-    # As wide as the heads, so that angles and weights are loaded in the layout in which they are
-    # used.
+    # As wide as the heads, so that angles and weights are loaded in the layout of their use.
     col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
     low_col, gap = _pairs(col, HALF, PAIRS)
     places = head * (2 * HALF) + low_col
@@ -250,10 +248,10 @@ def _rope_and_store_kernel(
 
 @triton.jit
 def _pairs(col, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the places of the first numbers of a head's HALF pairs, and the distance to the second
-    ones.
+    """Return the indices of the first numbers of a head's HALF pairs, and the distance to the
+    second ones.
 
-    PAIRS pairs are rotated. The remaining pairs hold the numbers that are not.
+    PAIRS pairs are rotated. The remaining pairs hold the numbers that are not rotated.
     """
     if PAIRS == HALF:
         return col, HALF
@@ -276,8 +274,7 @@ def _turned(
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Return both numbers of pairs [heads, HALF]: normed if there is a weight, rotated and
-    rounded."""
+    """Return both numbers of pairs [heads, HALF], normed if there is a weight, then rotated."""
     low = tl.load(source, mask=mask, other=0.0)
     high = tl.load(source + gap, mask=mask, other=0.0)
     turned = mask

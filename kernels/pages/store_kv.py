@@ -1,4 +1,4 @@
-"""The write of unchanged K and V to their pages, for models that rotate them themselves."""
+"""The write of K and V into their pages without rotation, for models that rotate them."""
 
 import torch
 import triton
@@ -22,11 +22,11 @@ def store_kv(
         k, v: [num_tokens, kv_heads, d] of one dtype, each with its own d, any strides but the last,
             which is 1.
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of k's dtype or a
-            narrow one, head_dim at least k's and v's, any strides but the last, which is 1; written
+            narrow one, head_dim at least k's and v's, any strides but the last, which is 1. Written
             in place.
-        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct. -1: K and
             V of this token are not written.
-        scales: of K and V in a narrow dtype.
+        scales: divisors of K and V in a narrow dtype.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """

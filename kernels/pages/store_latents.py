@@ -1,4 +1,6 @@
-"""Norm, RoPE and the write of latents to their pages, and the rotation of the queries' ends."""
+"""Norm, RoPE and the write of latents (MLA) into their pages, and the rotation of the queries'
+rotated parts.
+"""
 
 import torch
 import triton
@@ -27,24 +29,22 @@ def rope_and_store_latents(
     interleaved: bool,
 ) -> None:
     """Norm each token's latent, rotate the part of its key after it, and write both to the token's
-    location.
+    location. Also rotates the corresponding parts of the queries into `out`.
 
-    Also rotates the corresponding parts of the queries, into `out`.
-
-    Source: DeepSeek-V2, 2024, section 2.1. Rounded as by `rope_and_store`.
+    Source: DeepSeek-V2, 2024, section 2.1. Rounded as in `rope_and_store`.
 
     Args:
         kv: [num_tokens, value_dim + 2 * pairs], rows may be strided.
         norm: contiguous [value_dim], the weight of an RMSNorm, of kv's dtype.
         q: [num_tokens, heads, 2 * pairs] of kv's dtype, any strides but the last, which is 1.
-        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`.
+        angles: contiguous float32 [2, num_tokens, pairs], from `rope_angles`.
         latents: one layer of the pool, [num_pages, 1, 1, page_size, value_dim + 2 * pairs] of kv's
-            dtype or a narrow one, any strides but the last; written in place.
-        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: this
+            dtype or a narrow one, any strides but the last. Written in place.
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct. -1: this
             token's latent is not written.
-        out: as q; written.
-        interleaved: numbers 2i and 2i + 1 are rotated together, else i and i + pairs. They become
-            numbers i and i + pairs either way.
+        out: shaped like q, written.
+        interleaved: numbers 2i and 2i + 1 are rotated together, else i and i + pairs. Either way
+            they are stored as numbers i and i + pairs.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -242,8 +242,7 @@ def _turn(
     LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rotate the pairs at source [heads, 1] and store them as numbers i and i + PAIRS of target,
-    where live."""
+    """Rotate pairs at source [heads, 1], and store them as i and i + PAIRS of target where live."""
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = live & (pair < PAIRS)
     first = source + (2 * pair if INTERLEAVED else pair)

@@ -1,4 +1,4 @@
-"""Masking of forbidden tokens' logits, from one bit per token, as a grammar allows them."""
+"""Masking of logits that a grammar forbids, with one bit per token."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
-# Never sampled if any token is allowed. -inf would mean that the row's forward has failed.
+# Never sampled if any token is allowed. Not -inf, which means that the row's forward failed.
 FORBIDDEN = -1e30
 _WORD = tl.constexpr(32)
 

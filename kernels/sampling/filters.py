@@ -1,14 +1,14 @@
 """Sampling with top_k or top_p without a sort: draw, verify, draw again.
 
-Tokens are ordered by logit, and equal ones by ascending id. top_k and top_p keep a prefix of that
-order. A token drawn from a superset of the prefix is correct if it lies in the prefix. That is
-decided by a count and a sum over the tokens ahead of it. If it does not, the next one is drawn from
-the tokens ahead of it. The probability of another round is that of the tokens outside the prefix,
-so there is rarely more than one. Every round is exact.
+Tokens are ordered by descending logit, and equal ones by ascending id. top_k and top_p keep a
+prefix of that order. A token drawn from a superset of the prefix is correct if it lies in the
+prefix. A count and a sum over the tokens ahead of it decide that. If it does not, the next one is
+drawn from the tokens ahead of it. The probability of another round is that of the tokens outside
+the prefix, so there is rarely more than one. Every round is exact.
 
-All functions are for one program per row. They read only groups of tokens whose maximum, known from
-the outline, is large enough. `list_groups` writes the numbers of these groups to memory of the
-program's own.
+Each program handles one row. It reads only groups of tokens whose maximum, known from the outline,
+is large enough. `list_groups` writes the numbers of these groups to memory of the program.
+
 Source of rejection instead of a sort: FlashInfer, Sorting-Free GPU Kernels for LLM Sampling, 2025.
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.sampling.generator import token_noise
 from kernels.sampling.outline import GROUP, first_among
 
-_CHUNK = tl.constexpr(32)  # groups read at once. A starting point: see tools/bench/gpu
+_CHUNK = tl.constexpr(32)  # groups read at once. To be tuned with tools/bench/gpu
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _NO_KEY = tl.constexpr(-(1 << 31))
 
@@ -42,15 +42,15 @@ def settle(
 ):
     """Return the sampled token among those that top_k and top_p keep.
 
-    A token is final if fewer than top_k tokens are ahead of it, which together weigh less than
-    limit. Otherwise the next one is sampled among the tokens ahead of it. The likeliest token is
+    A token is final if fewer than top_k tokens are ahead of it and they weigh less than limit
+    together. Otherwise the next one is sampled among the tokens ahead of it. The likeliest token is
     always final.
 
     Args:
         value, token: logit and id of a token sampled from a superset of the kept ones. token may be
-            VOCABULARY: the tokens that reach value are such a superset, and no token is sampled
-            yet.
-        least: a scaled logit that a sampled token must reach.
+            VOCABULARY: no token is sampled yet, and the tokens that reach value are such a
+            superset.
+        least: scaled logit that a sampled token must reach.
         limit: in units of the likeliest token's weight.
     """
     searching = tl.full([], True, tl.int1)
@@ -79,8 +79,7 @@ def settle(
 
 @triton.jit
 def top_k_bound(maxima, largest, top_k, VOCABULARY: tl.constexpr):
-    """Return the top_k-th largest of the maxima, or a lower value. At least top_k tokens reach
-    it."""
+    """Return at most the top_k-th largest of the maxima. At least top_k tokens reach it."""
     bound = tl.full([], _LOWEST, tl.float32)
     if top_k <= (VOCABULARY + GROUP - 1) // GROUP:
         pivot = tl.full([], _NO_KEY, tl.int64)
@@ -109,15 +108,15 @@ def top_k_edge(
     inverse,
     VOCABULARY: tl.constexpr,
 ):
-    """Return a value that the top_k first tokens reach and at most top_k exceed, and the weight of
+    """Return a value that the first top_k tokens reach and at most top_k exceed, and the weight of
     those tokens.
 
-    The bits of the value are found from the highest, until they separate top_k tokens from the
+    Finds the bits of the value from the highest on, until they separate top_k tokens from the
     others.
 
     Args:
-        count, bound: the number of listed groups, and the value that they reach. At least top_k
-            tokens reach it.
+        count, bound: number of listed groups, and the value that they reach. At least top_k tokens
+            reach it.
     """
     pivot = tl.full([], _NO_KEY, tl.int64)
     step = tl.full([], 1 << 31, tl.int64)
@@ -141,7 +140,7 @@ def top_k_edge(
 
 @triton.jit
 def list_groups(list_ptr, maxima, value, LANES: tl.constexpr):
-    """List the groups that hold a logit of at least value, in order. Return their number."""
+    """List the groups that have a logit of at least value, in order. Returns their number."""
     chosen = maxima >= value
     places = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.debug_barrier()  # other threads of the program may still read the previous list
@@ -180,8 +179,7 @@ def _draw(
     second,
     VOCABULARY: tl.constexpr,
 ):
-    """Sample one of the listed tokens that are ahead of (value, token). Return its logit and its
-    id."""
+    """Sample one of the listed tokens ahead of (value, token). Returns its logit and its id."""
     best = tl.full([_CHUNK, GROUP], float("-inf"), tl.float32)
     best_token = tl.zeros([_CHUNK, GROUP], tl.int32)
     for start in range(0, count, _CHUNK):
@@ -199,7 +197,7 @@ def _draw(
 
 @triton.jit
 def _listed(row_ptr, list_ptr, start, count, VOCABULARY: tl.constexpr):
-    """Return ids and logits of the next listed groups. Logits are -inf where there is no token."""
+    """Return ids and logits of the next listed groups, with -inf where there is no token."""
     places = start + tl.arange(0, _CHUNK)
     listed = places < count
     groups = tl.load(list_ptr + places, mask=listed, other=0)

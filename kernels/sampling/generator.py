@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, token index, token id), in 32-bit integer arithmetic.
 
-The integers are exact on every device. The torch reference (for whole rows) and the functions for
-Triton kernels (for any tokens of a row) give the same bits.
+The integers are exact on every device. The torch reference (for whole rows) and the Triton
+functions (for any tokens of a row) give the same bits.
 """
 
 import torch
@@ -52,8 +52,7 @@ def random_bits(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply a bijection of 32-bit words in place. int32 products wrap, and right shifts are
-    masked."""
+    """Apply a bijection of 32-bit words in place. int32 products wrap, shifts are masked."""
     x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(_MULTIPLIERS[0])
     x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_MULTIPLIERS[1])
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
@@ -78,8 +77,7 @@ def token_bits(first, second, tokens):
 
 @triton.jit
 def token_noise(first, second, tokens):
-    """Return `gumbel_noise` of tokens int32 [any shape], equal up to the rounding of the
-    logarithm."""
+    """Return `gumbel_noise` of tokens int32 [any shape], equal up to the logarithm's rounding."""
     uniform = ((token_bits(first, second, tokens) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608)
     return -tl.log(-tl.log(uniform))
 

@@ -11,17 +11,16 @@ from kernels.sampling.outline import GROUP, check_logits, draw_outline, first_am
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logarithm of softmax(logits) for one token and for the likeliest ones of every
-    row.
+    """Return the log-probability of one token, and of the likeliest tokens, of every row.
 
     Args:
         logits: float32, bfloat16 or float16 [n, vocabulary], rows may be strided.
-        tokens: int32 [n]; a negative one (no token) counts as token 0.
+        tokens: int32 [n]. A negative one (no token) counts as token 0.
         num_top: at most the vocabulary.
     Returns:
-        Logprobs of the tokens, float32 [n]. Then ids int32 and logprobs float32 [n, num_top] of the
-            likeliest, in descending order, equal ones by ascending id. If a logit of the row is not
-            finite: nan, and ids -1.
+        Log-probabilities of the tokens, float32 [n]. Then ids int32 and log-probabilities float32
+        [n, num_top] of the likeliest tokens, in descending order, equal ones by ascending id. If a
+        logit of the row is not finite: NaN, and ids -1.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -41,7 +40,7 @@ def logprobs_reference(
     logits = logits.float()
     least, largest = logits.aminmax(dim=-1, keepdim=True)
     finite = least.isfinite() & largest.isfinite()
-    # logsumexp splits a single long row between threads, which changes the order of its sum.
+    # Not logsumexp, which splits a single long row between threads: another order of the sum.
     normed = logits.log_softmax(dim=-1)
     chosen = normed.gather(1, tokens.long().clamp(min=0).unsqueeze(1)).where(finite, torch.nan)
     top_ids = _likeliest(logits.where(finite, 0.0), num_top)
@@ -50,8 +49,7 @@ def logprobs_reference(
 
 
 def _likeliest(logits: Tensor, num_top: int) -> Tensor:
-    """Return int64 [n, num_top] in descending order, equal ones by ascending id. Sorts only the
-    candidates."""
+    """Return int64 [n, num_top], descending, equal ones by ascending id. Sorts only candidates."""
     if not num_top or not len(logits):
         return torch.empty(len(logits), num_top, dtype=torch.int64, device=logits.device)
     bar = logits.topk(num_top, dim=-1).values[:, -1:]

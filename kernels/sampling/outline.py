@@ -1,8 +1,7 @@
-"""The outline of rows of logits: the largest of every group and every block of consecutive tokens.
+"""The outline of rows of logits: the maxima of every group and block of consecutive tokens.
 
-One pass reads all logits. Sampling and logprobs then search for large logits in the outline, and
-read only the groups that can hold one. The outline is independent of that search. Triton only,
-because the references need no outline.
+One pass reads all logits. Sampling and logprobs then search the outline, and read only the groups
+that can have a large logit. Only for Triton: the references need no outline.
 """
 
 from typing import NamedTuple
@@ -15,31 +14,30 @@ from torch import Tensor
 from kernels.bound import bound
 
 GROUP = tl.constexpr(64)  # tokens, 128 bytes of the smallest dtype
-# Per thread. Without a limit ptxas may spill a few registers so that one more program fits.
+# Per thread. Without a limit, ptxas may spill registers to make room for one more program.
 MAX_REGISTERS = 168
 LEAST_TEMPERATURE = 1e-37  # its reciprocal is finite
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
 class LogitSummary(NamedTuple):
-    """The outline of n rows. A maximum is +inf if a logit is not finite, and -inf if there is no
-    logit."""
+    """The outline of n rows. A maximum is +inf if a logit is not finite, -inf without logits."""
 
-    peaks: Tensor  # float32 [n, blocks], of `block_size(vocabulary)` tokens each
-    maxima: Tensor  # float32 [n, width], of GROUP tokens each. width: the groups of whole blocks
+    peaks: Tensor  # float32 [n, blocks], maxima of blocks of block_size(vocabulary) tokens
+    # Float32 [n, width], maxima of groups of GROUP tokens; width covers whole blocks.
+    maxima: Tensor
     sums: Tensor | None  # float32 [n, width] of exp((logit - maximum) / temperature), if requested
 
 
 def block_size(vocabulary: int) -> int:
-    """Return the tokens that one program reads, a power of two. A starting point for
-    tools/bench/gpu."""
+    """Return the tokens per program, a power of two. To be tuned with tools/bench/gpu."""
     block: int = min(4096, max(GROUP.value, triton.next_power_of_2(vocabulary)))
     return block
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise ValueError unless they are float32, bfloat16 or float16 [n, vocabulary]. Rows are
-    contiguous and may be strided."""
+    """Raise ValueError unless logits are float32, bfloat16 or float16 [n, vocabulary] with
+    contiguous rows, which may be strided."""
     if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
@@ -131,14 +129,13 @@ def _outline_kernel(
 
 @triton.jit
 def inverse_temperature(temperature):
-    """Return 1 / temperature, rounded like in the reference. Finite for every temperature."""
+    """Return 1 / temperature, rounded as in the reference. Finite for every temperature."""
     return tl.div_rn(1.0, tl.maximum(temperature, _LEAST_TEMPERATURE))
 
 
 @triton.jit
 def outline_row(values_ptr, row, other, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Return float32 [LANES]: a row of peaks, maxima or sums of width WIDTH, and `other` beyond
-    it."""
+    """Load a row of peaks, maxima or sums as float32 [LANES], `other` after its WIDTH values."""
     lanes = tl.arange(0, LANES)
     return tl.load(values_ptr + row * WIDTH + lanes, mask=lanes < WIDTH, other=other)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
-IN_PROMPT = 1 << 30  # added to a token's count if the prompt has it. Lower bits count outputs
+IN_PROMPT = 1 << 30  # added to the count of a prompt token. Lower bits count outputs
 
 
 def apply_penalties(
@@ -23,13 +23,13 @@ def apply_penalties(
 ) -> None:
     """Penalise rows[i] of logits by count_rows[i] of counts, in place.
 
-    Repetition first (tokens of prompt and output: positive logits divided by it, others
-    multiplied), then minus frequency * count and minus presence, both for output tokens.
+    Repetition applies first, to tokens of prompt and output: positive logits are divided by it,
+    others multiplied. Then frequency * count and presence are subtracted, for output tokens only.
 
     Args:
         logits: float32 [n, vocabulary], rows may be strided.
         rows, count_rows: int64 [m], rows distinct.
-        counts: int32 [any, vocabulary], of `count_tokens`.
+        counts: int32 [any, vocabulary], from `count_tokens`.
         repetition, frequency, presence: float32 [m].
     Raises:
         ValueError: wrong shapes, strides or dtypes.
@@ -128,8 +128,7 @@ def _apply_penalties_kernel(
     IN_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Penalise one row and one block of tokens. Changes only logits of tokens that have
-    occurred."""
+    """Penalise one row and one block of tokens. Changes only logits of counted tokens."""
     place = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows_ptr + place).to(tl.int64)
@@ -156,8 +155,8 @@ def count_tokens(
     Args:
         counts: int32 [any, vocabulary].
         rows: int64 [n].
-        tokens: int [n]; a negative one (no token) counts as token 0.
-        times: by how much the count of an output token changes. -1 removes it.
+        tokens: int [n]. A negative one (no token) counts as token 0.
+        times: change of an output token's count. -1 removes it.
     Raises:
         ValueError: wrong shapes or strides.
     """

@@ -1,6 +1,7 @@
-"""Sampling on a GPU: an outline of the logits, a race between all tokens, a choice per row.
+"""Sampling on a GPU: an outline of the logits, a race (Gumbel-max) between all tokens, a choice per
+row.
 
-Every row takes part in the same launches, and does only the work that its own parameters require.
+Every row takes part in the same launches, and does only the work that its parameters require.
 Greedy rows read the outline and one group of tokens. Rows without top_k race over the vocabulary in
 parallel blocks. Rows with top_k or top_p end in kernels/sampling/filters.py.
 """
@@ -13,8 +14,7 @@ from kernels.sampling.filters import list_groups, settle, top_k_bound, top_k_edg
 from kernels.sampling.generator import row_keys, token_noise
 from kernels.sampling.outline import GROUP, first_among, inverse_temperature, outline_row
 
-# Noise lies in [-2.82, 16.64]. A token with a lower scaled logit loses to the likeliest, which has
-# 0.
+# Noise lies in [-2.82, 16.64]. A token with a lower scaled logit loses to the likeliest, with 0.
 _HOPELESS = tl.constexpr(-19.5)
 
 
@@ -60,9 +60,8 @@ def race_kernel(
     PEAKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sample one token of one row and one block of tokens, which spans several peaks.
-
-    Only for rows that are neither greedy nor limited by top_k.
+    """Sample one token of one row and one block of tokens, which spans several peaks. Only for rows
+    that are neither greedy nor limited by top_k.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -163,7 +162,8 @@ def choose_kernel(
                     weights = tl.exp((maxima - largest) * inverse)
                     limit = top_p * tl.sum(sums * weights)
             else:
-                token = tl.full([], VOCABULARY, tl.int32)  # a drawn token must be ahead of it
+                # None yet: a drawn token must be ahead of it.
+                token = tl.full([], VOCABULARY, tl.int32)
                 value = top_k_bound(maxima, largest, top_k, VOCABULARY)
                 if top_p < 1.0:
                     count = list_groups(list_ptr, maxima, value, LANES)
@@ -197,7 +197,7 @@ def choose_kernel(
 
 @triton.jit
 def _likeliest(row_ptr, maxima, largest, VOCABULARY: tl.constexpr, LANES: tl.constexpr):
-    """Return the first token with the largest logit, from the only group that can hold it."""
+    """Return the first token with the largest logit, from the only group that can have it."""
     group = first_among(maxima == largest, tl.arange(0, LANES))
     tokens = group * GROUP + tl.arange(0, GROUP)
     logits = tl.load(row_ptr + tokens, mask=tokens < VOCABULARY, other=float("-inf"))
@@ -206,7 +206,7 @@ def _likeliest(row_ptr, maxima, largest, VOCABULARY: tl.constexpr, LANES: tl.con
 
 @triton.jit
 def _least_scaled(min_p_ptr, row):
-    """Return the scaled logit that a token must reach to be sampled: given by min_p, or by the
-    range of the noise."""
+    """Return the scaled logit that a token must reach to be sampled, given by min_p or by the range
+    of the noise."""
     min_p = tl.minimum(tl.load(min_p_ptr + row), 1.0)
     return tl.maximum(tl.log(tl.maximum(min_p, 1e-30)), _HOPELESS)

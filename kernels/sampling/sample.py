@@ -1,9 +1,8 @@
-"""Sampling of one token per row of logits: a pure function of logits, seed and absolute token
-index.
+"""Sampling of one token per row: a pure function of logits, seed and absolute token index.
 
-All implementations order tokens by their raw logits, scale and filter by the same operations in
-float32, and draw with the same random bits. So they choose the same tokens, with two exceptions.
-The mass ahead of a token may be within about 1e-6 of top_p. Or two tokens may differ by no more
+All implementations order tokens by their raw logits, scale and filter by the same float32
+operations, and draw with the same random bits. They therefore choose the same tokens, with two
+exceptions: the mass ahead of a token is within about 1e-6 of top_p, or two tokens differ by no more
 than a rounding error of the logarithm.
 """
 
@@ -52,11 +51,11 @@ def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
     stays. A row's token depends on no other row.
 
     Args:
-        logits: float32, bfloat16 or float16 [n, vocabulary], penalties already applied; rows may be
-            strided; may be overwritten.
+        logits: float32, bfloat16 or float16 [n, vocabulary], penalties already applied. Rows may be
+            strided. May be overwritten.
         columns: contiguous. None if every row is greedy.
     Returns:
-        int32 [n]: a token id, or NOT_FINITE where any logit of the row is not finite.
+        int32 [n]: a token id, or NOT_FINITE if any logit of the row is not finite.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -99,7 +98,7 @@ def sample_reference(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
 
 
 def _perturbed(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Return scores whose largest is the sampled token's (Gumbel-max). Overwrites logits."""
+    """Return scores, whose largest is that of the sampled token (Gumbel-max). Overwrites logits."""
     greedy = columns.temperature == 0.0
     temperature = columns.temperature.clamp(min=LEAST_TEMPERATURE)
     inverse = torch.where(greedy, 1.0, temperature.reciprocal_()).unsqueeze(1)
@@ -122,7 +121,7 @@ def _filtered(logits: Tensor, inverse: Tensor, top_k: Tensor, top_p: Tensor) -> 
     removed = rank >= torch.where(top_k < 1, logits.shape[1], top_k).unsqueeze(1)
     weights = ordered.sub(ordered[:, :1]).mul_(inverse).exp_().double()
     total = weights.masked_fill_(removed, 0.0).cumsum(dim=-1)
-    # Compared in float32, where sums of equal weights are exact on every implementation.
+    # Compared in float32, where sums of equal weights are exact in every implementation.
     limit = (top_p * total[:, -1].float()).unsqueeze(1)
     removed |= ((total - weights).float() >= limit) & (top_p < 1.0).unsqueeze(1)
     removed[:, 0] = False

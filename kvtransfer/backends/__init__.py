@@ -1,1 +1,1 @@
-"""Backends that move pages from a producer's memory into a consumer's. base.py has the contract."""
+"""Backends that copy pages from a producer's pool into a consumer's. base.py has the interface."""

@@ -1,9 +1,9 @@
-"""The contract of a data path, its types, and the bytes that a connection reads. Conformance tests
-are in tests/kvtransfer.
+"""The interface of a data-path backend, its types, and `ReadMap`, the bytes that a connection
+reads. Every backend passes the conformance tests in tests/kvtransfer.
 
-A PageProducer serves reads of its pool. A Connection reads from one producer into the local pool.
-One user thread (the link's) uses a BackendConnection and blocks in `copy`. Any other thread may
-`stop` it.
+A `PageProducer` serves reads of its own pool. A `BackendConnection` reads from one producer into
+the local pool. One thread (the link's) uses a connection and blocks in `copy`. Any other thread may
+call `stop`.
 """
 
 from collections.abc import Sequence
@@ -19,30 +19,29 @@ from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
-# Of one producer: by table, of pieces of weights, of the state.
+# Slices to read from one producer: for each table, then for weight pieces, then for the state.
 Moves: TypeAlias = Sequence[Sequence[Slice]]
 Parsed = TypeVar("Parsed")
 
-CONNECT_S = 5.0  # longest `TransferBackend.connect`
+CONNECT_S = 5.0  # longest duration of `TransferBackend.connect`
 _MAX_ADDRESS = 1 << 57
 _MAX_PAGES = 1 << 31  # page ids are int32
 _FEW = 16  # largest number of pages for which a Python loop is faster than numpy
-PROBE_BYTES = 4 << 20  # read by one `BackendConnection.probe`, rounded to whole pages
+PROBE_BYTES = 4 << 20  # bytes that one `BackendConnection.probe` reads, rounded to whole pages
 
 
 class ReadRefused(TransferError):
-    """The producer does not publish a page of this copy to this consumer, or no longer does. No
-    more of the copy will land, and the connection stays usable.
+    """The producer does not, or no longer, publish a requested page to this consumer. No more bytes
+    of this copy arrive. The connection stays usable.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class PagePool:
-    """Registered memory in this process: page i is [base + i * page_bytes, + page_bytes).
+    """Registered memory of this process. Page i begins at base + i * page_bytes.
 
-    The memory stays mapped for as long as any producer or connection made with it is open. `device`
-    is "cpu" or "cuda:N". All memory of a device pool is one allocation that other processes may
-    map, as made by cudaMalloc.
+    The memory stays mapped as long as a producer or connection that uses it is open. `device` is
+    "cpu" or "cuda:N". Device memory is one cudaMalloc allocation, which other processes may map.
     """
 
     base: int
@@ -53,7 +52,7 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class RemotePool:
-    """A producer's pool, as its Hello describes it. It is trusted only after a range check."""
+    """A producer's pool, as described in its Hello. Not trusted before `check_pool`."""
 
     base: int
     page_bytes: int
@@ -61,14 +60,14 @@ class RemotePool:
 
 
 class PageCut(NamedTuple):
-    """Bytes [at, at + size) of every page of a pool."""
+    """The bytes [at, at + size) of every page of a pool."""
 
     at: int
     size: int
 
 
 def parse_description(backend: str, description: bytes, kind: type[Parsed]) -> Parsed:
-    """Decode a backend's description. Raises TransferError if it is invalid for that backend."""
+    """Decode a backend's description. Raises TransferError if it is invalid."""
     try:
         return msgspec.msgpack.decode(description, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -76,14 +75,19 @@ def parse_description(backend: str, description: bytes, kind: type[Parsed]) -> P
 
 
 def check_pool(remote: RemotePool) -> None:
-    """Raise LayoutMismatch if no memory can be like `remote`."""
+    """Raise LayoutMismatch if the address range or the page count of `remote` is impossible."""
     end = remote.base + remote.page_bytes * remote.num_pages
     if not (0 < remote.base < end < _MAX_ADDRESS and remote.num_pages <= _MAX_PAGES):
         raise LayoutMismatch(f"the memory region is invalid: {remote}")
 
 
 def check_pages(source: Ints, num_source: int, destination: Ints, num_destination: int) -> None:
-    """Raise ReadRefused if the producer has no such page, EngineFault if this node has none."""
+    """Check page ids before a read.
+
+    Raises:
+        ReadRefused: a source page is outside the producer's pool.
+        EngineFault: a destination page is outside the local pool.
+    """
     if (wrong := first_outside(source, num_source)) is not None:
         raise ReadRefused(f"the producer has no page {wrong}, only {num_source} pages")
     if (wrong := first_outside(destination, num_destination)) is not None:
@@ -95,83 +99,79 @@ def first_outside(pages: Ints, num_pages: int) -> int | None:
     if len(pages) <= _FEW:
         return next((page for page in pages.tolist() if not 0 <= page < num_pages), None)
     if np.maximum.reduce(pages.view(np.uint32)) < num_pages:
-        return None  # the usual case in one pass: as uint32, a negative page is huge
+        return None  # one pass in the usual case: as uint32, a negative id is huge
     return int(pages[(pages < 0) | (pages >= num_pages)][0])
 
 
 def prepared() -> Future[Any]:
-    """Return a completed Future, for a `PageProducer.prepare` that needs no time."""
+    """Return a completed Future, for a `PageProducer.prepare` that has nothing to do."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
 
 
 class PageProducer(Protocol):
-    """Serves reads of one pool to any number of consumers.
+    """The producer's end of a data path: serves reads of one pool to any number of consumers.
 
-    A consumer is one pair stream, identified by a number that is never reused: a node that pairs
-    again is a new consumer. Everything created for a consumer belongs to it alone and ends with it.
+    A consumer is one pair stream, identified by a number that is never reused. A node that pairs
+    again is a new consumer. All resources created for a consumer are released when it is dismissed.
     """
 
     def prepare(self, consumer: int) -> Future[Any]:
-        """Start work for this consumer alone that may take longer than `admit` may. Called at most
-        once for each consumer. The Future completes when the work has ended, successfully or not.
+        """Start preparations for this consumer that are too slow for `admit`. Called at most once
+        per consumer. The Future completes when they end, successfully or not.
         """
         ...
 
     def admit(self, consumer: int) -> bytes:
-        """Return the description with which this consumer connects, valid until it is dismissed. It
-        covers what has been prepared so far, is opaque to everything but the same backend's
-        `connect`, and may contain a key for this consumer alone.
+        """Return the description that this consumer passes to `TransferBackend.connect` of the same
+        backend. It covers what has been prepared so far, may contain a key for this consumer only,
+        and is valid until `dismiss`.
 
         Raises:
-            TransferError: there is nothing for this consumer.
+            TransferError: this backend offers this consumer no path.
         """
         ...
 
     def dismiss(self, consumer: int) -> None:
-        """End everything that `prepare` and `admit` started: the consumer's publications are
-        removed, its connections end, and it cannot connect again. Never blocks, idempotent. On a
-        path without keys, a one-sided backend can do nothing here: a consumer that received
-        addresses still has them.
+        """Revoke everything that `prepare` and `admit` set up: publications, open connections, and
+        the right to connect. Never blocks. Idempotent. A one-sided backend without keys cannot
+        revoke anything, because the consumer still knows the addresses.
         """
         ...
 
     def publish(self, consumer: int, pages: Ints) -> None:
-        """Allow an admitted consumer to read these pages. Counted: a page published twice is
-        readable until it is withdrawn twice. A one-sided backend has nothing to do here.
+        """Allow an admitted consumer to read these pages. Publications are counted: a page
+        published twice must be withdrawn twice. No-op for a one-sided backend.
         """
         ...
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Undo one `publish` of each of these pages for an admitted consumer. Never waits for a
-        read in progress.
-        """
+        """Undo one `publish` of each of these pages. Does not wait for reads in progress."""
         ...
 
     def poll(self) -> None:
-        """Make progress for backends whose consumers need the producer's help to connect. Called
-        about every millisecond while a consumer is connecting, and at no other time.
+        """Make progress on connection set-up, for backends that need the producer's help in it.
+        Called about every millisecond while a consumer connects, and at no other time.
         """
         ...
 
     def close(self) -> None:
-        """Stop serving all consumers. The pool may be unmapped afterwards. Idempotent."""
+        """Stop serving all consumers. Afterwards the pool may be unmapped. Idempotent."""
         ...
 
 
 class BackendConnection(Protocol):
-    """One consumer's access to one producer instance."""
+    """One consumer's connection to one producer process."""
 
     @property
     def path(self) -> str:
-        """Name what carries the bytes: nvlink | cuda_ipc | rdma | cma | tcp."""
+        """Name of the data path: nvlink | cuda_ipc | rdma | cma | tcp."""
         ...
 
     def probe(self) -> float:
-        """Read about PROBE_BYTES of the producer's scratch pages and return the rate in GiB/s.
-        Blocks and can be stopped like `copy`, and runs on the same thread. Touches no page of
-        either pool.
+        """Read about PROBE_BYTES of the producer's scratch pages and return the rate in GiB/s. Uses
+        no page of either pool. Blocks, runs on the same thread as `copy`, and `stop` interrupts it.
 
         Raises:
             TransferError: as for `copy`.
@@ -179,39 +179,41 @@ class BackendConnection(Protocol):
         ...
 
     def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
-        """Read pages of a table as the connection's map says: the producer's source_pages[i] into
-        the local destination_pages[i]. The table after the last one is the state, whose pages are
-        all given. Blocks until every byte has landed.
+        """Read the producer's source_pages[i] into the local destination_pages[i], in the byte
+        ranges of the connection's ReadMap. Blocks until every byte has arrived.
 
+        Args:
+            table: index of a page table. The index after the last table means the recurrent state,
+                all of whose pages must be given.
         Raises:
             ReadRefused: a source page is not published to this consumer. The destination pages hold
-                garbage, nothing more will land in them, and other copies may follow.
-            TransferError: the content of the destination pages is unknown. The connection is dead
-                and only `stop` and `close` may follow.
+                garbage, no more bytes arrive in them, and the connection stays usable.
+            TransferError: the connection has failed. The content of the destination pages is
+                unknown, and only `stop` and `close` may follow.
         """
         ...
 
     def stop(self) -> None:
-        """Make a `copy` in progress, and every later one, raise soon. Any thread, also after
-        `close`. Idempotent. Never blocks.
+        """Make a `copy` in progress, and every later one, raise soon. Never blocks. Any thread may
+        call it, also after `close`. Idempotent.
         """
         ...
 
     def close(self) -> None:
-        """Close the connection. After it returns no byte lands. User thread only, outside `copy`.
-        Idempotent.
+        """Close the connection. After it returns, no more bytes arrive. Only the thread that copies
+        may call it, outside `copy`. Idempotent.
         """
         ...
 
 
 class TransferBackend(Protocol):
-    """One kind of data path."""
+    """One kind of data path, such as tcp, for both producers and consumers."""
 
     @property
     def name(self) -> str: ...
 
     def serve(self, pool: PagePool, instance: int) -> PageProducer:
-        """Serve `pool`. Raises TransferError if this machine cannot serve over this backend."""
+        """Serve `pool`. Raises TransferError if this machine does not support this backend."""
         ...
 
     def connect(
@@ -221,20 +223,22 @@ class TransferBackend(Protocol):
         pool: PagePool,
         moves: Moves | None = None,
     ) -> BackendConnection:
-        """Connect to the producer that `description` names, as the consumer that it was made for,
-        and *prove* the path before returning. Blocks for at most 5 s.
+        """Connect to the producer that made `description` for this consumer, and prove that the
+        path works before returning. Blocks for at most CONNECT_S seconds.
 
         Args:
-            moves: the bytes to read, see ReadMap. None: whole pages.
+            moves: byte ranges to read, see ReadMap. None: whole pages.
         Raises:
-            TransferError: there is no such path from here. The message has the reason, and the
+            TransferError: this path does not work from here, for the reason in the message. The
                 caller tries the next backend.
         """
         ...
 
 
 class PagePart(NamedTuple):
-    """Bytes [source, source + size) of a producer's page, read into a page from `at` on."""
+    """A byte range to read: [source, source + size) of a source page, to offset `at` of a local
+    one.
+    """
 
     source: int
     at: int
@@ -242,34 +246,34 @@ class PagePart(NamedTuple):
 
 
 class PartRead(NamedTuple):
-    """A read of one part: of source_pages[i] into destination_pages[i]."""
+    """A read of one byte range: of page source[i] into page destination[i]."""
 
-    part: int  # its number in ReadMap.parts
+    part: int  # index in ReadMap.parts
     source_pages: Ints
     destination_pages: Ints
 
 
 class _StatePart(NamedTuple):
     part: int
-    source: Ints  # indices in the state's pages
+    source: Ints  # indices into the pages of the state
     destination: Ints
 
 
 class ReadMap:
-    """The bytes that one connection reads of the pages that it is given.
+    """The byte ranges that one connection reads for each table and for the recurrent state.
 
-    A map has slices by table, and of the state after the last table (common/copy_map.py). Each page
-    of a table is read into one page. The pages of the state are two lists, whose lengths may
-    differ. Equal slices are one part, whatever their tables and pages, so that a backend can
-    prepare it once.
+    The slices come from common/copy_map.py, which is needed when the two nodes have different
+    numbers of ranks. Each page of a table is read into one page. The state has two page lists,
+    which may differ in length. Equal slices of different tables share one entry of `parts`, so that
+    a backend prepares it only once.
     """
 
     def __init__(self, remote: RemotePool, pool: PagePool, moves: Moves | None = None) -> None:
         """
         Args:
-            moves: None: whole pages.
+            moves: slices of each table, then of the state. None: whole pages.
         Raises:
-            LayoutMismatch: the pools cannot have such pages.
+            LayoutMismatch: the slices do not fit into the pages, or whole pages differ in size.
         """
         check_pool(remote)
         if moves is None:
@@ -304,11 +308,12 @@ class ReadMap:
         )
 
     def reads(self, source: Ints, destination: Ints, table: int) -> list[PartRead]:
-        """Return the reads of these pages of a table, or of all pages of the state.
+        """Return the reads for these pages of a table, or for all pages of the state.
 
         Raises:
-            ReadRefused: the producer has no such page.
-            EngineFault: this node has no such page, or the lists do not fit the map.
+            ReadRefused: a source page is outside the producer's pool.
+            EngineFault: a destination page is outside the local pool, or the lists do not fit the
+                map.
         """
         if table < len(self._tables):
             if len(source) != len(destination):

@@ -1,8 +1,8 @@
-"""GPU functions that torch does not offer: memory shared between processes, and device topology.
+"""CUDA driver and NVML functions that torch lacks: memory shared between processes, and NVLink
+topology. Used by device_proof.py and device_memory.py.
 
-NVML is called directly. Like the driver's library, it exists wherever a GPU does. This module
-knows addresses and ordinals, not producers of memory. Every function may raise TransferError with
-the driver's message.
+NVML is called directly, because every machine with a GPU has it. Every function may raise
+TransferError with the driver's message.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ class _Handle(ctypes.Structure):
 
 
 def use(index: int) -> None:
-    """Make that device current for the calling thread's calls."""
+    """Make the device current for the calling thread."""
     with _failures():
         driver.use(index)
 
 
 def device_uuid(index: int) -> bytes:
-    """Return UUID_BYTES that name the device uniquely across hosts."""
+    """Return the UUID_BYTES of the device, which are unique across hosts."""
     found = (ctypes.c_ubyte * UUID_BYTES)()
     with _failures():
         driver.call("cuDeviceGetUuid", found, driver.device(index))
@@ -42,10 +42,11 @@ def device_uuid(index: int) -> bytes:
 
 
 def share(address: int) -> tuple[bytes, int]:
-    """Let other processes of this host map the allocation that contains this address.
+    """Return a handle with which other processes of this host can map the allocation that contains
+    `address`.
 
     Returns:
-        (HANDLE_BYTES for `map_shared`, the offset of the address in the allocation).
+        (HANDLE_BYTES for `map_shared`, offset in bytes of `address` in the allocation).
     """
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
     _call(
@@ -60,8 +61,8 @@ def share(address: int) -> tuple[bytes, int]:
 
 
 def map_shared(handle: bytes) -> int:
-    """Map another process' allocation for the device in use, and return its address. The memory
-    stays allocated, even if that process ends, until it is unmapped as often as it was mapped.
+    """Map another process' allocation on the current device, and return its address. The memory
+    stays allocated, even after that process ends, until each map has been unmapped.
     """
     address = ctypes.c_uint64()
     _call(
@@ -79,7 +80,7 @@ def unmap_shared(address: int) -> None:
 
 
 def read(address: int, num_bytes: int, stream: int) -> bytes:
-    """Read memory that the device in use reaches, on that stream. Blocks."""
+    """Copy device memory to host bytes on `stream`. Blocks."""
     found = ctypes.create_string_buffer(num_bytes)
     _call(
         "cuMemcpyDtoHAsync_v2",
@@ -93,8 +94,8 @@ def read(address: int, num_bytes: int, stream: int) -> bytes:
 
 
 def joined_by_nvlink(one: bytes, other: bytes) -> bool:
-    """Return whether NVML reports that two devices, named by UUID, reach each other over NVLink.
-    False if NVML cannot report it.
+    """Return whether NVML reports an NVLink connection between two devices, named by UUID. False if
+    NVML cannot report it.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

@@ -1,8 +1,8 @@
-"""Device operations that the backends need: a pool's bytes as tensors, and ordered copies.
+"""Device operations of the backends: a pool's bytes as tensors, and ordered copies between host and
+device.
 
-`DeviceRuntime` is the seam: `CudaDevice` is the real one, and a test double that keeps the same
-promises may replace it on machines without a GPU. Pools are known as addresses, not by the producer
-of their pages.
+`DeviceRuntime` is the interface. `CudaDevice` implements it, and tests replace it on machines
+without a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ class DeviceFailure(TransferError):
 
 
 class CopyMark(Protocol):
-    """A point in a copy queue: all copies that were added before the mark was made."""
+    """A position in a copy queue, after all copies added so far."""
 
     def wait(self) -> None:
-        """Block until all of them have landed.
+        """Block until all copies before the mark have finished.
 
         Raises:
             DeviceFailure: one of them failed.
@@ -39,16 +39,16 @@ class CopyMark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Copies that run in the order in which they are added. Any thread may add. All threads share
-    the order.
+    """Copies that run in the order in which they are added. Any thread may add, and all threads
+    share the order.
     """
 
     def add(self, copies: Callable[[], object]) -> None:
-        """Run `copies`, or let the device run what it enqueues, now or later. Memory that it uses
-        must stay alive and unchanged until a later mark has been waited for.
+        """Add a copy. `copies` is called now or later, and may enqueue work on the device. The
+        memory that it uses must stay alive and unchanged until a later mark has been waited for.
 
         Raises:
-            DeviceFailure: it could not be enqueued.
+            DeviceFailure: the copy could not be enqueued.
         """
         ...
 
@@ -56,55 +56,53 @@ class CopyQueue(Protocol):
 
 
 class DeviceScratch(Protocol):
-    """Scratch pages on the device, which hold no request's data. Freed with the object."""
+    """Scratch pages on the device, for probes, without a request's data. Freed with the object."""
 
     @property
     def pool(self) -> PagePool: ...
 
 
 class DeviceRuntime(Protocol):
-    """One device, for any number of pools on it. Everything but `queue` may raise TransferError:
-    the memory does not exist, or belongs to another device.
+    """One device, for any number of pools on it. Every method except `queue` may raise
+    TransferError: the memory does not exist, or is on another device.
     """
 
     def use(self) -> None:
-        """Make this device current for the calling thread, also for calls that name no device, such
-        as waiting for a mark or allocating pinned memory. Every thread that uses the device calls
-        it first: otherwise such a call would create a context of some hundred MiB on GPU 0.
+        """Make this device current for the calling thread. Every thread that uses the device calls
+        it first. Otherwise calls without a device argument, such as waiting for a mark or pinning
+        memory, would create a CUDA context of some hundred MiB on GPU 0.
         """
         ...
 
     def view(self, pool: PagePool) -> Tensor:
-        """Return uint8 [num_pages, page_bytes], the pool's own bytes. Keeps nothing alive."""
+        """Return the pool's bytes as uint8 [num_pages, page_bytes], which do not own the memory."""
         ...
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate device memory, for copies only."""
+        """Allocate device memory that only copies use."""
         ...
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory that the device can copy from and into directly."""
+        """Allocate pinned host memory."""
         ...
 
     def scratch(self, page_bytes: int) -> DeviceScratch: ...
 
     def queue(self, direction: Direction) -> CopyQueue:
-        """Return the queue of that direction. All callers share it."""
+        """Return the shared copy queue of a direction."""
         ...
 
 
 class CudaDevice:
-    """A CUDA device of this process.
+    """A CUDA device of this process, with one copy stream for each direction.
 
-    It has one stream for each direction and makes no others. torch hands streams out of a pool of
-    32 in turn, so a stream for every connection would sooner or later be one that a forward uses.
-    Both have high priority, whose pool the forwards do not use.
+    All callers share these two streams. torch hands out streams from a pool of 32 in turn, so a
+    stream for every connection would at some point be a stream of the forward pass. Both have high
+    priority, and forward passes use no stream of the high-priority pool.
     """
 
     def __init__(self, name: str) -> None:
-        """Open the device. `name` is "cuda" or "cuda:N". Raises TransferError if it does
-        not exist.
-        """
+        """Open the device "cuda" or "cuda:N". Raises TransferError if it does not exist."""
         index = int(name.partition(":")[2] or 0)
         if index >= torch.cuda.device_count():
             raise TransferError(f"this process has no {name}")
@@ -122,13 +120,14 @@ class CudaDevice:
         shape = (pool.num_pages, pool.page_bytes)
         with _failures(f"no memory of {self._device}"):
             tensor = bytes_at(pool.base, shape, self._device)
-        if tensor.data_ptr() != pool.base:  # torch copied it, because it is another device's
+        # Torch made a copy, because the pool is on another device.
+        if tensor.data_ptr() != pool.base:
             raise TransferError(f"no memory of {self._device}")
         return tensor
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        # Either stream would do: torch gives freed memory to that stream's next user at once, and
-        # the previous user has waited for its own marks by then.
+        # Either stream would do. torch gives freed memory to the stream's next user at once, and
+        # the previous user has already waited for its copies.
         with _failures(f"no memory on {self._device}"), self._queues["to device"].current():
             return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -147,20 +146,18 @@ class CudaDevice:
         return self._queues[direction]
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Read memory that this device reaches. Blocks. The calling thread must have
-        called `use`.
-        """
+        """Copy device memory to host bytes. Blocks. The calling thread must have called `use`."""
         return cuda_driver.read(address, num_bytes, self._queues["to host"].stream)
 
     def write(self, pool: PagePool, values: Tensor) -> None:
-        """Write the first bytes of a pool. `values` is uint8, in host memory. Blocks."""
+        """Write `values`, uint8 in host memory, to the start of a pool. Blocks."""
         queue = self._queues["to device"]
         queue.add(partial(self.view(pool).view(-1)[: len(values)].copy_, values))
         queue.mark().wait()
 
     def synchronise(self) -> None:
         """Block until the device has finished all work of this process, on all streams, including
-        streams that no longer exist.
+        destroyed ones.
 
         Raises:
             DeviceFailure: the device failed.

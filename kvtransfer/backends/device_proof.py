@@ -1,12 +1,13 @@
-"""Proof that a consumer's device reaches a producer's memory, and the mapping of that memory.
+"""Proof that a consumer's GPU can read a producer's device memory, and the mapping of that memory.
+Used for the data paths cuda_ipc and nvlink.
 
-The producer writes random bytes into its scratch pages and sends them, with handles of its memory,
-over the pair stream. A consumer maps the memory behind the handles. If it finds the same bytes
-there, it is on the same host, may map the memory, and its device reaches it.
+The producer writes random bytes into its scratch pages. It sends these bytes and handles of its
+memory over the pair stream. The consumer maps the memory behind the handles. If it finds the same
+bytes there, both processes are on one host and the device can read the memory.
 
-The mappings are kept as long as the connection. UCX maps memory for each of its reads and keeps
-nothing mapped (agent.py), which is cheap only if the memory is mapped already. When the connection
-closes, all mappings end, so the memory of a dead producer is free again.
+The mappings last as long as the connection. UCX maps memory for each read and keeps nothing mapped
+(nixl/agent.py), which is cheap only if the memory is already mapped. Closing the connection unmaps
+everything, so the memory of a dead producer is freed.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _NONCE_BYTES = 32
 
 
 class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An address that other processes of the host may map."""
+    """An address that other processes of this host may map."""
 
     handle: Annotated[
         bytes,
@@ -36,15 +37,13 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def at(cls, address: int) -> "SharedMemory":
-        """Share an address of this process' current device. Raises TransferError if that fails."""
+        """Share an address on the current device. Raises TransferError if that fails."""
         handle, offset = cuda_driver.share(address)
         return cls(handle, offset)
 
 
 class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The location of the producer's pool and scratch pages, and the first bytes of the
-    scratch pages.
-    """
+    """The location of a producer's pool and scratch pages, and the first bytes of the latter."""
 
     process: HostLocation
     device_uuid: Annotated[
@@ -56,10 +55,12 @@ class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEvidence:
-    """The producer's evidence. It is valid as long as the object and both memories live."""
+    """The producer's evidence: memory handles and random bytes. Valid as long as this object and
+    both memories live.
+    """
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raise TransferError if the memory cannot be shared or no agent can be made."""
+        """Raises TransferError if the memory cannot be shared or no nixl agent can be created."""
         check_shared_memory()
         device = cuda_device(pool.device)
         device.use()
@@ -82,10 +83,10 @@ class DeviceEvidence:
 
 
 class MappedMemory:
-    """A consumer's mapping of a producer's pool and scratch pages. For one thread."""
+    """A consumer's mapping of a producer's pool and scratch pages. Not thread-safe."""
 
     def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Map the memory. Raises TransferError if it cannot be reached from the pool's device."""
+        """Map the memory. Raises TransferError if the pool's device cannot read it."""
         place = parse_description("cuda_ipc", description, DeviceLocation)
         check_shared_memory()
         prove_same_host(place.process, metadata)
@@ -106,8 +107,8 @@ class MappedMemory:
         self.path = "nvlink" if nvlink else "cuda_ipc"
 
     def close(self) -> None:
-        """Unmap the memory. No read may use it any more. Idempotent."""
+        """Unmap the memory, after the last read. Idempotent."""
         while self._mapped:
-            # Memory of a dead producer cannot always be unmapped, which is harmless.
+            # Unmapping the memory of a dead producer may fail, which is harmless.
             with contextlib.suppress(TransferError):
                 cuda_driver.unmap_shared(self._mapped.pop())

@@ -1,11 +1,13 @@
-"""Proof that one process can copy another's host memory, before any KV depends on it.
+"""Proof that a consumer can read a producer's host memory, before any KV depends on it. Used for
+the data path cma.
 
 The producer keeps random bytes in its memory and sends them, with their address, over the pair
-stream. A consumer that finds the same bytes there with process_vm_readv is on the same host, has
-the right process for that id (in another namespace, a pid is another process), and has permission.
+stream. The consumer reads the address with process_vm_readv. If it finds the same bytes, it is on
+the same host, has permission, and the process id names the producer (in another pid namespace it
+would name another process).
 
-Behind them lies a digest of the metadata of the producer's agent. UCX ends the process on some
-forged metadata, so only metadata that a process of this host vouches for is used.
+A digest of the metadata of the producer's agent follows the random bytes. UCX aborts the process on
+some forged metadata, so only metadata with this digest is used.
 """
 
 import ctypes
@@ -21,9 +23,9 @@ from kvtransfer.backends.base import PagePool, parse_description
 
 _NONCE_BYTES = 32
 _DIGEST_BYTES = 32
-_NAMESPACES = ("pid", "ipc")  # agents of different namespaces do not meet
+_NAMESPACES = ("pid", "ipc")  # agents in different namespaces cannot connect
 _SHARED_MEMORY = Path("/dev/shm")
-_FREE_BYTES = 16 << 20  # with less, UCX makes no agent
+_FREE_BYTES = 16 << 20  # UCX cannot create an agent with less
 _MAX_ADDRESS = (1 << 57) - 1
 
 
@@ -41,9 +43,7 @@ class HostLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Nonce:
-    """Random bytes and a digest in this process. Their address is stable as long as the object
-    lives.
-    """
+    """Random bytes and a digest, at an address that is stable as long as the object lives."""
 
     def __init__(self, metadata: bytes) -> None:
         self._nonce = os.urandom(_NONCE_BYTES)
@@ -60,10 +60,10 @@ class Nonce:
 
 
 class HostEvidence:
-    """The producer's evidence. It is valid as long as the object lives."""
+    """The producer's evidence for cma. Valid as long as the object lives."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raise TransferError if no agent can be made."""
+        """Raises TransferError if no agent can be created."""
         check_shared_memory()
 
     def describe(self, metadata: bytes) -> bytes:
@@ -72,21 +72,21 @@ class HostEvidence:
 
 
 class SameHost:
-    """The consumer's proof that the producer's memory can be read directly."""
+    """The consumer's proof that it can read the producer's host memory."""
 
     path = "cma"
 
     def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Raise TransferError if it cannot."""
+        """Raises TransferError if the memory cannot be read."""
         check_shared_memory()
         prove_same_host(parse_description("cma", description, HostLocation), metadata)
 
     def close(self) -> None:
-        """Do nothing: it holds nothing."""
+        """No-op: no resource is held."""
 
 
 def check_shared_memory() -> None:
-    """Raise TransferError if this process' agents have no shared memory in which to meet others."""
+    """Raise TransferError if /dev/shm has too little space for agents."""
     try:
         state = os.statvfs(_SHARED_MEMORY)
     except OSError as error:
@@ -101,9 +101,7 @@ def check_shared_memory() -> None:
 
 
 def prove_same_host(place: HostLocation, metadata: bytes) -> None:
-    """Raise TransferError if that memory cannot be read directly, or the metadata is not the
-    producer's.
-    """
+    """Raise TransferError if memory at `place` is unreadable, or `metadata` not the producer's."""
     if place.boot_id != _boot_id():
         raise TransferError("the producer is on another host")
     if place.namespaces != (ours := _namespaces()):

@@ -1,7 +1,8 @@
-"""RDMA ports of this machine: which are active, which agents may use, and the proof of the path.
+"""The proof of the data path rdma: which RDMA ports of this machine are active, and which of them
+agents may use.
 
-Two hosts share no memory by which a read could be checked. The agents of this path are therefore
-made without a transport for sockets, so each read uses RDMA or fails.
+Two hosts share no memory that could prove the path. Agents of this path therefore have no socket
+transport, so each read uses RDMA or fails.
 """
 
 import os
@@ -18,13 +19,13 @@ _ACTIVE = "4: ACTIVE"
 
 
 class RdmaPorts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The producer's ports, for messages. UCX determines which of them reach each other."""
+    """The producer's active ports, for error messages. UCX finds those that reach each other."""
 
     ports: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=256)]
 
 
 def active_ports() -> tuple[str, ...]:
-    """Return the active ports, such as ("mlx5_0/1",). Raises TransferError if there is none."""
+    """Return the active ports, such as ("mlx5_0/1",). Raises TransferError if there are none."""
     states = sorted(DEVICES.glob("*/ports/*/state"))
     ports = tuple(
         f"{state.parts[-4]}/{state.parts[-2]}"
@@ -37,8 +38,8 @@ def active_ports() -> tuple[str, ...]:
 
 
 def devices() -> str:
-    """Return the value for UCX_NET_DEVICES: the user's choice, or every active port, such as
-    "mlx5_0:1,mlx5_1:1". Raises TransferError if there is none.
+    """Return the value for UCX_NET_DEVICES: the user's setting, or every active port, such as
+    "mlx5_0:1,mlx5_1:1". Raises TransferError if there are none.
     """
     ports = active_ports()
     chosen = os.environ.get("UCX_NET_DEVICES", "all")
@@ -49,7 +50,7 @@ class RdmaEvidence:
     """The producer's evidence: its active ports."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raise TransferError if no port is active."""
+        """Raises TransferError if no port is active."""
         self._ports = RdmaPorts(active_ports())
 
     def describe(self, metadata: bytes) -> bytes:
@@ -57,14 +58,14 @@ class RdmaEvidence:
 
 
 class RdmaPath:
-    """The consumer's end. Nothing is proved before the agents meet."""
+    """The consumer's end of the path. The first read proves it."""
 
     path = "rdma"
 
     def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Raise TransferError if no port is active."""
+        """Raises TransferError if no port is active."""
         parse_description("rdma", description, RdmaPorts)
         active_ports()
 
     def close(self) -> None:
-        """Do nothing: it holds nothing."""
+        """No-op: no resource is held."""

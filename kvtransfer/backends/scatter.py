@@ -1,8 +1,9 @@
-"""Transfer of pages between a blocking stream socket and memory, without a copy in Python.
+"""Scatter-gather transfer of pages between a blocking stream socket and memory, without a copy in
+Python. Used by the tcp backend.
 
-Knows addresses and sockets, not page producers or the frames around pages. The pages of one call
-become one iovec each, picked from a table with numpy, so that the cost per page is the kernel's and
-not the interpreter's (Python's socket methods need a memoryview per page).
+The pages of one call become one iovec each, selected from a table with numpy. The cost per page is
+therefore the kernel's and not the interpreter's (Python's socket methods need a memoryview per
+page).
 """
 
 import ctypes
@@ -33,8 +34,8 @@ class PageTable:
         self._addresses += np.uint64(pool.base)
 
     def vectors(self, pages: Ints, head: bytearray, cut: PageCut) -> Vectors:
-        """Return the iovecs of `head` and then of the cut of these pages, in order. Pages and cut
-        must be in the pool's range, and `head` must live for as long as the vectors are used.
+        """Return the iovecs of `head`, then of the byte range `cut` of these pages, in order. Pages
+        and cut must be in range. `head` must live as long as the vectors are used.
         """
         vectors = np.empty((len(pages) + 1, 2), np.uint64)
         vectors[0] = address_of(head), len(head)
@@ -74,27 +75,29 @@ _view.restype = ctypes.py_object
 
 
 def send_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
-    """Send all num_bytes of the vectors. `shutdown` from another thread ends the call.
+    """Send the vectors, num_bytes in total. Calling `shutdown` on the socket from another thread
+    interrupts it.
 
     Raises:
-        OSError: the connection is gone.
+        OSError: the connection has failed.
     """
     _transfer(_libc.sendmsg, connection, vectors, num_bytes, socket.MSG_NOSIGNAL)
 
 
 def receive_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
-    """Fill all num_bytes of the vectors. `shutdown` from another thread ends the call.
+    """Fill the vectors, num_bytes in total. Calling `shutdown` on the socket from another thread
+    interrupts it.
 
     Raises:
-        OSError: the connection is gone.
-        TransferError: it ended before the last byte.
+        OSError: the connection has failed.
+        TransferError: the peer closed it before the last byte.
     """
     _transfer(_libc.recvmsg, connection, vectors, num_bytes, socket.MSG_WAITALL)
 
 
 def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Receive the next num_bytes. Raises TimeoutError at the deadline by time.monotonic(), and
-    otherwise like `receive_vectors`. Leaves a timeout set on the socket.
+    """Receive the next num_bytes. Raises TimeoutError at `deadline` by time.monotonic(), otherwise
+    as `receive_vectors`. Leaves a timeout set on the socket.
     """
     received = b""
     while len(received) < num_bytes:
@@ -107,7 +110,7 @@ def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -
 
 
 def views(vectors: Vectors) -> Iterator[memoryview]:
-    """Yield the memory that the vectors name, in order. Adjacent memory is one view."""
+    """Yield the memory of the vectors, in order. Adjacent vectors become one view."""
     starts = np.flatnonzero(vectors[1:, 0] != vectors[:-1, 0] + vectors[:-1, 1]) + 1
     starts = np.concatenate(([0], starts))
     sizes = np.add.reduceat(vectors[:, 1], starts)
@@ -139,7 +142,7 @@ def _transfer(
 
 
 def _rest(vectors: Vectors, count: int) -> Vectors:
-    """Return the vectors that are left after the first count bytes."""
+    """Return the vectors without their first `count` bytes."""
     ends = np.cumsum(vectors[:, 1])
     first = int(np.searchsorted(ends, count, side="right"))
     rest = vectors[first:].copy()

@@ -1,7 +1,7 @@
-"""Scratch memory of a backend in the shape of a pool. Probes read from it and into it.
+"""Scratch memory in the shape of a pool, which probes read from and into.
 
-A probe of a device's pool reads scratch memory of that device (device_memory.py). Otherwise it
-would measure another path than the one that pages take.
+A probe of a device pool uses scratch memory of that device (device_memory.py). Otherwise it would
+measure a different path than the one that pages use.
 """
 
 import mmap
@@ -26,12 +26,12 @@ class ReadScratch:
     def __init__(self, page_bytes: int) -> None:
         num_pages = scratch_pages(page_bytes)
         self._memory = np.frombuffer(mmap.mmap(-1, num_pages * page_bytes), np.uint8)
-        self._memory[:] = 0  # take the page faults here, not during the measurement
+        self._memory[:] = 0  # cause the page faults now, not during the measurement
         self.pool = PagePool(self._memory.ctypes.data, page_bytes, num_pages, "cpu")
 
 
 def measure(num_pages: int, page_bytes: int, read: Callable[[Ints], None]) -> float:
-    """Return the GiB/s of `read`. Calls it with one page id to wake the path, then with all ids."""
+    """Return the rate of `read` in GiB/s. Reads one page as a warm-up, then all pages."""
     pages = np.arange(num_pages, dtype=np.int32)
     read(pages[:1])
     started = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The pair streams between frontends, one for each two nodes: dialer, service and wire codec."""
+"""Pair streams, one gRPC stream between the frontends of two nodes: dialer, service and codec."""

@@ -1,7 +1,8 @@
-"""Conversion between records of a pair stream and protobuf.
+"""Conversion between records of a pair stream and protobuf. Used by the dialer and the service.
 
-All input from a peer is validated here, once, before other code sees it: sizes, ranges, and missing
-fields. Only the state machines can check whether a token range or an id is valid.
+All input from a peer is validated here, before other code sees it: sizes, ranges, and missing
+fields. Whether a token range or an id is valid depends on the hand-off, and is checked by the state
+machines.
 """
 
 import math
@@ -45,7 +46,7 @@ from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from protos import kvtransfer_pb2 as pb
 
 MAX_TOKENS = 1 << 20
-MAX_PAGES = 1 << 20  # of one Ready
+MAX_PAGES = 1 << 20  # of one PagesReady
 MAX_PATHS = 8  # of one rank
 MAX_FIELDS = 64  # of a fingerprint
 MAX_DESCRIPTION_BYTES = 64 << 10
@@ -55,7 +56,7 @@ Proto: TypeAlias = pb.FromConsumer | pb.FromProducer
 
 
 def parse(message: Proto) -> PairHello | AnyMessage:
-    """Return the record of one message. Raises ProtocolViolation if it is invalid."""
+    """Convert a message to its record. Raises ProtocolViolation if it is invalid."""
     kind = message.WhichOneof("message")
     if kind is None:
         raise ProtocolViolation("a message without content")
@@ -91,8 +92,10 @@ def parse(message: Proto) -> PairHello | AnyMessage:
 
 
 def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
-    """Return the message to send on a stream on which this node is the consumer, or the
-    producer."""
+    """Convert a record to the message to send.
+
+    Args:
+        as_consumer: whether this node is the consumer of the stream."""
     wrap = pb.FromConsumer if as_consumer else pb.FromProducer
     match record:
         case PairHello():
@@ -216,7 +219,7 @@ def _hello_proto(record: PairHello) -> pb.Hello:
 
 
 def num_tokens_of(body: pb.Open) -> int:
-    """Return the number of tokens that an Open names, before the tokens are read."""
+    """Return the number of tokens in an Open, without parsing them."""
     match getattr(body, body.WhichOneof("source") or "", None):
         case pb.Prompt(request=named) | pb.Live(request=named):
             return (len(named.token_ids) + len(named.prediction)) // BYTES_PER_TOKEN

@@ -1,9 +1,9 @@
-"""The consumer's side of KvTransfer: maintains one pair stream to each given producer.
+"""The consumer's side of pairing: keeps one pair stream open to each listed producer.
 
-Nodes may start in any order. An address that does not answer is dialled again. The wait is shorter
-after a lost stream than after a refusal, which only a restart of either node can fix. The dialer
-dials again immediately when this node's Hello changes. `NamedProducers` keeps the addresses to
-dial: those on the router's list, and recently named ones up to a limit.
+Nodes may start in any order, so an address that does not respond is dialled again. The wait is
+shorter after a lost stream than after a refusal, which only a restart of either node can fix. The
+dialer dials again immediately when this node's Hello changes. `NamedProducers` keeps the addresses
+to dial: those on the router's list, and a bounded number of recently used others.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-# Errors that last until a configuration or a node changes, unlike a node that is not up now.
+# Errors that last until a configuration or a node changes, unlike an unavailable node.
 _REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolation,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -49,22 +49,22 @@ _REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
 
 @dataclass(frozen=True, slots=True)
 class DialTimes:
-    """Seconds of each wait."""
+    """Waits of the dialer, in seconds."""
 
     first_s: float = 0.2  # after the first failure; doubles with each further one
     longest_s: float = 5.0
     refused_s: float = 30.0
-    # From the dial to the producer's Hello. Longer than a producer may take (admissions.WAIT_S).
+    # From the dial to the producer's Hello. Longer than admissions.WAIT_S of a producer.
     hello_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """The end of one attempt at a stream."""
+    """The end of one stream or of one attempt to open it."""
 
     reason: str
     refused: bool
-    lived_s: float  # from Hello on; 0 if there was none
+    lived_s: float  # seconds since Hello; 0 if there was none
 
 
 class PairDialer:
@@ -80,8 +80,8 @@ class PairDialer:
     ) -> None:
         """
         Args:
-            make_channel: opens a channel to an address, with this node's credentials, and verifies
-                the producer.
+        make_channel: opens a channel to an address, with this node's credentials, and verifies
+            the producer.
         """
         self._streams = streams
         self._metrics = metrics
@@ -92,19 +92,19 @@ class PairDialer:
         self._changed = asyncio.Event()
 
     def dial(self, addresses: frozenset[str]) -> None:
-        """Pair with exactly these producers from now on. Streams to others are ended."""
+        """Set the producers to pair with. Streams to others are ended."""
         self._wanted = addresses
         self._changed.set()
 
     async def run(self) -> None:
-        """Dial until cancelled. Leaves no stream behind."""
+        """Dial until cancelled. All streams have ended when it returns."""
         dialling: dict[str, asyncio.Task[None]] = {}
         changed: asyncio.Task[Any] = asyncio.ensure_future(self._changed.wait())
         try:
             while True:
                 await asyncio.wait({changed, *dialling.values()}, return_when="FIRST_COMPLETED")
                 for task in dialling.values():
-                    if task.done():  # never done, unless there is a bug here
+                    if task.done():  # ends only through a bug in the dialer
                         task.result()
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -125,7 +125,7 @@ class PairDialer:
                 self._metrics.pairing("refused" if over.refused else "failed")
             if over.reason != logged:
                 logged = over.reason
-                # A starting or restarting node is expected. A mismatch needs attention.
+                # A node that starts or restarts is expected. A mismatch needs attention.
                 write = self._log.warning if over.refused else self._log.info
                 write("not paired", producer=address, refused=over.refused, reason=over.reason)
             if over.lived_s > self._times.longest_s:
@@ -148,14 +148,14 @@ class PairDialer:
                 theirs = await self._hello(call, incoming, ours)
                 up_at = time.monotonic()
                 self._metrics.pairing("up")
-                # The router's name for the producer, not the address in its Hello.
+                # The address on the router's list, not the one in the producer's Hello.
                 peer = msgspec.structs.replace(theirs, address=address)
                 with self._streams.opened(peer, as_consumer=True) as stream:
                     await stream.outgoing.converse(partial(_write, call), incoming, stream.take)
             except ServingError as ended:
                 error = ended
             except Exception:
-                # A peer's input may break this pair, but not the node.
+                # Input from a peer may break this pair, but not the node.
                 log.exception("pair stream failed by an internal error")
                 error = NodeUnavailable("internal error; see the log of the consumer")
             else:
@@ -182,14 +182,14 @@ class PairDialer:
 
 
 async def _write(call: Any, message: codec.Proto) -> None:
-    """Write a message. An ended stream drops it: the reading side receives the reason."""
+    """Write a message, or drop it if the stream has ended. The reading side gets the reason."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)
 
 
 async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromProducer]:
     """Yield the producer's messages. Raises the end of the call as a ServingError, with the
-    producer's own sentence.
+    producer's own message.
     """
     try:
         async for message in streams.heard(call):
@@ -207,14 +207,14 @@ async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:
 
 
 MAX_PRODUCERS = 64
-REMEMBERED_S = 600.0  # since a producer was last named
+REMEMBERED_S = 600.0  # since a request last named the producer
 
 
 class NamedProducers:
-    """The addresses to dial. Event loop only.
+    """The producers to dial: listed by the router, or recently named by a request. Event loop only.
 
     Args:
-        own_address: this node's, which is not dialled.
+        own_address: address of this node, which is not dialled.
         dial: called with all addresses whenever they change.
     """
 
@@ -228,7 +228,7 @@ class NamedProducers:
         self._dial = dial
         self._clock = clock
         self._listed: frozenset[str] = frozenset()
-        self._named: dict[str, float] = {}  # by address: when it was named; latest last
+        self._named: dict[str, float] = {}  # address -> when it was named, latest last
         self._dialled: frozenset[str] = frozenset()
 
     def listed(self, addresses: frozenset[str]) -> None:
@@ -237,7 +237,7 @@ class NamedProducers:
         self._dial_wanted()
 
     def name(self, addresses: Iterable[str]) -> None:
-        """Record that these producers may have something to read."""
+        """Record that a request may read from these producers."""
         now = self._clock()
         for address in addresses:
             if address != self._own_address:

@@ -1,10 +1,9 @@
-"""The frontend's end of the transfer thread's socket: pair streams by number, in both directions,
-and the service on which consumers open them.
+"""The frontend's end of the transfer thread's socket: forwards messages between pair streams and
+the transfer thread, and serves the streams that consumers open.
 
-Knows which of its numbers are open and nothing of hand-offs. A peer's messages are parsed before
-they go to the transfer thread. The transfer thread's messages go to the stream that they name, and
-are dropped if it has ended. Backpressure: a stream that sends more than the transfer thread
-consumes is not read until it catches up.
+It knows which streams are open, and nothing of hand-offs. A peer's messages are parsed before they
+go to the transfer thread. Messages of the transfer thread for a stream that has ended are dropped.
+Backpressure: a stream is not read while the transfer thread is behind.
 """
 
 import asyncio
@@ -54,17 +53,17 @@ from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
-# Prompts with images are megabytes each, and may arrive together: two seconds of 1 Gbit/s.
+# Prompts with images are megabytes each and may arrive together. This is two seconds of 1 Gbit/s.
 _MAX_UNSENT_BYTES = 256 << 20
 # A few for each of thousands of requests: a busy peer may not read for as long as a forward pass.
 _MAX_UNSENT = 16_384
-_LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to report the reason
+_LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to give the reason
 
 Outward: TypeAlias = kvtransfer_pb2.FromConsumer | kvtransfer_pb2.FromProducer
 
 
 class PairMetrics(Protocol):
-    """The node metrics that pairs change."""
+    """The metrics that pair streams update."""
 
     def pairing(self, result: Literal["up", "refused", "failed"], /) -> None: ...
 
@@ -76,7 +75,7 @@ class PairMetrics(Protocol):
 
 
 class PairStream:
-    """One pair stream, from both Hellos to its end."""
+    """One pair stream, from the exchange of Hello to its end."""
 
     def __init__(
         self, number: int, as_consumer: bool, forward: Callable[[PairInput], Awaitable[None]]
@@ -89,11 +88,11 @@ class PairStream:
             max_bytes=_MAX_UNSENT_BYTES,
         )
         self.reason = "the peer has closed the stream"  # why it ended
-        self.engine_died = False  # whether the peer's engine died, which ended it
+        self.engine_died = False  # whether it ended because the peer's engine died
         self._forward = forward
 
     async def take(self, message: Outward) -> None:
-        """Parse a peer's message and forward it. Returns when another one may be read.
+        """Parse a message from the peer and forward it. Returns when the next one may be read.
 
         Raises:
             ProtocolViolation: the message is not allowed on this stream.
@@ -112,8 +111,8 @@ class PairStreams:
     """All pair streams of the node. Event loop only.
 
     Args:
-        sock: to the transfer thread. Owned from now on.
-        on_heartbeat: called with each heartbeat's `late_s`.
+        sock: socket to the transfer thread. Owned from now on.
+        on_heartbeat: called with `late_s` of each heartbeat.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class PairStreams:
         """Carry messages until cancelled.
 
         Raises:
-            EngineFault: the transfer thread is gone or does not read.
+            EngineFault: the transfer thread has ended or does not read.
         """
         await self._connection.open(self._socket)
         try:
@@ -147,23 +146,21 @@ class PairStreams:
             self._connection.close()
 
     async def local_hello(self) -> PairHello:
-        """Return the Hello that this node sends first as a consumer. Waits until the transfer
-        thread has sent it.
-        """
+        """Return this node's Hello as a consumer, once the transfer thread has sent it."""
         return await asyncio.shield(self._hello)
 
     async def renewed(self, hello: PairHello) -> None:
-        """Return when this node's first Hello differs from `hello`."""
+        """Wait until this node's consumer Hello differs from `hello`."""
         while await self.local_hello() == hello:
             await self._said_otherwise.wait()
 
     @contextmanager
     def opened(self, hello: PairHello, *, as_consumer: bool) -> Iterator[PairStream]:
-        """Open a stream whose peer's Hello has arrived. The transfer thread knows it inside the
+        """Open a stream whose peer has sent Hello. The transfer thread knows the stream inside the
         context.
 
         Raises:
-            NodeUnavailable: there is no transfer thread.
+            NodeUnavailable: the transfer thread has ended.
             Overloaded: there are too many streams.
         """
         if self._over.done():
@@ -232,7 +229,7 @@ class PairStreams:
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
-        """End the node if the transfer thread has ended: the node cannot work without it."""
+        """End the node if the transfer thread has ended, because it cannot work without it."""
         try:
             yield
         except PeerGone:
@@ -249,14 +246,13 @@ HELLO_S = 5.0
 
 
 class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
-    """The producer's side of KvTransfer: serves the pair streams that consumers open. Event loop
-    only.
+    """The producer's side of pairing: serves the pair streams that consumers open. Event loop only.
 
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
         check_length: raises InvalidRequest if this number of tokens can never be served.
-        on_named: called with the addresses of other nodes that have part of a prompt, as its
-            consumer reports them.
+        on_named: called with the addresses of nodes that have part of a prompt, as its consumer
+            reports them.
         on_encoders: called with the addresses of encode nodes for its images.
         hello_s: longest wait for a consumer's Hello.
     """
@@ -292,9 +288,8 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """Carry every hand-off of one consumer, until either side ends the stream.
 
         Status codes: UNAVAILABLE while the node starts or drains. FAILED_PRECONDITION if the
-        consumer is incompatible (with every field that differs) or breaks the protocol (with a
-        sentence). PERMISSION_DENIED if it uses another caller's instance id. DEADLINE_EXCEEDED if
-        it sends no Hello.
+        consumer is incompatible (lists every difference) or breaks the protocol. PERMISSION_DENIED
+        if it uses another caller's instance id. DEADLINE_EXCEEDED if it sends no Hello.
         """
         self._check_ready()
         if self._draining:
@@ -305,7 +300,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
 
     def drain(self) -> None:
-        """Accept no new stream from now on. Hand-offs on open streams finish."""
+        """Reject new streams from now on. Hand-offs on open streams finish."""
         self._draining = True
 
     def resume(self) -> None:
@@ -327,7 +322,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
-        prompt = message.open.prompt  # parsed by now, so they are addresses
+        prompt = message.open.prompt  # already parsed, so these are addresses
         if prompt.prefix_hints:
             self._on_named(each.address for each in prompt.prefix_hints)
         if prompt.encode_addresses:
@@ -345,9 +340,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
 
 
 def _check_instance(hello: PairHello, caller: Caller) -> None:
-    """Raise Forbidden unless the instance is the caller's own: hand-offs and data keys depend on
-    it.
-    """
+    """Raise Forbidden unless the instance is the caller's: hand-offs and data keys depend on it."""
     if caller.name is not None and caller.name != node_name(hello.instance):
         raise Forbidden(
             f"Hello is of instance {node_name(hello.instance)}, the token of {caller.name[:100]!r}"

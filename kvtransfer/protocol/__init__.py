@@ -1,4 +1,5 @@
-"""The hand-off as pure state machines: no sockets, no threads, no clock but the `now` passed in.
+"""The hand-off protocol as pure state machines: no sockets, no threads, and time only as the
+argument `now`. The transfer thread runs them.
 
-The rules that comments name by number are in docs/design/hand-off.md.
+Comments refer to the numbered rules in docs/design/hand-off.md.
 """

@@ -1,7 +1,8 @@
-"""Actions of the two protocol ends. The transfer thread carries them out in the order given.
+"""Actions that the state machines of consumer and producer return. The transfer thread carries them
+out in order.
 
-A link is named by the stream it serves. A stream belongs to one producer instance and its number is
-never reused, so no read can reach another instance than the intended one (rule 10).
+A link is named by its stream. A stream belongs to one producer instance and its number is never
+reused, so a read never reaches another instance than intended (rule 10).
 """
 
 from typing import NamedTuple, TypeAlias
@@ -18,38 +19,34 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class EndStream(msgspec.Struct, frozen=True):
-    """A request to end a stream. The state machine has already dropped it and ignores further
-    input about it.
-    """
+    """Ends a stream. The state machine has already dropped it and ignores further input."""
 
     stream: int
     reason: str
-    refused: bool  # the peer has broken the protocol: an immediate retry is useless
+    refused: bool  # the peer has broken the protocol, so an immediate retry is useless
 
 
 class OpenLink(msgspec.Struct, frozen=True):
-    """A request to connect to the producer of this stream. The response is one link_up or
-    link_closed.
-    """
+    """Connects a link to the producer of this stream. Answered by one link_up or link_closed."""
 
     stream: int
 
 
 class CloseLink(msgspec.Struct, frozen=True):
-    """A request to close the link. The response is link_closed, when no byte can land any more."""
+    """Closes the link. Answered by link_closed, when no byte can land any more."""
 
     stream: int
     reason: str
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """A read of pages of the stream's producer into pages of this node.
+    """Reads pages of the stream's producer into local pages.
 
-    Page i of the tables is read into page i. The pages of the state follow in both lists. Their
-    numbers differ if the two nodes have different numbers of pages for a state.
+    Page i of the tables is read into page i. The pages of the recurrent state are last in both
+    lists, whose lengths differ if the nodes have different numbers of state pages.
 
-    Reads of one link end in the order in which they were started: each by read_ended, or all the
-    rest by link_closed.
+    Reads of one link end in the order in which they started. Each ends by read_ended, or all
+    remaining ones by link_closed.
     """
 
     stream: int
@@ -60,8 +57,8 @@ class StartRead(msgspec.Struct, frozen=True):
 
 
 class ExpectPages(msgspec.Struct, frozen=True):
-    """Advance notice of reads into these pages through the link of this stream, for which a request
-    is stopped.
+    """Announces pages that the link of this stream will read into, while a migrating request is
+    stopped for the read.
     """
 
     stream: int
@@ -77,9 +74,8 @@ class PageSum(NamedTuple):
 
 
 class ConfirmRead(msgspec.Struct, frozen=True):
-    """The end of a read whose pages the producer held throughout. The engine gets `held`, unless a
-    page does not match its producer's checksum. Then the attempt is lost, and the link of this
-    stream is closed.
+    """Completes a hand-off whose pages the producer held throughout. The engine gets `held`, unless
+    a page fails its checksum. Then the attempt fails, and the link of this stream is closed.
     """
 
     stream: int
@@ -88,18 +84,16 @@ class ConfirmRead(msgspec.Struct, frozen=True):
 
 
 class ExposePages(msgspec.Struct, frozen=True):
-    """Permission for the consumer of this stream to read these pages. Given before they are
-    announced, by the next PagesReady.
-    """
+    """Lets the stream's consumer read these pages. Precedes the PagesReady that announces them."""
 
     id: HandoffId
     stream: int
     pages: Ints
-    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows.
+    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows
 
 
 class WithdrawPages(msgspec.Struct, frozen=True):
-    """The end of every ExposePages of this id."""
+    """Undoes every ExposePages of this id."""
 
     id: HandoffId
 

@@ -1,13 +1,13 @@
-"""One hand-off at the consumer, and the links of its streams.
+"""The state of one hand-off at the consumer (`ConsumerHandoff`), and the reads of the links
+(`ConsumerLinks`). Used by ConsumerEnd.
 
-`HandoffAttempt` has the valid next messages from Open to the end, and the pages to read into. It
-knows no streams, links or deadlines.
+A hand-off checks the producer's messages and has the pages to read into. It knows no streams, links
+or deadlines.
 
-Each stream has a link. Its reads wait, or are posted to it and may still write. The reads of an
-attempt end on all links. A closing link outlives its stream. Pure, like the ConsumerEnd that owns
-the links: methods return the actions to carry out.
+Each stream has a link. Its reads either wait here or are posted to the link, where they may write
+until they end. A closing link outlives its stream. Methods return the actions to carry out.
 
-    OPENING -> UP -> CLOSING -> gone, or OPENING again while its stream lives
+    OPENING -> UP -> CLOSING -> removed, or OPENING again while the stream is open
 """
 
 from collections import deque
@@ -32,20 +32,20 @@ from kvtransfer.protocol.progress import (
     table_pages,
 )
 
-# One in progress and one for the link to continue with. The rest wait here, where the end of their
-# attempt removes them at once.
+# One read in progress, and one for the link to continue with. The rest wait here, where the end of
+# their attempt removes them at once.
 READS_AHEAD = 2
 
 
 class ProducerPages(NamedTuple):
-    """The pages of a producer, as its Hello describes them.
+    """The pages of a producer, as described in its Hello.
 
-    same_layout: its pages have the contents of this node's, byte by byte.
-    piece_bytes: the smaller page of the two nodes, of rank 0.
+    same_layout: its pages are byte for byte laid out like local ones.
+    piece_bytes: size of the smaller of both nodes' pages on rank 0.
     """
 
-    num_pages: int  # of its pool
-    state_pages: int  # of a request
+    num_pages: int  # in its pool
+    state_pages: int  # of one request
     same_layout: bool
     piece_bytes: int
 
@@ -61,7 +61,7 @@ class LinkRead:
     id: HandoffId
     source_pages: Ints
     destination_pages: Ints
-    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows.
+    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows
 
 
 @dataclass(slots=True)
@@ -71,55 +71,54 @@ class LinkReads:
     posted: deque[LinkRead] = field(default_factory=deque)  # in the order in which they will end
 
     def next_to_post(self) -> LinkRead | None:
-        """Move a read from waiting to posted, if the link can take one. Returns it, or None."""
+        """Move a read from waiting to posted, and return it. None if the link accepts no more."""
         if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
             return None
         self.posted.append(self.waiting.popleft())
         return self.posted[-1]
 
     def forget(self, id: HandoffId) -> None:
-        """Drop the waiting reads of an attempt. Posted ones cannot be cancelled."""
+        """Drop the waiting reads of an attempt. Posted reads cannot be cancelled."""
         self.waiting = deque(read for read in self.waiting if read.id != id)
 
     def closed(self) -> list[LinkRead]:
-        """Remove and return the reads that the closed link had not ended, in order. None can land
-        any more.
+        """Remove and return the closed link's unfinished reads, in order. None can land any
+        more.
         """
         unfinished = list(self.posted)
         self.posted.clear()
         return unfinished
 
 
-# Longest time until a link is up, from opening it or requesting its close: several paths of 5 s to
-# connect and 5 s to probe.
+# Time for a link to come up, from opening it or requesting its close. Covers several paths of 5 s
+# to connect and 5 s to probe.
 LINK_S = 30.0
 
 
 class ConsumerLinks:
-    """Links by stream. Knows the attempt of each read, not its outcome."""
+    """The links by stream, and their reads. Knows the attempt of each read, not its outcome."""
 
     def __init__(self) -> None:
         self._links: dict[int, LinkReads] = {}
-        self._landing: dict[HandoffId, int] = {}  # posted reads, from grant to ReadsEndedEvent
+        # Attempt -> posted reads, from grant to ReadsEndedEvent.
+        self._landing: dict[HandoffId, int] = {}
         self._deadlines: DeadlineTimer[int] = DeadlineTimer()
 
     @property
     def num_reads(self) -> int:
-        """Return the number of reads given to links and not ended."""
+        """Number of reads posted to links and not ended."""
         return sum(self._landing.values())
 
     # Links ----------------------------------------------------------------------------------------
 
     def open(self, stream: int, now: float) -> OpenLink:
-        """Open the first link of a stream, or the successor of a closed one."""
+        """Open a stream's link, for the first time or after it closed."""
         self._links.setdefault(stream, LinkReads()).state = LinkState.OPENING
         self._deadlines.set(stream, now + LINK_S)
         return OpenLink(stream)
 
     def proved(self, stream: int) -> bool:
-        """Mark the link as up. Returns False, with no effect, if its close was requested
-        meanwhile.
-        """
+        """Mark the link as up. Returns False, without effect, if it is being closed."""
         link = self._links[stream]
         if link.state is not LinkState.OPENING:
             return False
@@ -128,13 +127,13 @@ class ConsumerLinks:
         return True
 
     def close(self, stream: int, reason: str, now: float) -> CloseLink:
-        """Close the link. Another one is opened after it has closed."""
+        """Close the link. It is opened again afterwards."""
         self._links[stream].state = LinkState.CLOSING
         self._deadlines.set(stream, now + LINK_S)
         return CloseLink(stream, reason)
 
     def stream_over(self, stream: int, reason: str) -> list[ConsumerAction]:
-        """Close the link of an ended stream permanently, if there is one."""
+        """Close the link of an ended stream permanently, if it exists."""
         self._deadlines.drop(stream)
         if stream not in self._links:
             return []
@@ -155,7 +154,7 @@ class ConsumerLinks:
         return self._deadlines.next()
 
     def take_overdue(self, now: float) -> list[int]:
-        """Return the streams whose link is not up in time."""
+        """Return the streams whose link did not come up in time."""
         return self._deadlines.take_due(now)
 
     # Reads ----------------------------------------------------------------------------------------
@@ -196,8 +195,9 @@ class ConsumerLinks:
         return read.id
 
     def closed(self, stream: int, going_on: Container[HandoffId]) -> list[HandoffId]:
-        """Handle a closed link, through which no byte can land any more. Unfinished reads of
-        attempts in `going_on` wait for its successor (rule 11). Returns the attempts of the others.
+        """Handle a closed link, through which no byte can land any more. Unfinished reads of the
+        attempts in `going_on` wait until the link is open again (rule 11). Returns the other
+        attempts.
         """
         link, over = self._links[stream], []
         for read in reversed(link.closed()):
@@ -214,9 +214,7 @@ class ConsumerLinks:
             self._links[stream].forget(id)
 
     def settle(self, id: HandoffId) -> list[ConsumerAction]:
-        """Return ReadsEndedEvent for an ended attempt if none of its bytes can land any more.
-        Otherwise return nothing.
-        """
+        """Return ReadsEndedEvent for an ended attempt if no byte of it can land any more, or []."""
         if self._landing.get(id) != 0:
             return []
         del self._landing[id]
@@ -234,13 +232,13 @@ class ConsumerHandoff:
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: PageRanges | None = None  # from Grant on
-    unread: int = 0  # ranges whose pages have not landed yet
+    unread: int = 0  # ranges whose pages have not landed
     done_sent: bool = False
     admitted: HandoffQueued | None = None
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
-    sums: tuple[PageSum, ...] = ()  # of some destination pages
+    sums: tuple[PageSum, ...] = ()  # checksums of some destination pages
 
     def grant(self, command: GrantCommand) -> None:
         """Record the destination pages. Raises EngineFault if their number is wrong."""
@@ -265,8 +263,11 @@ class ConsumerHandoff:
         self.to(HandoffStatus.WAITING_FOR_INPUT)
 
     def admit(self, message: HandoffQueued, now: float) -> None:
-        """Record the admission. Raises ProtocolViolation unless the attempt is granted, this is its
-        first admission, and the number of tokens to compute is possible.
+        """Record that the producer has queued the hand-off.
+
+        Raises:
+            ProtocolViolation: the attempt is not granted or already queued, or the number of tokens
+                to compute is impossible.
         """
         if self.state is not HandoffStatus.WAITING_FOR_INPUT or self.admitted is not None:
             raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
@@ -279,10 +280,10 @@ class ConsumerHandoff:
         self.admitted_at = now
 
     def begin_range(self, message: PagesReady, now: float) -> LinkRead | None:
-        """Record the next range and return its read, or None if it has no pages.
+        """Record the next published range and return its read, or None if it has no pages.
 
         Raises:
-            ProtocolViolation: it cannot be the next range, or its pages cannot be right.
+            ProtocolViolation: the range does not follow the last one, or its pages are wrong.
         """
         pages = message.pages
         if self.ranges is None:
@@ -322,7 +323,7 @@ class ConsumerHandoff:
 
     @staticmethod
     def _places(ranges: PageRanges, spans: tuple[PageSpan, ...]) -> Ints:
-        """Return the indices of the destination pages for a range's spans, in their order."""
+        """Return the indices of the destination pages for the spans of a range, in order."""
         firsts, place = [], 0
         for table in ranges.destination.handed_over(ranges.num_tokens, ranges.start):
             firsts.append(place - table.first)
@@ -333,20 +334,18 @@ class ConsumerHandoff:
 
     @property
     def tokens_left(self) -> int:
-        """Return the number of tokens that are not published yet. For a granted attempt only."""
+        """Number of tokens not published yet. Granted attempts only."""
         return self.num_tokens - self.ranges.next if self.ranges is not None else self.num_tokens
 
     @property
     def num_kv(self) -> int:
-        """Return the number of tokens whose KV the consumer has once all is read. For a granted
-        attempt only.
-        """
+        """Number of tokens whose KV the consumer has after all reads. Granted attempts only."""
         return self.ranges.num_tokens if self.ranges is not None else 0
 
     @property
     def being_computed(self) -> bool:
-        """Return whether the producer may be computing it, according to its messages. An admitted
-        hand-off may be in the producer's next forward.
+        """Whether the producer may be computing it, according to its messages. A queued hand-off
+        may be in the producer's next forward pass.
         """
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 

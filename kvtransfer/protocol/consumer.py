@@ -1,8 +1,8 @@
 """The consumer's half of the protocol: its attempts, deadlines and reads over all its pair streams.
 
-Pure: inputs are method calls, each of which returns the actions to carry out in order. The engine
-counts pages. ReadsEndedEvent reports that no byte of an attempt can land any more, which may be
-long after the attempt was abandoned (rule 1).
+Pure: inputs are method calls, each of which returns the actions to carry out in order.
+ReadsEndedEvent reports to the engine, which counts the pages, that no byte of an attempt can land
+any more. That may be long after the attempt was abandoned (rule 1).
 """
 
 from dataclasses import dataclass
@@ -57,12 +57,12 @@ from kvtransfer.protocol.progress import (
     earliest,
 )
 
-# For each table: pages that a request may get until it has stopped, and with its next step.
+# Pages of each table that a migrating request may still fill before it stops, and in its next step.
 _MORE_PAGES = 2
 
 
 class _Wait(IntEnum):
-    """The subject of an attempt's deadline."""
+    """The wait of an attempt that a deadline limits."""
 
     BUDGET = 0
     PROGRESS = 1
@@ -81,11 +81,11 @@ class _Stream:
     pages: ProducerPages
     pace: ProducerPace
     announced: bool = False  # ProducerUp has been sent
-    gib_per_s: float = 0.0  # of its link, once it is proved
+    gib_per_s: float = 0.0  # rate of its link, once proved
 
 
 class ConsumerEnd:
-    """The hand-offs that this node receives."""
+    """The state machine of all hand-offs that this node receives."""
 
     def __init__(self, config: TransferConfig, tables: PageTables) -> None:
         self._tables = tables
@@ -106,7 +106,7 @@ class ConsumerEnd:
 
     @property
     def num_reads(self) -> int:
-        """Return the number of reads given to links and not ended."""
+        """Number of reads posted to links and not ended."""
         return self._links.num_reads
 
     def next_deadline(self) -> float | None:
@@ -116,9 +116,7 @@ class ConsumerEnd:
         )
 
     def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only while it does
-        (rule 7).
-        """
+        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
         self._heartbeats.moving = moving
 
     # Inputs: streams and links ------------------------------------------------------------------
@@ -126,9 +124,9 @@ class ConsumerEnd:
     def stream_up(
         self, stream: int, producer: int, address: str, pages: ProducerPages, now: float
     ) -> list[ConsumerAction]:
-        """Add the stream of `producer` (an instance), which has answered Hello. A stream from
-        another address with an instance that is already paired is refused: it must not end the
-        existing stream.
+        """Add a stream on which the instance `producer` has answered Hello. If the instance is
+        already paired at another address, the new stream is refused, so that it cannot end the
+        existing one.
         """
         for old, peer in list(self._streams.items()):
             if peer.producer == producer and peer.address != address:
@@ -144,10 +142,10 @@ class ConsumerEnd:
     def stream_down(
         self, stream: int, reason: str, *, engine_died: bool = False
     ) -> list[ConsumerAction]:
-        """Remove an ended stream. No effect if this end has ended it itself.
+        """Remove an ended stream. No effect if this node has ended it.
 
         Args:
-            engine_died: as reported by the producer's frontend.
+            engine_died: whether the producer's frontend reports that its engine died.
         """
         if stream in self._streams:
             self._forget_stream(stream, reason, engine_died=engine_died)
@@ -177,7 +175,7 @@ class ConsumerEnd:
         return self._taken()
 
     def rate_measured(self, stream: int, gib_per_s: float) -> list[ConsumerAction]:
-        """Record a new measurement of the link of this stream."""
+        """Record a new measurement of the stream's link."""
         peer = self._streams.get(stream)
         if peer is not None and peer.announced:
             peer.gib_per_s = gib_per_s
@@ -185,11 +183,10 @@ class ConsumerEnd:
         return self._taken()
 
     def read_ended(self, stream: int, refused: str, now: float) -> list[ConsumerAction]:
-        """End the first read posted to this link. Nothing more of it will land.
+        """End the first read posted to the link. No more bytes of it land.
 
         Args:
-            refused: empty if all of it has landed, else the producer's reason for refusing the
-            read.
+            refused: why the producer refused the read. Empty: all of it has landed.
         """
         id = self._links.read_ended(stream)
         attempt = self._attempts.get(id)
@@ -204,8 +201,8 @@ class ConsumerEnd:
         return self._taken()
 
     def read_late(self, stream: int, now: float) -> list[ConsumerAction]:
-        """Handle a missed deadline of the first read posted to this link. Abandons its attempt, and
-        closes and reopens the link.
+        """Handle a missed deadline of the first read posted to the link: abandon its attempt, and
+        close and reopen the link.
         """
         if self._links.is_up(stream):
             reason = "a read passed its deadline"
@@ -214,8 +211,9 @@ class ConsumerEnd:
         return self._taken()
 
     def link_closed(self, stream: int, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle the end of a link, closed on request or broken by the first read posted to it. No
-        byte can land through it any more. Reads of other attempts go to its successor (rule 11).
+        """Handle the end of a link, closed on request or broken by its first posted read. No byte
+        can land through it any more. Reads of other attempts are posted again once it is reopened
+        (rule 11).
         """
         if self._links.is_up(stream):
             self._blame_first(stream, reason)
@@ -231,7 +229,7 @@ class ConsumerEnd:
         return self._taken()
 
     def distrust(self, stream: int, reason: str, now: float) -> list[ConsumerAction]:
-        """Close and reopen a link that delivered pages different from the producer's."""
+        """Close and reopen a link that delivered pages that differ from the producer's."""
         if stream in self._streams and self._links.is_up(stream):
             self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
@@ -344,11 +342,11 @@ class ConsumerEnd:
     # Inputs: commands and time ------------------------------------------------------------------
 
     def command(self, command: ConsumerCommand, now: float) -> list[ConsumerAction]:
-        """Handle a command. A command about an ended attempt is dropped, except for its pages: a
-        grant of it gets ReadsEndedEvent.
+        """Handle a command. If its attempt has ended, the command is dropped. A dropped grant is
+        answered by ReadsEndedEvent.
 
         Raises:
-            EngineFault: an id opened or granted twice, or a grant with the wrong pages.
+            EngineFault: an id was opened or granted twice, or a grant has the wrong pages.
         """
         match command:
             case OpenCommand():
@@ -368,7 +366,9 @@ class ConsumerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
+        """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
+        input.
+        """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:
             self._heartbeat(stream)
@@ -377,7 +377,7 @@ class ConsumerEnd:
         for stream in self._links.take_overdue(now):
             self._end_stream(stream, "the link was not set up in time")
         for id, wait in self._deadlines.take_due(now):
-            # An ended attempt has no deadlines, but several of one may be due together.
+            # Several deadlines of one attempt may be due together, and the first may have ended it.
             attempt = self._attempts.get(id)
             if attempt is not None:
                 self._expire(attempt, wait)
@@ -400,7 +400,7 @@ class ConsumerEnd:
         self._actions.append(SendMessage(stream, message))
 
     def _stream_to(self, producer: int) -> int | None:
-        """Return the stream to an announced producer, or None if there is none."""
+        """Return the stream to an announced producer, or None."""
         paired = (n for n, s in self._streams.items() if s.producer == producer and s.announced)
         return next(paired, None)
 
@@ -418,8 +418,8 @@ class ConsumerEnd:
             self._expect(attempt, command)
 
     def _expect(self, attempt: ConsumerHandoff, command: GrantCommand) -> None:
-        """Announce reads for a running request: pages of its current tokens, and of the
-        next ones.
+        """Announce the pages that a migrating request will be read into: pages of its current
+        tokens, and of the next ones.
         """
         tables = self._tables
         num_tokens = min(attempt.num_tokens + _MORE_PAGES * tables.page_size, command.room_tokens)
@@ -438,15 +438,14 @@ class ConsumerEnd:
     # Ends of an attempt -------------------------------------------------------------------------
 
     def _finish(self, attempt: ConsumerHandoff) -> None:
-        # Held first: the engine must have the pages for its request before the read's hold ends.
+        # In this order: the engine must hold the pages for its request before the "read" hold ends.
         held = CompletedEvent(attempt.id, attempt.landed, attempt.num_kv)
         confirm = ConfirmRead(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
         self._leave(attempt, HandoffStatus.SUCCESS)
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
-        """End an attempt for a reason of this node. The producer is notified immediately (rule
-        2)."""
+        """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
         self._send_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
@@ -460,7 +459,7 @@ class ConsumerEnd:
         may_return: bool = False,
         retry_after_s: float = 0.0,
     ) -> None:
-        """End an attempt and report FailedEvent, whose fields these are."""
+        """End an attempt and report FailedEvent, which has the same fields."""
         lost = FailedEvent(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
         self._actions.append(lost)
         self._leave(attempt, HandoffStatus.FAILED)
@@ -477,8 +476,7 @@ class ConsumerEnd:
         self._settle(attempt.id)
 
     def _settle(self, id: HandoffId) -> None:
-        """Report ReadsEndedEvent when an attempt has ended and none of its bytes can land any
-        more."""
+        """Report ReadsEndedEvent if an attempt has ended and no byte of it can land any more."""
         if id not in self._attempts:
             self._actions += self._links.settle(id)
 
@@ -510,7 +508,7 @@ class ConsumerEnd:
     ) -> None:
         peer = self._streams.pop(stream)
         self._heartbeats.stop(stream)
-        # First, so that lost attempts are not opened here again.
+        # Before its attempts fail, so that the engine does not open them here again.
         if peer.announced:
             self._actions.append(ProducerDown(peer.producer, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:

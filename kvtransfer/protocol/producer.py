@@ -1,8 +1,8 @@
 """The producer's half of the protocol: its open hand-offs over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
-pages. ClosedEvent notifies the engine when it may release them. A late or unknown message never
-creates state, and no tombstones are kept: the reply to an unknown id says that it is unknown.
+pages. The engine releases them on ClosedEvent. A late or unknown message never creates state,
+and ended hand-offs leave no tombstones: a message with an unknown id gets a reply that says so.
 """
 
 from dataclasses import dataclass
@@ -55,21 +55,21 @@ from kvtransfer.protocol.progress import (
     table_pages,
 )
 
-# Seconds for which a producer polls for a connecting consumer. Its data paths may not need polling.
+# A producer polls at most this long for a connecting consumer, whose data paths may not need it.
 POLL_S = 30.0
 
 
 @dataclass(slots=True)
 class _Stream:
     consumer: int
-    connecting: bool = True  # the consumer's last report
+    connecting: bool = True  # as last reported by the consumer
     poll_until: float = 0.0
 
 
 @dataclass(slots=True)
 class _Handoff:
     id: HandoffId
-    serial: int  # this node's own number of it, used with its engine
+    serial: int  # local number that identifies it to the engine
     stream: int
     num_tokens: int  # as opened
     kind: HandoffKind
@@ -79,14 +79,15 @@ class _Handoff:
 
 
 class ProducerEnd:
-    """The hand-offs that this node gives."""
+    """The state machine of all hand-offs that this node gives."""
 
     def __init__(
         self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
     ) -> None:
         """
         Args:
-            max_handoffs: open at once. A further Open is answered by Failed, retryable.
+        max_handoffs: limit of open hand-offs. Above it, an Open is answered by a retryable
+            Failed.
         """
         self._tables = tables
         self._max_handoffs = max_handoffs
@@ -113,9 +114,7 @@ class ProducerEnd:
         return any(s.connecting and now < s.poll_until for s in self._streams.values())
 
     def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only while it does
-        (rule 7).
-        """
+        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
         self._heartbeats.moving = moving
 
     # Inputs -------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ class ProducerEnd:
         return self._taken()
 
     def stream_down(self, stream: int, reason: str) -> list[ProducerAction]:
-        """Remove an ended stream. No effect if this end has ended it itself."""
+        """Remove an ended stream. No effect if this node has ended it."""
         if stream in self._streams:
             self._forget_stream(stream, reason)
         return self._taken()
@@ -151,8 +150,8 @@ class ProducerEnd:
         return self._taken()
 
     def command(self, command: ProducerCommand) -> list[ProducerAction]:
-        """Handle a command. A command about an ended hand-off is dropped: its ClosedEvent is on
-        the way to the engine. A new hand-off with the same id has another serial.
+        """Handle a command. A command about an ended hand-off is dropped, because its ClosedEvent
+        is on the way to the engine. A new hand-off with the same id has another serial.
 
         Raises:
             EngineFault: the engine published an invalid range, admitted twice, or did either before
@@ -176,7 +175,9 @@ class ProducerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ProducerAction]:
-        """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
+        """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
+        input.
+        """
         due = self._heartbeats.take_due(now)
         for stream in due.heartbeats:
             heartbeat = Heartbeat(self._heartbeats.sequence(stream), self._num_open_on(stream))
@@ -270,8 +271,8 @@ class ProducerEnd:
     # Commands -----------------------------------------------------------------------------------
 
     def _granted(self, handoff: _Handoff) -> PageRanges:
-        """Return the hand-off's ranges. Nothing is sent before the grant (rule 8), because the
-        consumer has no pages yet.
+        """Return the hand-off's ranges. Nothing is sent before the grant, because the consumer has
+        no pages yet (rule 8).
         """
         if handoff.ranges is None:
             raise EngineFault(f"{handoff.id} was admitted or published before its grant")

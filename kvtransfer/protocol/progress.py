@@ -1,7 +1,7 @@
-"""Progress of hand-offs, on either end: states, published ranges, deadlines, heartbeats. Knows no
-clock.
+"""Parts of the state machines of both ends: hand-off states, published ranges, deadlines and
+heartbeats.
 
-The states of a hand-off are the same on both ends:
+Both ends use the same states:
 
     BOOTSTRAPPING      opened, not granted
     WAITING_FOR_INPUT  granted, nothing published
@@ -10,9 +10,10 @@ The states of a hand-off are the same on both ends:
 
     BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS;  all but SUCCESS -> FAILED
 
-The token ranges of a hand-off that have been published follow each other to its end.
+The published token ranges of a hand-off are consecutive.
 
-A heartbeat means that this node's engine makes progress (rule 7). While it does not, none is due.
+A heartbeat means that this node's engine makes progress (rule 7). No heartbeat is due while it does
+not.
 """
 
 import heapq
@@ -50,7 +51,7 @@ _NEXT = {
 
 
 def advance(old: HandoffStatus, new: HandoffStatus) -> HandoffStatus:
-    """Return `new`. Raises EngineFault if the transition from `old` is invalid."""
+    """Return `new`. Raises EngineFault if a hand-off in state `old` cannot enter it."""
     if new not in _NEXT[old]:
         raise EngineFault(f"a hand-off cannot go from {old.name} to {new.name}")
     return new
@@ -60,13 +61,11 @@ _PIECES = PageTables(1)  # one page for each piece
 
 
 class RangeEnds(NamedTuple):
-    """The valid ends of the only range of a hand-off that determines its number of tokens
-    itself.
-    """
+    """The ends that a range may have, if it is the only one and determines its own length."""
 
     least: int
     most: int
-    step: int  # only multiples of this value
+    step: int  # ends are multiples of this value
 
     def __contains__(self, end: object) -> bool:
         return isinstance(end, int) and self.least <= end <= self.most and end % self.step == 0
@@ -84,10 +83,10 @@ def granted(
     """Return the ranges that may be published for a hand-off of `num_tokens` tokens.
 
     Args:
-        tables: of the producer.
-        destination: of the consumer, if its state has another number of pages.
-        prefix_tokens: tokens that the consumer has already.
-        room_tokens: tokens of a running request for whose KV the consumer has capacity.
+        tables: page tables of the producer.
+        destination: page tables of the consumer, if its state has another number of pages.
+        prefix_tokens: tokens whose KV the consumer has already.
+        room_tokens: tokens of a running request for whose KV the consumer has pages.
     Raises:
         ProtocolViolation: the grant is invalid.
     """
@@ -110,7 +109,7 @@ def granted(
 def table_pages(
     kind: HandoffKind, tables: PageTables, spans: Sequence[PageSpan]
 ) -> tuple[TablePages, ...]:
-    """Return the pages of the spans of a range by table, without those of the state."""
+    """Return the number of pages of a range's spans for each table, without those of the state."""
     of_tables = [span for span in spans if span.table < tables.num_tables]
     if kind.in_pieces:
         return tuple(TablePages(PIECES, span.num_pages) for span in of_tables)
@@ -118,15 +117,15 @@ def table_pages(
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
-    """Raise ProtocolViolation unless a consumer may already hold a prefix of this length."""
+    """Raise ProtocolViolation unless a consumer may hold a prefix of this length."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
     if not 0 <= prefix_tokens <= num_tokens or not aligned:
         raise ProtocolViolation(f"invalid prefix of {prefix_tokens} tokens of {num_tokens}")
 
 
 def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
-    """Raise ProtocolViolation unless the prefix and the capacity fit a running request, of which
-    the consumer knows `num_tokens` tokens.
+    """Raise ProtocolViolation unless the prefix and the consumer's capacity fit a running request,
+    of which the consumer knows `num_tokens` tokens.
     """
     if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
         raise ProtocolViolation(
@@ -136,29 +135,29 @@ def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size:
 
 @dataclass(slots=True)
 class PageRanges:
-    """The ranges of one hand-off. All but the last end at a page boundary. The last ends with the
-    tokens, and is the only one that may be empty.
+    """The consecutive token ranges of one hand-off. All except the last end at a page boundary. The
+    last ends with the tokens and may be empty.
     """
 
     tables: PageTables  # of the producer, whose pages are published
-    destination: PageTables  # of the consumer: the same tables, and its own pages of the state
+    destination: PageTables  # of the consumer. Differs only in the pages of the state
     num_tokens: int
-    start: int  # the prefix that the consumer has
-    next: int  # the start of the next range
+    start: int  # length of the prefix that the consumer has already
+    next: int  # start of the next range
     complete: bool = False
-    # For a running request (which continues meanwhile), a PREFIX and pieces: their only range
-    # determines the number of tokens.
+    # Set for a running request (which continues meanwhile), a PREFIX and pieces. These have only
+    # one range, which determines the number of tokens.
     ends: RangeEnds | None = None
 
     @property
     def num_pages(self) -> int:
-        """Return the number of destination pages that the consumer must have."""
+        """Number of destination pages that the consumer must have."""
         if self.ends is None:
             return num_pages_of(self.destination.handed_over(self.num_tokens, self.start))
         return self.destination.room_pages(self.ends.most, self.start)
 
     def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
-        """Add the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
+        """Add the range [start, end). Raises ProtocolViolation if it is not a valid next range."""
         wrong = self._complaint(start, end, num_pages, last=last)
         if wrong:
             raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")
@@ -191,11 +190,11 @@ class PageRanges:
         return None
 
 
-# Until something is known: slow for a GPU, fast for a CPU. Heartbeats detect a dead producer. This
-# estimate only prevents that hand-offs of a live producer with a long queue are abandoned.
+# Used until a pace is measured: slow for a GPU, fast for a CPU. Heartbeats detect a dead producer.
+# This estimate only keeps hand-offs from being abandoned while a live producer has a long queue.
 _FIRST_GUESS_S = 0.005  # per token
-_WEIGHT = 0.2  # of the newest hand-off
-_PATIENCE = 5.0  # times the expected duration
+_WEIGHT = 0.2  # weight of the newest hand-off in the average
+_PATIENCE = 5.0  # multiple of the expected duration
 
 
 class _Orderable(Protocol):
@@ -206,11 +205,11 @@ K = TypeVar("K", bound=_Orderable)
 
 
 class DeadlineTimer(Generic[K]):
-    """At most one deadline per key."""
+    """A timer with at most one deadline per key."""
 
     def __init__(self) -> None:
         self._due: dict[K, float] = {}
-        # May hold entries that `_due` no longer has, or has with another time.
+        # May contain outdated entries, whose key has another deadline in `_due`, or none.
         self._heap: list[tuple[float, K]] = []
 
     def set(self, key: K, when: float) -> None:
@@ -235,7 +234,7 @@ class DeadlineTimer(Generic[K]):
         return None
 
     def take_due(self, now: float) -> list[K]:
-        """Remove and return the keys whose deadline has passed, in order of time."""
+        """Remove and return the keys whose deadline has passed, earliest first."""
         due: list[K] = []
         while (when := self.next()) is not None and when <= now:
             key = heapq.heappop(self._heap)[1]
@@ -245,20 +244,20 @@ class DeadlineTimer(Generic[K]):
 
 
 class ProducerPace:
-    """The learnt pace of one producer. `progress_s` is the minimum of all limits."""
+    """The measured pace of one producer, in seconds per token, which limits the wait for its
+    progress. `progress_s` is the lower bound of that limit.
+    """
 
     def __init__(self, progress_s: float) -> None:
         self._progress_s = progress_s
         self._token_s = _FIRST_GUESS_S
 
     def limit_s(self, num_tokens: int) -> float:
-        """Return the longest wait for progress, with this number of tokens left to compute."""
+        """Return how long to wait for progress when `num_tokens` are left to compute."""
         return max(self._progress_s, _PATIENCE * self._token_s * num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Record that this many tokens, of this hand-off and of earlier ones in the queue, took
-        `seconds`.
-        """
+        """Record that `num_tokens` took `seconds`, including earlier hand-offs in the queue."""
         if num_tokens > 0:
             self._token_s += _WEIGHT * (seconds / num_tokens - self._token_s)
 
@@ -266,11 +265,11 @@ class ProducerPace:
 @dataclass(slots=True)
 class HeartbeatsDue:
     heartbeats: list[int]  # streams on which to send a heartbeat
-    silent: list[int]  # streams whose peer has missed too many heartbeats
+    silent: list[int]  # streams whose peer has missed several heartbeats
 
 
 class HeartbeatTimer:
-    """Heartbeat timers. Streams are this node's own numbers."""
+    """Heartbeats of all streams: when to send them, and whose peer is silent."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._interval_s = config.heartbeat_s
@@ -295,7 +294,7 @@ class HeartbeatTimer:
         self._silence.set(stream, now + self._silence_s)
 
     def sequence(self, stream: int) -> int:
-        """Return the number of the heartbeat that is being sent: 1, 2, ..."""
+        """Return the sequence number of the heartbeat to send: 1, 2, ..."""
         self._sequences[stream] += 1
         return self._sequences[stream]
 

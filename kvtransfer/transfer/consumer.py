@@ -1,9 +1,8 @@
-"""The consumer's side of the transfer thread: one link per pair stream, and its reads.
+"""The consumer's side of the transfer thread: carries out the actions of ConsumerEnd with one link
+per pair stream. Knows no requests and counts no pages.
 
-ConsumerEnd decides, this module carries out. It knows no requests and counts no pages.
-
-ReadMetrics counts the reads by the path that carried them. The transfer thread writes, any other
-may read. So the entries of all paths exist from the start.
+ReadMetrics counts reads by data path. The transfer thread writes the counters and other threads
+read them, so the entries of all paths exist from the start.
 """
 
 import contextlib
@@ -63,10 +62,10 @@ class _Path:
 
 
 class ReadMetrics:
-    """Counters of reads and of compared pages.
+    """Counters of reads, and of pages compared by checksum.
 
     Attributes:
-        in_flight: reads given to links and not ended.
+        in_flight: reads posted to links and not ended.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class ReadMetrics:
         self._compared = {"passed": 0, "failed": 0}  # pages
 
     def ended(self, path: str, read: ReadEnded) -> None:
-        """Count one ended read of a link. A path that is not in PATHS is not counted."""
+        """Count one ended read of a link. A path outside PATHS is not counted."""
         of_path = self._paths.get(path)
         if of_path is None:
             return
@@ -87,7 +86,7 @@ class ReadMetrics:
         of_path.seconds.add(read.seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
-        """Count pages that were compared by checksum."""
+        """Count pages compared by checksum."""
         self._compared["passed"] += right
         self._compared["failed"] += wrong
 
@@ -107,26 +106,26 @@ class ReadMetrics:
         }
 
 
-LINK_END_S = 2.0  # for a link's thread, when the process ends
+LINK_END_S = 2.0  # for the link threads at the end of the process
 
 
 @dataclass(slots=True)
 class _Opening:
     """A link that is not up yet."""
 
-    backend: str  # being tried; "": none is left
+    backend: str  # backend being tried; "": none is left
     untried: deque[str]
     reasons: list[str] = field(default_factory=list)  # why the earlier paths failed
 
 
 class ConsumerSide:
-    """The consumer's side. Transfer thread only.
+    """The consumer's side of a node. Transfer thread only.
 
     Args:
-        hello: this node's.
-        backends: names of those that this node may use.
+        hello: Hello of this node.
+        backends: names of the backends that this node may use.
         wake: ends the transfer thread's sleep. Called by links.
-        meter: counts every read, and every page that is compared.
+        meter: counts every read and every compared page.
         sums: compares pages that producers have sampled.
     """
 
@@ -150,13 +149,13 @@ class ConsumerSide:
         self._meter = meter
         self._sums = sums
         self._log = ThrottledLog(log, Throttle())
-        self._paths: dict[PageLink, str] = {}  # of links that are up
+        self._paths: dict[PageLink, str] = {}  # paths of links that are up
         self._peers: dict[int, PairHello] = {}  # by stream
         self._links: dict[int, PageLink] = {}  # by stream; a closing link outlives its stream
         self._streams: dict[PageLink, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
         self._link_events: deque[LinkEvent] = deque()
-        # Streams whose links must close, and the reason.
+        # Streams whose links must close, each with the reason.
         self._distrusted: list[tuple[int, str]] = []
 
     def start(self) -> None:
@@ -185,7 +184,7 @@ class ConsumerSide:
         self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
 
     def compute_with(self, weights: WeightsId) -> None:
-        """Announce this weight version from now on. Ends pairs with nodes that have another one."""
+        """Announce this weight version from now on. Ends pairs with nodes of another version."""
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
@@ -282,7 +281,7 @@ class ConsumerSide:
         self._streams[link] = stream
 
     def _notify(self, event: LinkEvent) -> None:
-        """Queue an event. Link's thread only."""
+        """Queue an event. Called on a link's thread."""
         self._link_events.append(event)
         self._wake()
 
@@ -300,8 +299,8 @@ class ConsumerSide:
                     if stream in self._links:
                         self._links[stream].close(reason)
                 case StartRead(stream, id, source_pages, destination_pages, spans):
-                    # A link that has just broken rejects it. Its LinkClosed is on the way, and ends
-                    # this read with all others.
+                    # A link that has just broken rejects the read. Its LinkClosed is on the way,
+                    # and ends all its reads.
                     pages = PagesToRead(source_pages, destination_pages, spans)
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, pages)

@@ -1,4 +1,4 @@
-"""The bytes of single pages in host memory, wherever the pool is."""
+"""The bytes of single pages of device memory, copied to the host for checksums."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -13,9 +13,8 @@ _MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # limits of pinned memory, and of pages
 
 
 class DevicePageBytes:
-    """Copies in pinned memory, made concurrently with forwards. For sampling: several pages are
-    copied together and waited for once, which takes about 10 us plus the time of their bytes on the
-    bus.
+    """Copies pages into pinned memory, concurrently with forward passes. Several pages are copied
+    together and waited for once, which takes about 10 us plus the transfer time.
     """
 
     def __init__(self, pool: PagePool, device: DeviceRuntime) -> None:
@@ -33,7 +32,7 @@ class DevicePageBytes:
             queue.mark().wait()
             yield from (copy.numpy().data for copy in self._copies[: len(some)])
 
-    # Created later, when the thread that needs them has called the device's `use`.
+    # Created on first use, when the thread that needs them has called the device's `use`.
 
     @cached_property
     def _pages(self) -> torch.Tensor:
@@ -47,8 +46,8 @@ class DevicePageBytes:
 
 
 def page_bytes_of(pool: PagePool) -> PageBytes:
-    """Return access to a pool's bytes. Raises TransferError if the pool is not on the device it
-    names.
+    """Return access to the bytes of a pool's pages. Raises TransferError if the pool is not on the
+    named device.
     """
     if pool.device == "cpu":
         return HostPageBytes(pool)

@@ -1,8 +1,9 @@
-"""A follower's part of the hand-offs of its node: it serves its pages and reads into them.
+"""A follower's part in the hand-offs of its node: serves its own pages and reads into them.
 
-Rank 0 decides what is published and read. A thread does its messages in order, and each has one
-reply, which a link's thread may send later. The announcement of pages waits for the reply to
-PublishPages, so the caller's thread does that itself if the other thread has nothing to do.
+Rank 0 decides what is published and read. One thread handles its messages in order. Each message
+gets one reply, which a link's thread may send later. Rank 0 announces pages only after the replies
+to PublishPages. To save time, the thread that receives PublishPages handles it itself if no other
+message is pending.
 """
 
 import contextlib
@@ -55,20 +56,20 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.paths import PagesByRank, PathOffers, TransferPaths
 from kvtransfer.transfer.rank_paths import paths_of_rank
 
-_LOOK_S = 1.0  # between two looks for late reads
+_LOOK_S = 1.0  # interval of checks for late reads
 _LINK_END_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
 class Reply(Protocol):
-    """Ends a job. Any thread, once."""
+    """Replies to a job. Any thread may call it, once."""
 
     def __call__(self, result: bytes = b"", error: str = "") -> None: ...
 
 
 class Awaited(Protocol):
-    """The end of the steps before a job."""
+    """The steps that must end before a job starts."""
 
     @property
     def is_done(self) -> bool: ...
@@ -78,20 +79,20 @@ class Awaited(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _OpenLink:
-    number: int  # rank 0's
-    opened: Reply | None  # None: it has been called
+    number: int  # number that rank 0 gave the link
+    opened: Reply | None  # None: already called
     link: PageLink = field(init=False)
     reads: deque[Reply] = field(default_factory=deque)
     closed: Reply | None = None
 
 
 class FollowerTransfer:
-    """The messages of rank 0 and the links of one follower.
+    """Handles rank 0's messages, and has the links of one follower.
 
     Args:
         rank, node: this rank, and the ranks of its node.
-        pool: its pages.
-        listen_host: in place of rank 0's, if this rank is on another host.
+        pool: pages of this rank.
+        listen_host: replaces rank 0's setting if this rank is on another host.
     """
 
     def __init__(
@@ -108,20 +109,20 @@ class FollowerTransfer:
         self._pages_by_rank = pages_by_rank
         self._listen_host = listen_host
         self._paths: TransferPaths | None = None  # None: not started
-        self._consumers: set[int] = set()  # not dismissed
-        self._open: dict[int, _OpenLink] = {}  # by rank 0's number
+        self._consumers: set[int] = set()  # admitted consumers
+        self._open: dict[int, _OpenLink] = {}  # by rank 0's number of the link
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._turn = threading.Lock()  # of the thread that does a message
-        self._num_taken = 0  # messages for the transfer thread
+        self._turn = threading.Lock()  # held while a message is handled
+        self._num_taken = 0  # messages for this object's thread
         self._num_done = 0
         self._closed = False
         threading.Thread(target=self._run, name="transfer", daemon=True).start()
 
     def take(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
-        """Begin a job, without waiting. One thread calls this.
+        """Start a job without waiting. Always called by the same thread.
 
         Args:
-            steps: that must end before, because they may still use the pages.
+            steps: steps that must end first, because they may still use the pages.
         """
         try:
             message = decode.decode(body)
@@ -133,7 +134,7 @@ class FollowerTransfer:
             self._work.put(partial(self._begin, message, steps, reply))
 
     def _done_here(self, message: PublishPages, steps: Awaited | None, reply: Reply) -> bool:
-        """Do a message on the caller's thread, unless it has to wait."""
+        """Handle a message on the calling thread, unless it would have to wait."""
         is_first = self._num_done == self._num_taken and (steps is None or steps.is_done)
         if not is_first or not self._turn.acquire(blocking=False):
             return False
@@ -179,7 +180,7 @@ class FollowerTransfer:
     def _try(self, work: Callable[[], None], reply: Reply) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  every end of a job is a reply
+        except Exception as error:  # noqa: BLE001  every job gets a reply
             reply(error=str(error) if isinstance(error, ServingError) else repr(error))
 
     def _do(self, message: RankMessage, reply: Reply) -> None:
@@ -218,7 +219,7 @@ class FollowerTransfer:
         config = TransferConfig.model_validate_json(message.config)
         if self._listen_host is not None:
             config = config.model_copy(update={"listen_host": self._listen_host})
-        if config.listen_port:  # each rank has a port of its own
+        if config.listen_port:  # each rank has its own port
             config = config.model_copy(update={"listen_port": config.listen_port + self._rank})
         self._paths = paths_of_rank(
             self._rank,
@@ -235,7 +236,7 @@ class FollowerTransfer:
             self._paths.offers.close()
         self._paths = None
         self._consumers.clear()
-        # The next role counts its links from 0 again, and these may end later.
+        # The next role numbers its links from 0 again, while these may still be closing.
         ending, self._open = self._open, {}
         for state in ending.values():
             state.link.close("the role of this node changes")
@@ -289,7 +290,7 @@ class FollowerTransfer:
         state = self._open.get(message.link)
         if state is None:
             raise TransferError("the link is closed")
-        state.reads.append(reply)  # first, because the read may end at once
+        state.reads.append(reply)  # before `post`, because the read may end at once
         try:
             state.link.post(message.handoff, pages)
         except ServingError:
@@ -322,7 +323,7 @@ class FollowerTransfer:
                     state.opened(encode(RankLinkUp(path, gib_per_s, members)))
                 state.opened = None
             case RateMeasured():
-                pass  # rank 0's link measures too
+                pass  # rank 0's link measures the rate
             case ReadEnded(_, _, num_bytes, num_parts, seconds, refused):
                 ended = RankReadEnded(num_bytes, num_parts, seconds, refused)
                 state.reads.popleft()(encode(ended))
@@ -331,4 +332,4 @@ class FollowerTransfer:
 
 
 def _nothing() -> None:
-    """Do nothing: no work has come."""
+    """Stand in for a message when none has come, so that `_run` looks for late reads."""

@@ -1,16 +1,15 @@
-"""A link: one worker thread in front of a BackendConnection to one producer instance.
+"""A link: one worker thread that reads from one producer instance through a BackendConnection.
+`LinkRate` measures the rate of the link.
 
-It connects, proves and probes the path, then does one read after the other, so that a slow or dead
-producer delays only its own reads. Large reads, and further probes while the link is idle, measure
-the path again (LinkRate). The link knows deadlines and the fence. It does not know the protocol,
-page counts, or how to open a successor.
+The thread connects, proves and probes the path, and then does one read after the other. A slow or
+dead producer therefore delays only its own reads. Large reads, and further probes while the link is
+idle, measure the rate again. A link enforces deadlines and guarantees that no byte lands after it
+has closed. It does not know the protocol, count pages, or open its own successor.
 
     CONNECTING -> UP -> CLOSED
 
 Every job ends exactly once: by a ReadEnded, or by the link's LinkClosed, which is its last event.
-The job's destination pages must not be released before.
-
-LinkRate measures the rate of a link, from probes and from reads of requests' pages.
+Until then, the job's destination pages must not be released.
 """
 
 import threading
@@ -26,23 +25,23 @@ from kvtransfer.messages import HandoffId
 from kvtransfer.ports import PIECES, STATE, LinkMember, TablePages
 
 GIB = 1 << 30
-LEAST_BYTES = 1 << 20  # a shorter read measures the round trip rather than the rate
-WINDOW = 8  # number of measurements used
-FIRST_PROBE_S = 10.0  # seconds without a measurement until an idle link is probed again
-MOST_PROBE_S = 300.0  # upper limit of this time, which doubles with each probe
-NEWS = 1.25  # factor between two reported rates
-SLOWEST = 0.1  # fraction of the probed rate at which a read is abandoned
+LEAST_BYTES = 1 << 20  # a shorter read measures the round trip, not the rate
+WINDOW = 8  # measurements that count
+FIRST_PROBE_S = 10.0  # seconds without a measurement until an idle link is probed
+MOST_PROBE_S = 300.0  # upper limit of that time, which doubles with each probe
+NEWS = 1.25  # change of the rate, as a factor, that is reported
+SLOWEST = 0.1  # fraction of the probed rate below which a read is abandoned
 
 
 class LinkRate:
-    """The best of the last measurements. Other work on the two hosts can make a read slower, but
-    never faster than the link.
+    """The rate of a link, as the best of the last measurements. Other work on the two hosts makes a
+    read slower, but never faster, than the link.
     """
 
     def __init__(self, gib_per_s: float, now: float) -> None:
         """
         Args:
-            gib_per_s: result of the first probe.
+        gib_per_s: result of the first probe.
         """
         self._measured = deque([gib_per_s], maxlen=WINDOW)
         self._reported = gib_per_s
@@ -55,7 +54,7 @@ class LinkRate:
 
     @property
     def probe_at(self) -> float:
-        """Return when to probe the link, if it is idle then."""
+        """Time at which to probe the link if it is idle."""
         return self._measured_at + self._interval_s
 
     def probed(self, gib_per_s: float, now: float) -> None:
@@ -64,7 +63,7 @@ class LinkRate:
         self._reported = self.gib_per_s
 
     def read(self, num_bytes: int, seconds: float, now: float) -> bool:
-        """Record a read. Return whether the rate must be reported."""
+        """Record a read. Returns whether the rate must be reported."""
         if num_bytes < LEAST_BYTES or seconds <= 0.0:
             return False
         self._add(num_bytes / GIB / seconds, now)
@@ -80,7 +79,7 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkUp:
-    """A proved and probed path. At most once, before any ReadEnded."""
+    """The path is proved and probed. At most once, before any ReadEnded."""
 
     link: "PageLink"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
@@ -98,23 +97,23 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadEnded:
-    """The end of one job: no byte of it can land any more. Several jobs may share an id."""
+    """The end of one job: no more bytes of it land. Several jobs may share an id."""
 
     link: "PageLink"
     handoff: HandoffId
     num_bytes: int
     num_parts: int  # pages, or parts of pages
     seconds: float
-    refused: str  # empty: every byte has landed; else why the producer refused only this job
+    refused: str  # why the producer refused this job; empty: every byte has landed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkClosed:
-    """The end of the link: no byte can land through it any more. Exactly once, the last event."""
+    """The end of the link: no byte lands through it any more. Exactly once, the last event."""
 
     link: "PageLink"
     reason: str
-    unfinished: tuple[HandoffId, ...]  # one entry per job that was started or queued
+    unfinished: tuple[HandoffId, ...]  # one entry per unfinished job
 
 
 LinkEvent: TypeAlias = LinkUp | RateMeasured | ReadEnded | LinkClosed
@@ -124,7 +123,7 @@ Notify: TypeAlias = Callable[[LinkEvent], None]
 
 
 class PageLink(Protocol):
-    """A link to one or several ranks of a producer. Link documents the methods."""
+    """The interface of a link to one or several ranks of a producer. Link documents the methods."""
 
     producer: int
 
@@ -151,8 +150,8 @@ class PagesToRead:
     spans: tuple[TablePages, ...]
 
     def by_table(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield table, source and destination pages. The state is the table after the last one, of
-        which `spans` has nothing."""
+        """Yield (table, source pages, destination pages). The state comes last, as the table after
+        the last one. `spans` does not list it."""
         start = 0
         for table, num_pages in self.spans:
             some = slice(start, start + num_pages)
@@ -166,8 +165,8 @@ class LinkBytes:
     """The bytes of each page that a link reads.
 
     Args:
-        page_bytes: of this rank's pages.
-        moves: None: whole pages.
+        page_bytes: size of this rank's pages.
+        moves: byte ranges, see ReadMap. None: whole pages.
     """
 
     def __init__(self, page_bytes: int, moves: Moves | None = None) -> None:
@@ -177,11 +176,11 @@ class LinkBytes:
 
     @property
     def of_a_page(self) -> int:
-        """Bytes of one page of every table, for comparisons of links."""
+        """Bytes read of one page of every table, to compare links."""
         return sum(self._by_table[:PIECES]) or self._whole
 
     def of(self, pages: PagesToRead) -> int:
-        """Return the bytes of a read."""
+        """Return the number of bytes of a read."""
         if self.moves is None:
             return len(pages.source) * self._whole
         return sum(
@@ -190,7 +189,7 @@ class LinkBytes:
         )
 
     def parts_of(self, pages: PagesToRead) -> int:
-        """Return the number of pages of a read, or of parts of pages."""
+        """Return the number of pages, or of byte ranges in pages, of a read."""
         if self.moves is None:
             return len(pages.source)
         return sum(
@@ -216,20 +215,20 @@ class _Job:
 
 @dataclass(slots=True)
 class _State:
-    """All state that two threads use. Accessed only under the link's condition."""
+    """The state that both threads use. Accessed only under the link's condition."""
 
     jobs: deque[_Job] = field(default_factory=deque)  # the first may be in progress
-    expected: deque[int] = field(default_factory=deque)  # pages that later jobs read into
+    expected: deque[int] = field(default_factory=deque)  # pages that later jobs will read into
     under_way: bool = False
     due: float | None = None
     connection: BackendConnection | None = None
-    closing: str | None = None  # the reason, once set
+    closing: str | None = None  # reason for closing, once requested
 
 
 class Link:
     """Reads pages of one producer instance into the local pool.
 
-    All methods except the worker's are for one thread, the caller's. None of them blocks.
+    One thread, the owner's, calls all public methods. None of them blocks except `join`.
     """
 
     def __init__(
@@ -249,14 +248,14 @@ class Link:
         Args:
             producer: instance id of the producer. A new instance needs a new link.
             connect: called once, on the link's thread. May block for 5 s and raise TransferError.
-            notify: called on the link's thread with each event. Must not block or raise. Put the
-                event into a queue of the caller's and wake it.
-            num_bytes: that the link reads. `connect` uses the same moves.
-            read_s: a read may take this long plus its bytes at a tenth of the measured rate.
-            min_gib_per_s: a slower link is closed instead of going up.
-            max_jobs: jobs started or queued before `post` raises Overloaded.
-            take_memory: called on the link's thread with a local page. Lets the system allocate the
-                page's memory before it is written.
+            notify: called on the link's thread with each event. Must not block or raise. Usually
+                puts the event into the owner's queue and wakes the owner.
+            num_bytes: counts the bytes of reads. `connect` must use the same byte ranges.
+            read_s: time limit of a read, in addition to its bytes at a tenth of the measured rate.
+            min_gib_per_s: a slower link closes instead of coming up.
+            max_jobs: unfinished jobs before `post` raises Overloaded.
+            take_memory: called on the link's thread with a local page id. Makes the system allocate
+                the page's memory before it is written.
         """
         self.producer = producer
         self._connect = connect
@@ -274,11 +273,11 @@ class Link:
     def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         """Queue a read. Allowed before LinkUp.
 
-        Page ids must have been range-checked, and the arrays must not change afterwards.
+        The page ids must be in range. The arrays must not change afterwards.
 
         Raises:
-            TransferError: the link is closing, or its LinkClosed is on its way.
-            Overloaded: max_jobs are queued. In both cases no event follows for this job.
+            TransferError: the link is closing or closed.
+            Overloaded: max_jobs are queued. In both cases, no event follows for this job.
         """
         with self._changed:
             if self._state.closing is not None:
@@ -289,8 +288,8 @@ class Link:
             self._changed.notify()
 
     def expect(self, destination_pages: Ints) -> None:
-        """Announce pages that later jobs read into. They are prepared while there is no job. By
-        then they may belong to any holder, so their content is not changed.
+        """Announce pages that later jobs read into. Their memory is allocated while the link is
+        idle. The pages may have another holder by then, so their content is not changed.
         """
         with self._changed:
             expected = self._state.expected
@@ -299,22 +298,21 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """Return the time.monotonic() at which the read or probe in progress is late. None without
-        one.
+        """Time, by time.monotonic(), at which the read or probe in progress is late. None: nothing
+        is in progress.
         """
         with self._changed:
             return self._state.due
 
     def expire(self, now: float) -> None:
-        """Close the link if the read in progress is late. Call it at `deadline`, or on a timer."""
+        """Close the link if the read in progress is late. Call it at `deadline` or periodically."""
         with self._changed:
             if self._state.due is not None and now >= self._state.due:
                 self.close("a read passed its deadline")
 
     def close(self, reason: str) -> None:
-        """End the link. LinkClosed follows after the fence. Idempotent, never blocks.
-
-        While connecting this takes as long as `connect` does, otherwise milliseconds.
+        """Close the link. LinkClosed follows when no byte can land any more, within milliseconds,
+        or when `connect` returns. Idempotent, never blocks.
         """
         with self._changed:
             if self._state.closing is not None:
@@ -325,9 +323,7 @@ class Link:
             self._changed.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the link's thread has ended, at the end of the process. Returns whether it
-        has.
-        """
+        """Wait at the end of the process for the link's thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -380,9 +376,7 @@ class Link:
         return gib_per_s
 
     def _begin(self, connection: BackendConnection, rate: LinkRate) -> _Job | None:
-        """Wait for the next job and mark it as in progress. Returns None when the link
-        must close.
-        """
+        """Wait for the next job and mark it as in progress. Returns None if the link must close."""
         while self._is_idle(rate.probe_at):
             page = self._expected_page()
             if page is not None:
@@ -401,8 +395,8 @@ class Link:
             return job
 
     def _is_idle(self, until: float) -> bool:
-        """Wait until `until` for a job, for expected pages or for the link to close. Return whether
-        there is still no job and the link stays open.
+        """Wait until `until` for a job, for expected pages, or for a request to close. Returns
+        whether the link is still open and has no job.
         """
         state = self._state
         with self._changed:

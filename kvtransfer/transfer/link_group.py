@@ -1,9 +1,8 @@
-"""Links to several ranks of one producer, used as one link.
+"""Several links to the ranks of one producer, used as one link.
 
-Each member reads its own parts of every page. The group's events are those of Link: a job ends when
-every member has ended it, and the group is closed when no member can write any more.
-
-Every member has the jobs in the order in which they were posted, so they also end in that order.
+Each member reads its own part of every page. The group has the events of Link: a job ends when
+every member has ended it, and the group is closed when no member can write any more. All members
+get the jobs in the order in which they were posted, so jobs end in that order.
 """
 
 import itertools
@@ -44,15 +43,14 @@ class _Job:
 class _Member:
     link: PageLink
     jobs: deque[_Job] = field(default_factory=deque)  # not ended by this member
-    path: str = ""  # empty: not up
+    path: str = ""  # empty: not up yet
     gib_per_s: float = 0.0
     members: tuple[LinkMember, ...] = ()
     closed: bool = False
 
 
 class LinkGroup:
-    """A link that reads from or with several ranks. The methods are those of Link, for the same
-    thread."""
+    """A link whose members read from, or with, several ranks. The methods are those of Link."""
 
     def __init__(
         self,
@@ -66,21 +64,21 @@ class LinkGroup:
         """Start connecting all members at once.
 
         Args:
-            makers: by member. Each returns a new link with the given `notify`.
+            makers: one function per member, which returns a new link with the given `notify`.
             notify: called on a member's thread with each event of the group, as by Link.
-            shares: by member, the bytes that it reads of each page.
-            max_jobs: jobs not ended before `post` raises Overloaded. No member has more.
+            shares: bytes that each member reads of each page.
+            max_jobs: unfinished jobs before `post` raises Overloaded.
         """
         self.producer = producer
         self._notify = notify
         self._shares = tuple(shares)
         self._max_jobs = max_jobs
         self._jobs: deque[_Job] = deque()
-        self._closing: str | None = None  # the reason, once set
-        self._events: deque[LinkEvent] = deque()  # not delivered
+        self._closing: str | None = None  # reason for closing, once requested
+        self._events: deque[LinkEvent] = deque()  # events not delivered yet
         self._delivering = False
-        # Members take it with their own locks released. It is held while they are made, because
-        # the first one may already have an event.
+        # Members acquire it without holding their own locks. It is held while members are created,
+        # because the first may already report events.
         self._lock = threading.RLock()
         with self._lock:
             self._members = [
@@ -99,7 +97,7 @@ class LinkGroup:
                     member.link.post(handoff, pages)
                     member.jobs.append(job)
             except TransferError as error:
-                self.close(str(error))  # some members read it and others never will
+                self.close(str(error))  # some members read it and the others never will
                 raise
             self._jobs.append(job)
 
@@ -157,9 +155,9 @@ class LinkGroup:
                     self._events.append(LinkClosed(self, self._closing or reason, unfinished))
 
     def _deliver(self) -> None:
-        """Deliver events in order and with the lock released, because this group may be a member
-        of another one, whose lock is held while it posts to this one. One thread delivers the
-        events of all."""
+        """Deliver events in order, with the lock released, because this group may be a member of
+        another group, whose lock is held while it posts to this one. Only one thread delivers at a
+        time."""
         while True:
             with self._lock:
                 if self._delivering or not self._events:
@@ -191,7 +189,7 @@ class LinkGroup:
 
     @property
     def _gib_per_s(self) -> float:
-        """Return the rate of all members' bytes over the time of the slowest one."""
+        """Return the rate of all members together, limited by the slowest."""
         return sum(self._shares) / max(self._times)
 
     @property

@@ -1,7 +1,7 @@
-"""The data paths of a node with several ranks, as rank 0 sees them.
+"""The data paths of a node with several ranks, used by rank 0.
 
-Rank 0 has its own, and the followers do their part as jobs. A consumer may read pages when all
-ranks serve them, and a read ends when all ranks have read.
+Rank 0 has its own paths, and sends jobs to the followers for theirs. A consumer may read pages when
+all ranks serve them, and a read ends when all ranks have read.
 """
 
 import itertools
@@ -54,13 +54,14 @@ Replies: TypeAlias = "Future[Sequence[bytes]]"
 
 
 class Ask(Protocol):
-    """Has all followers do a job. Never blocks."""
+    """Sends a job to all followers. Never blocks."""
 
     def __call__(self, body: bytes, on_done: Callable[[Replies], None] | None = None) -> Replies:
-        """Return their replies, in any order.
+        """Send `body` and return a Future of the replies, in any order.
 
         Args:
-            on_done: called with them by the thread that takes them, never within this call.
+            on_done: called with the same Future by the thread that receives the replies, never
+                within this call.
         """
         ...
 
@@ -78,14 +79,14 @@ _read_ended: msgspec.msgpack.Decoder[RankReadEnded] = msgspec.msgpack.Decoder(Ra
 def start_ranks(
     own: TransferPaths, config: TransferConfig, ask: Ask, *, tls: bool, instance: int
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
-    """Have all followers serve their pages. Blocks. Return the paths of the whole node, and the
-    pages of the followers by rank.
+    """Make all followers serve their pages. Blocks. Returns the paths of the whole node, and the
+    followers' pages by rank.
 
     Args:
-        own: of rank 0.
+        own: paths of rank 0.
         tls: whether the node's pair streams are encrypted.
     Raises:
-        ConfigError: a follower cannot.
+        ConfigError: a follower cannot serve its pages.
     """
     start = encode(StartTransfer(config.model_dump_json().encode(), tls, instance))
     try:
@@ -109,9 +110,9 @@ class NodeOffers:
     """The paths over which all ranks of this node are read.
 
     Args:
-        own: of rank 0.
-        num_ranks: of the node.
-        start: the job with which followers serve their pages.
+        own: paths of rank 0.
+        num_ranks: ranks of the node.
+        start: job with which followers serve their pages again.
     """
 
     def __init__(self, own: PathOffers, num_ranks: int, ask: Ask, start: bytes) -> None:
@@ -149,8 +150,8 @@ class NodeOffers:
         ]
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Followers do it later. Until then the consumer may read what others write there, as over
-        a one-sided path. It discards such reads.
+        """Withdraw the pages. Followers do so later. Until then, the consumer may read data that
+        others write there, as on a one-sided path, and discards it.
         """
         self._own.withdraw(consumer, pages)
         for some in _in_parts(pages):
@@ -169,10 +170,10 @@ class NodeOffers:
 
 
 class NodeLinks:
-    """The links of all ranks of this node.
+    """Opens links of all ranks of this node.
 
     Args:
-        own: of rank 0.
+        own: links of rank 0.
     """
 
     def __init__(self, own: LinkOpener, num_ranks: int, ask: Ask) -> None:
@@ -183,7 +184,7 @@ class NodeLinks:
 
     def check(self, hello: PairHello) -> None:
         self._own.check(hello)
-        # "": of the link that closes at once, because no path can be used.
+        # "": for a link that closes at once, because no path is usable.
         for backend in {"", *(path.backend for path in hello.paths)}:
             if len(encode(_brief(hello, backend))) > MOST_BYTES:
                 raise LayoutMismatch(
@@ -209,7 +210,7 @@ def _brief(hello: PairHello, backend: str) -> PairHello:
 @dataclass(slots=True, eq=False)
 class _Read:
     handoff: HandoffId
-    parts: int  # not ended
+    parts: int  # parts not ended yet
     num_bytes: int = 0
     num_parts: int = 0
     seconds: float = 0.0
@@ -218,7 +219,7 @@ class _Read:
 
 class FollowersLink:
     """A link of all followers to the ranks of a producer, see PageLink. It has no deadlines: each
-    follower closes its links that are late, and a follower that is frozen ends the node.
+    follower closes its own late links, and an unresponsive follower ends the node.
     """
 
     deadline: float | None = None
@@ -229,7 +230,7 @@ class FollowersLink:
         self._ask = ask
         self._notify = notify
         self._reads: deque[_Read] = deque()
-        self._closing: str | None = None  # the reason, once set
+        self._closing: str | None = None  # reason for closing, once requested
         self._closed = threading.Event()
         self._lock = threading.RLock()
         ask(encode(opening), self._opened)
@@ -247,10 +248,10 @@ class FollowersLink:
                 self._ask(encode(message), partial(self._ended, read))
 
     def expect(self, destination_pages: Ints) -> None:
-        """Do nothing. Followers do not prepare memory ahead of reads."""
+        """No-op: followers do not prepare memory before reads."""
 
     def expire(self, now: float) -> None:
-        """Do nothing."""
+        """No-op: followers enforce their own deadlines."""
 
     def close(self, reason: str) -> None:
         with self._lock:
@@ -295,7 +296,7 @@ class FollowersLink:
         self._notify(ReadEnded(self, read.handoff, *counts))
 
     def _fenced(self, _: object) -> None:
-        """Every follower has replied to all reads before."""
+        """Report LinkClosed: the followers have replied to all reads."""
         unfinished = tuple(read.handoff for read in self._reads)
         self._notify(LinkClosed(self, self._closing or "", unfinished))
         self._closed.set()
@@ -307,8 +308,8 @@ def _in_parts(pages: Ints) -> Iterator[Ints]:
 
 
 def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
-    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together. Followers
-    have nothing to read of weights, and one empty read ends in its turn."""
+    """Split a read into reads of at most MOST_PAGES pages. The pages of the state stay together.
+    Followers read no pieces of weights, for which one empty read keeps the order."""
     if any(table == PIECES for table, _ in pages.spans):
         yield PagesToRead(pages.source[:0], pages.destination[:0], ())
         return

@@ -1,9 +1,9 @@
-"""The data paths of a node or of one of its ranks: links to producers, offers to consumers, and the
-checksums of pages. Independent of what carries the pages.
+"""The data paths of a node or a rank, independent of the backends: links to producers, offers to
+consumers, and the checksums of pages.
 
-Checksums of sampled pages are computed on publication and compared after the read. They find errors
-that no protocol can: a byte changed by a network, a driver or a device. The sample is random, so
-that a recurring error is found eventually.
+Checksums of sampled pages are computed on publication and compared after the read. They detect
+errors that the protocol cannot, such as a byte changed by a network, a driver or a device. The
+sample is random, so a recurring error is detected eventually.
 """
 
 import ctypes
@@ -27,14 +27,15 @@ from kvtransfer.transfer.link import Notify, PageLink
 
 # Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such node.
 PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
-Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
+Cuts: TypeAlias = tuple[tuple[int, int], ...]  # (begin, size) of byte ranges in a page
 
-MOST_KNOWN = 8  # shapes of producers
+MOST_KNOWN = 8  # cached shapes of producers
 
 
 class PathOffers(Protocol):
     """The data paths over which consumers read the pages of a node, or of one rank. See
-    PageProducer. For the transfer thread, and without consumers for another one: one at a time.
+    PageProducer. Used by the transfer thread, or, while there are no consumers, by one other
+    thread.
     """
 
     def prepare(self, consumer: int) -> Sequence[Future[Any]]: ...
@@ -46,7 +47,7 @@ class PathOffers(Protocol):
     def dismiss(self, consumer: int) -> None: ...
 
     def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
-        """Let a consumer read pages. It may when all futures are done."""
+        """Let a consumer read pages. It can when all futures are done."""
         ...
 
     def withdraw(self, consumer: int, pages: Ints) -> None: ...
@@ -54,35 +55,34 @@ class PathOffers(Protocol):
     def poll(self) -> None: ...
 
     def close(self) -> Sequence[Future[Any]]:
-        """Serve no more. When all futures are done, nothing of the paths refers to the pages."""
+        """Stop serving. When all futures are done, no path refers to the pages any more."""
         ...
 
     def open(self) -> Sequence[Future[Any]]:
-        """Serve again after `close`, at the same addresses, when all futures are done. Blocks while
+        """Serve again after `close`, at the same addresses, once all futures are done. Blocks while
         the pages are registered. Raises ConfigError if no path can be served."""
         ...
 
 
 class LinkOpener(Protocol):
-    """Opens links to producers, for a node or for one rank."""
+    """Opens links to producers, for a node or one rank."""
 
     def check(self, hello: PairHello) -> None:
         """Raise LayoutMismatch if the pages of a producer cannot be read."""
         ...
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
-        """Open a link to a producer over one backend. If it offers none, the link closes at
-        once."""
+        """Open a link to a producer over one backend. If the producer does not offer it, the link
+        closes at once."""
         ...
 
 
 class ComparedBytes:
-    """The bytes of pages that two nodes with different numbers of ranks compare by checksums. They
-    are those that rank 0 of the consumer reads from rank 0 of the producer, in the order of its
-    map.
+    """The bytes of pages that checksums cover between nodes with different numbers of ranks: the
+    bytes that the consumer's rank 0 reads from the producer's rank 0, in the order of its ReadMap.
 
     Args:
-        node: the ranks of this node.
+        node: ranks of this node.
     """
 
     def __init__(self, node: NodeShape, pages_by_rank: PagesByRank) -> None:
@@ -91,15 +91,17 @@ class ComparedBytes:
         self._slices = lru_cache(MOST_KNOWN)(self._computed)
 
     def served(self, consumer: NodeShape | None, table: int) -> Cuts | None:
-        """Return the compared bytes of a page of a table, which another node reads. None: the whole
-        page. There are none of the state.
+        """Return the compared bytes of a page of a table that `consumer` reads. None: the whole
+        page. The state is not compared.
         """
         if consumer is None or consumer == self._node:
             return None
         return tuple((each.source, each.size) for each in self._slices(consumer, self._node)[table])
 
     def read(self, producer: NodeShape | None, table: int) -> Cuts | None:
-        """Return the same of a page that this node has read."""
+        """Return the compared bytes of a table's page that was read from `producer`. None: all
+        bytes.
+        """
         if producer is None or producer == self._node:
             return None
         return tuple((each.at, each.size) for each in self._slices(self._node, producer)[table])
@@ -121,7 +123,7 @@ class ComparedBytes:
 def map_of(
     rank: int, mine: RankPages, producers: Sequence[RankPages]
 ) -> tuple[tuple[Slice, ...], ...]:
-    """Return what a rank reads: by table, of pieces of weights, of the state."""
+    """Return the byte ranges that a rank reads: for each table, weight pieces, and the state."""
     piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, producers[0].page_bytes))
     *tables, state = copy_map(rank, mine, producers)
     return (*tables, () if rank else (piece,), state)
@@ -132,8 +134,8 @@ class TransferPaths:
     """All data paths of a node, or of one rank.
 
     Attributes:
-        backends: names of those over which it may read.
-        compared: the bytes that checksums cover.
+        backends: names of the backends with which it may read.
+        compared: bytes that checksums cover.
     """
 
     opener: LinkOpener
@@ -143,10 +145,10 @@ class TransferPaths:
 
 
 class PageBytes(Protocol):
-    """Access to pages' bytes. For one thread."""
+    """Access to the bytes of pages. Not thread-safe."""
 
     def each(self, pages: Sequence[int]) -> Iterator[memoryview]:
-        """Yield the bytes of each page as they are now. They are valid until the next one.
+        """Yield the current bytes of each page, valid until the next is requested.
 
         Raises:
             TransferError: the device has failed.
@@ -155,7 +157,7 @@ class PageBytes(Protocol):
 
 
 class HostPageBytes:
-    """Bytes of host pages, read in place."""
+    """The bytes of host pages, read in place."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -176,12 +178,12 @@ def _checksum(content: memoryview, cuts: Cuts | None) -> int:
 
 
 class PageChecksums:
-    """The sampling and comparison of checksums. Transfer thread only. Methods that compute
+    """Samples pages and compares their checksums. Transfer thread only. Methods that compute
     checksums raise TransferError if a device has failed.
 
     Args:
         every: one page in `every` is sampled. 0: none.
-        compared: the bytes of pages that nodes with other numbers of ranks compare.
+        compared: bytes of a page to compare with nodes that have another number of ranks.
     """
 
     def __init__(self, pages: PageBytes, every: int, compared: ComparedBytes | None = None) -> None:
@@ -196,12 +198,11 @@ class PageChecksums:
         spans: Sequence[TablePages] = (),
         consumer: NodeShape | None = None,
     ) -> tuple[tuple[int, int], ...]:
-        """Sample some of these pages. Returns the indices of the sampled ones, in order, each with
-        its checksum.
+        """Sample some of these pages. Returns (index in `pages`, checksum) of each, in order.
 
         Args:
-            spans: of the pages, see ExposePages.
-            consumer: None: it has the ranks that this node has.
+            spans: tables of the pages, see ExposePages.
+            consumer: ranks of the consumer. None: as this node.
         """
         if not self._every:
             return ()
@@ -220,10 +221,11 @@ class PageChecksums:
         return tuple(zip(places, sums, strict=True))
 
     def wrong(self, expected: Sequence[PageSum], producer: NodeShape | None = None) -> list[int]:
-        """Return the pages whose checksum is not the expected one. The pages must be in range.
+        """Return the pages whose checksum differs from the expected one. The pages must be in
+        range.
 
         Args:
-            producer: None: it has the ranks that this node has.
+            producer: ranks of the producer. None: as this node.
         """
         cuts = [self._compared.read(producer, each.table) for each in expected]
         sums = self._of([each.page for each in expected], cuts)
@@ -232,12 +234,10 @@ class PageChecksums:
         ]
 
     def _of(self, pages: Sequence[int], cuts: Sequence[Cuts | None]) -> list[int]:
-        """Return the 64-bit XXH3 of these bytes of each page as they are now."""
+        """Return the 64-bit XXH3 checksum of the current bytes of each page."""
         contents = self._pages.each(pages)
         return [_checksum(*each) for each in zip(contents, cuts, strict=True)]
 
     def _gap(self) -> int:
-        """Return the number of pages to skip before the next sampled one: random, with the right
-        mean.
-        """
+        """Return the number of pages to skip before the next sample, random with the set mean."""
         return random.randrange(2 * self._every - 1) if self._every else 0

@@ -1,8 +1,7 @@
-"""The producer's side of the transfer thread: publishes pages to consumers on every data path
-served.
+"""The producer's side of the transfer thread: carries out the actions of ProducerEnd, and publishes
+pages on every data path. Knows no requests and counts no pages.
 
-ProducerEnd decides, this module carries out. It knows no requests and counts no pages. Consumers
-that have sent Hello wait until their data paths are prepared (`ConsumerAdmissions`).
+Consumers that have sent Hello wait in `ConsumerAdmissions` until their data paths are prepared.
 """
 
 import logging
@@ -42,13 +41,13 @@ from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.paths import PageChecksums, PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
-WAIT_S = 10.0  # longest wait; a consumer waits longer
+WAIT_S = 10.0  # longest preparation. A consumer's dialer waits longer
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedConsumer:
-    """A consumer, and the paths that it is offered."""
+    """A consumer and the paths that it is offered."""
 
     stream: int
     instance: int
@@ -66,7 +65,7 @@ class ConsumerAdmissions:
     """Consumers that wait for their paths. Transfer thread only.
 
     Args:
-        wake: causes a call of `take_ready` soon. Called by any thread.
+        wake: makes `take_ready` be called soon. Called by any thread.
     """
 
     def __init__(self, offers: PathOffers, wake: Callable[[], None]) -> None:
@@ -81,7 +80,7 @@ class ConsumerAdmissions:
             preparation.add_done_callback(lambda _: self._wake())
 
     def forget(self, stream: int) -> None:
-        """Remove a waiting consumer. The producers must be notified separately. Idempotent."""
+        """Remove a waiting consumer. The caller must dismiss it at the producers. Idempotent."""
         self._waiting.pop(stream, None)
 
     @property
@@ -94,8 +93,7 @@ class ConsumerAdmissions:
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
     def take_ready(self, now: float) -> list[AdmittedConsumer]:
-        """Remove and return the consumers whose paths are all prepared, or whose time has
-        expired."""
+        """Remove and return the consumers whose paths are prepared, or whose wait has expired."""
         ready = []
         for stream, waiting in list(self._waiting.items()):
             done = all(preparation.done() for preparation in waiting.preparations)
@@ -111,21 +109,21 @@ class ConsumerAdmissions:
         return min((waiting.due for waiting in self._waiting.values()), default=None)
 
 
-CONNECTING_POLL_S = 0.001  # over RDMA, a producer must be polled while a consumer connects
-MAX_TOKENS = 16 << 20  # of requests that the engine thread has not consumed yet
-SHORTEST_TOKENS = 1024  # minimum that one request counts as, since it is a record too
+CONNECTING_POLL_S = 0.001  # interval of polls while a consumer connects over RDMA
+MAX_TOKENS = 16 << 20  # limit of tokens in requests that the engine thread has not consumed
+SHORTEST_TOKENS = 1024  # a shorter request counts as this many tokens
 
 
 class ProducerSide:
-    """The producer's side. Transfer thread only.
+    """The producer's side of a node. Transfer thread only.
 
     Args:
-        hello: this node's, without paths.
+        hello: Hello of this node, without paths.
         wake: ends the transfer thread's sleep. Called by any thread.
-        sums: samples the pages that are published.
-        max_unconsumed_tokens: limit of one consumer's Opens and Forgets that the engine thread
-            has not consumed. Above it, an Open is answered by Failed, retryable, and a Forget is
-            dropped.
+        sums: samples pages on publication.
+        max_unconsumed_tokens: limit of tokens in one consumer's Opens and InvalidatePrefixes that
+            the engine thread has not consumed. Above it, an Open is answered by a retryable Failed,
+            and an InvalidatePrefix is dropped.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class ProducerSide:
         self._poll_at: float | None = None
 
     def start(self) -> None:
-        """Do nothing: a producer waits for its consumers."""
+        """No-op: a producer waits for its consumers."""
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
@@ -170,7 +168,7 @@ class ProducerSide:
         self._answer_ready(now)
 
     def compute_with(self, weights: WeightsId) -> None:
-        """Announce this weight version from now on. Ends pairs with nodes that have another one."""
+        """Announce this weight version from now on. Ends pairs with nodes of another version."""
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
@@ -192,7 +190,7 @@ class ProducerSide:
                 reason = "the engine has not accepted earlier hand-offs of this consumer"
                 self._held.send(stream, HandoffFailed(message.id, reason, retryable=True))
             case InvalidatePrefix() if not self._fits(stream, message):
-                pass  # the consumer sends it again if the KV that stays leads to NaN or Inf again
+                pass  # the consumer sends it again if the KV causes NaN or Inf again
             case OpenHandoff() | InvalidatePrefix():
                 self._ask(stream, message, now)
             case _:
@@ -228,7 +226,7 @@ class ProducerSide:
         return self._unconsumed.fits(stream, message.num_tokens)
 
     def _ask(self, stream: int, message: OpenHandoff | InvalidatePrefix, now: float) -> None:
-        """Forward a message to the protocol, and count it if an event for the engine follows."""
+        """Pass a message to the protocol, and count it if it causes an event for the engine."""
         emitted = self._outlet.num_emitted
         self._carry_out(self._end.received(stream, message, now))
         if self._outlet.num_emitted > emitted:
@@ -240,21 +238,21 @@ class ProducerSide:
         self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
-        """End everything that a consumer was given for a stream."""
+        """Revoke everything that the consumer of a stream was given."""
         self._admissions.forget(stream)
         self._held.forget(stream)
         self._consumers.pop(stream, None)
         self._offers.dismiss(stream)
 
     def _hold(self, stream: int, published: Sequence[Future[Any]]) -> None:
-        """Send nothing to the consumer before all ranks serve the pages."""
+        """Hold messages to the consumer until all ranks serve the pages."""
         for each in published:
             self._held.hold(stream, each)
             each.add_done_callback(lambda _: self._wake())
 
     def _carry_out(self, actions: Sequence[ProducerAction]) -> None:
         ended = []
-        spans: tuple[TablePages, ...] = ()  # of the pages that are announced next
+        spans: tuple[TablePages, ...] = ()  # tables of the pages that are announced next
         for action in actions:
             match action:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
@@ -274,13 +272,13 @@ class ProducerSide:
                         self._offers.withdraw(stream, pages)
                 case event:
                     self._outlet.emit(event)
-        for stream in ended:  # its hand-offs are withdrawn by now
+        for stream in ended:  # its pages are withdrawn by now
             self._dismiss(stream)
 
 
 class HeldMessages:
-    """Messages to consumers that wait until other ranks have published pages. Each stream keeps its
-    order. Transfer thread only.
+    """Messages to consumers that wait until other ranks have published pages. Keeps the order
+    within each stream. Transfer thread only.
     """
 
     def __init__(self, send: Callable[[int, AnyMessage], None]) -> None:
@@ -288,7 +286,7 @@ class HeldMessages:
         self._held: dict[int, deque[AnyMessage | Future[Any]]] = {}  # by stream, not empty
 
     def hold(self, stream: int, until: Future[Any]) -> None:
-        """Hold the next messages of a stream."""
+        """Hold the next messages of a stream until `until` is done."""
         self._held.setdefault(stream, deque()).append(until)
 
     def send(self, stream: int, message: AnyMessage) -> None:
@@ -298,7 +296,7 @@ class HeldMessages:
             self._send(stream, message)
 
     def flush(self) -> None:
-        """Send what need not wait any more. Raises the error of a rank that could not publish."""
+        """Send all messages that need not wait. Raises the error of a rank that failed."""
         for stream, held in list(self._held.items()):
             while held:
                 match held[0]:
@@ -320,19 +318,18 @@ class HeldMessages:
 class UnconsumedEvents:
     """Requests of peers that the engine thread has not consumed yet, by stream.
 
-    A step may take long, while consumers continue to send. The engine bounds the requests that it
-    has consumed. This class bounds them before, so that requests opened and cancelled during one
-    step do not pile up. Events are known only by their number, in the order in which the engine
-    consumes them. Transfer thread only.
+    The engine limits the requests that it has consumed. During a long step, consumers may send
+    more, or open and cancel many requests. This class limits those. Events are counted in the order
+    in which the engine consumes them. Transfer thread only.
 
     Args:
-        max_tokens: limit for a stream that is alone. With n streams each has 1/n of it, in
-            whichever order they came. A stream may always have a single Open.
+        max_tokens: limit shared by all streams: with n streams, each has 1/n. A stream may always
+            have a single Open.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._opens: deque[tuple[int, int, int]] = deque()  # event, stream, tokens
+        self._opens: deque[tuple[int, int, int]] = deque()  # (event, stream, tokens)
         self._tokens: Counter[int] = Counter()  # by stream, without zeros
 
     def fits(self, stream: int, num_tokens: int) -> bool:
@@ -348,7 +345,7 @@ class UnconsumedEvents:
         self._tokens[stream] += num_tokens
 
     def consumed(self, event: int) -> None:
-        """Record that the engine thread has consumed this event and all before it."""
+        """Record that the engine thread has consumed this event and all earlier ones."""
         while self._opens and self._opens[0][0] <= event:
             _, stream, num_tokens = self._opens.popleft()
             self._tokens[stream] -= num_tokens

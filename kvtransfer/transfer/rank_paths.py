@@ -1,8 +1,6 @@
-"""The data paths of one rank: its pages are served over them, and read from the ranks of a
-producer.
+"""The data paths of one rank: serves its pages, and reads from the ranks of a producer.
 
-A node with one rank uses these directly. With several ranks, each has its own, and node_paths.py
-joins them.
+A node with one rank uses these directly. With several ranks, node_paths.py joins the paths of all.
 """
 
 import logging
@@ -47,8 +45,8 @@ class RankOffers:
     """The paths over which one rank is read.
 
     Args:
-        serve: returns the producers by name of their backend. Consumers try them in this order. The
-            function raises ConfigError if no backend is usable.
+        serve: returns the producers by backend, in the order in which consumers try them. Raises
+            ConfigError if no backend is usable.
     """
 
     def __init__(self, rank: int, serve: Callable[[], Mapping[str, PageProducer]]) -> None:
@@ -96,12 +94,12 @@ class RankOffers:
 
 
 class RankLinks:
-    """The links of one rank.
+    """Opens links of one rank.
 
     Args:
         rank, node: this rank, and the ranks of its node.
-        pool: its pages.
-        backends: by name, those that this node may use.
+        pool: pages of this rank.
+        backends: backends that this node may use, by name.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class RankLinks:
         self._pool = pool
         self._backends = backends
         self._config = config
-        # A producer that connects again and again costs the computation of its map once.
+        # Cached, so that a producer that reconnects often costs the computation only once.
         self._pages_by_rank = lru_cache(MOST_KNOWN)(pages_by_rank)
         self._moves = lru_cache(MOST_KNOWN)(self._computed_moves)
 
@@ -149,8 +147,8 @@ class RankLinks:
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
     def _computed_moves(self, producer: NodeShape) -> Mapping[int, Moves | None]:
-        """Return the bytes that this rank reads from the ranks of a producer. Rank 0 reads
-        pieces of weights, from rank 0."""
+        """Return the byte ranges that this rank reads, by rank of the producer. Rank 0 reads pieces
+        of weights from rank 0."""
         if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
@@ -184,7 +182,7 @@ class RankLinks:
     def _connect(
         self, hello: PairHello, backend: str, producer: int, moves: Moves | None
     ) -> BackendConnection:
-        """Connect to a rank of a producer. Link's thread only."""
+        """Connect to a rank of a producer. Called on a link's thread."""
         path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
         if path is None:
             raise TransferError("the producer offers no data path that this node can use")
@@ -193,7 +191,7 @@ class RankLinks:
         return self._backends[backend].connect(path.description, remote, self._pool, moves)
 
     def _take_memory(self, page: int) -> None:
-        """Let the system allocate a page's memory. Link's thread only."""
+        """Make the system allocate a page's memory. Called on a link's thread."""
         if self._pool.device == "cpu":
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 

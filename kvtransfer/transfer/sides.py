@@ -1,9 +1,7 @@
-"""A node's transfer side that reads on some pair streams and serves reads on others.
+"""The transfer side of a node, which is consumer on some pair streams and producer on others.
 
-Streams of both kinds share one counter, so their numbers never collide. The two sides are
-independent.
-
-While the memory of the pages is released, neither side has a pair (`PageAccess`).
+Both share one counter of streams, so their numbers never collide, and are otherwise independent.
+While the memory of the pages is released, neither has a pair (`PageAccess`).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +50,8 @@ class TransferSides:
         self._publisher = publisher
         self._outlet = outlet
         self._of_stream: dict[int, ConsumerSide | ProducerSide] = {}
-        self._refused: set[int] = set()  # streams that no side knows
-        self._closing: Future[None] | None = None  # of ClosePairs, until OpenPairs
+        self._refused: set[int] = set()  # rejected streams, which neither side knows
+        self._closing: Future[None] | None = None  # `done` of ClosePairs, until OpenPairs
 
     def start(self) -> None:
         self._consumer.start()
@@ -97,7 +95,7 @@ class TransferSides:
     def tick(self, now: float, *, engine_moves: bool) -> None:
         self._consumer.tick(now, engine_moves=engine_moves)
         self._publisher.tick(now, engine_moves=engine_moves)
-        # The frontend reports the end of each stream, after which no side is called for it.
+        # The frontend reports the end of each stream. After that, neither side is called for it.
         is_closed = not self._of_stream and not self._consumer.has_links
         if self._closing is not None and is_closed and not self._closing.done():
             self._closing.set_result(None)
@@ -120,10 +118,10 @@ def both_sides(
     *,
     max_unconsumed_tokens: int,
 ) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
-    """Return a function that makes both sides for a TransferThread.
+    """Return a function that creates both sides for a TransferThread.
 
     Args:
-        contents: makes access to the pages of this process, which are sampled and compared.
+        contents: creates access to this process' pages, for checksums.
         reads: counts every read.
         max_unconsumed_tokens: see ProducerSide.
     """
@@ -134,7 +132,7 @@ def both_sides(
             hello,
             paths.opener,
             paths.backends,
-            cast(EventOutlet[ConsumerEvent], outlet),  # the outlet takes the events of both
+            cast(EventOutlet[ConsumerEvent], outlet),  # the outlet accepts the events of both
             wake,
             reads,
             PageChecksums(contents(), 0, paths.compared),
@@ -154,12 +152,12 @@ def both_sides(
 
 
 class PageAccess:
-    """The access of other nodes to this node's pages, and of this node to theirs, while their
-    memory is released. For one thread at a time, which is not the transfer thread.
+    """Ends and restores transfers of pages, around the release of their memory. One thread at a
+    time may use it, but not the transfer thread.
 
     Args:
         post: sends a command to the transfer thread.
-        offers: of all ranks.
+        offers: paths of all ranks.
     """
 
     def __init__(self, post: Callable[[NodeCommand], None], offers: PathOffers) -> None:
@@ -167,10 +165,10 @@ class PageAccess:
         self._offers = offers
 
     def close(self) -> None:
-        """End all pairs, and the agents and connections that refer to the pages. Blocks.
+        """End all pairs, and destroy the agents and connections that refer to the pages. Blocks.
 
         Raises:
-            FailedPrecondition: that takes too long. Nothing has changed.
+            FailedPrecondition: it took too long. Nothing has changed.
         """
         done: Future[None] = Future()
         self._post(ClosePairs(done))
@@ -198,7 +196,7 @@ class PageAccess:
 
 
 def _wait(futures: Sequence[Future[Any]], timeout_s: float) -> None:
-    """Wait until all are done. Raises the error of a rank, or EngineFault if it is late."""
+    """Wait until all are done. Raises the error of a rank, or EngineFault on timeout."""
     for each in futures:
         try:
             each.result(timeout_s)

@@ -1,8 +1,8 @@
-"""The transfer thread of an engine process: pair streams, hand-offs and links.
+"""The transfer thread of an engine process. It drives the pair streams, hand-offs and links.
 
-It sleeps until the server process, the engine thread, a link or a deadline needs it, and responds
-immediately, even during a forward. A TransferSide implements the work of a producer or a consumer.
-This module knows neither.
+It sleeps until the frontend, the engine thread, a link or a deadline needs it, and responds
+immediately, even during a forward pass. A TransferSide implements the work of a producer or a
+consumer, of which this module knows nothing.
 """
 
 import contextlib
@@ -56,24 +56,24 @@ class TransferSide(Protocol[CommandIn]):
     def command(self, command: CommandIn, now: float) -> None: ...
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Do what is due. Called after all input, at `next_deadline` at the latest."""
+        """Handle deadlines and send output. Called after all input, by `next_deadline`."""
         ...
 
     def next_deadline(self) -> float | None: ...
 
     def close(self) -> None:
-        """Close. Called last: afterwards the pool may be unmapped."""
+        """Close. Called last. Afterwards the pool may be unmapped."""
         ...
 
 
 class EventOutlet(Generic[Event]):
-    """A side's output: messages to its frontend, and events to the engine thread."""
+    """The output of a side: messages to the frontend, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
         self._events: deque[Event] = deque()
         self.num_emitted = 0  # events, counted on the transfer thread
-        self.num_consumed = 0  # of these, counted on the engine thread
+        self.num_consumed = 0  # consumed events, counted on the engine thread
 
     def local_hello(self, hello: PairHello) -> None:
         self._frames.send(LocalHello(hello))
@@ -106,8 +106,8 @@ class EventOutlet(Generic[Event]):
 
 
 class WakeUp:
-    """Ends another thread's sleep. `wake` may be called by any thread, also after the sleeper has
-    ended. The descriptor is therefore closed when nothing refers to this object."""
+    """Ends another thread's sleep. Any thread may call `wake`, even after the sleeper has ended.
+    Therefore the descriptor is closed only when nothing refers to this object any more."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -128,12 +128,12 @@ class WakeUp:
 
 
 class Transfer(Generic[Command, Event]):
-    """The work of the transfer thread, and the engine thread's port to it. It never sleeps: a
-    driver calls `turn` when `fileno` is readable, after each `wake`, and when `due_in_s` is over.
+    """The work of the transfer thread, and the engine thread's port to it. It never sleeps itself:
+    a driver calls `turn` when `fileno` is readable, after each `wake`, and after `due_in_s`.
 
     Args:
-        frames: to the frontend's pair streams. This object owns it.
-        make_side: makes the side from the outlet and `wake`.
+        frames: connection to the frontend's pair streams. Owned by this object.
+        make_side: creates the side from the outlet and `wake`.
         wake: ends the driver's sleep. Called by any thread.
         engine_late_s: returns the seconds by which the engine is late. Called by `turn`.
         stall_s: heartbeats stop once the engine is later than this.
@@ -168,8 +168,8 @@ class Transfer(Generic[Command, Event]):
         self._wake()
 
     def take(self) -> list[Event]:
-        """Return the events not consumed yet. Raises the fault that has ended the transfer thread,
-        if any: the engine cannot work without it.
+        """Return the events not consumed yet. Raises the fault that ended the transfer thread, if
+        any, because the engine cannot work without it.
         """
         if self._fault is not None:
             raise self._fault
@@ -186,11 +186,11 @@ class Transfer(Generic[Command, Event]):
         return self._frames.wants_write
 
     def open(self) -> None:
-        """Begin. Called once, before the first `turn`."""
+        """Start the side. Called once, before the first `turn`."""
         self._side.start()
 
     def turn(self) -> None:
-        """Handle all input and do what is due. Raises PeerGone if the frontend is gone."""
+        """Handle all input and expired deadlines. Raises PeerGone if the frontend has ended."""
         now = time.monotonic()
         for message in self._frames.receive():
             match message:
@@ -219,7 +219,7 @@ class Transfer(Generic[Command, Event]):
         return min(max(due - time.monotonic(), 0.0), LONGEST_SLEEP_S)
 
     def fail(self, fault: BaseException) -> None:
-        """Report the fault that ends the driver to the engine thread."""
+        """Report to the engine thread the fault that ends the driver."""
         self._fault = fault
         self._wake_engine()
 

@@ -1,1 +1,1 @@
-"""Reports of an engine process to its frontend, and operators' commands, for every role."""
+"""Reports of an engine process to its frontend, and commands of operators, for every role."""

@@ -1,8 +1,9 @@
-"""An engine's messages to its frontend other than tokens: responses of `Node`, reports, its end.
+"""The control interface of an engine: calls of the `Node` service, reports, watchers of the prefix
+cache, and drains. Everything that an engine sends its frontend, except tokens.
 
-EngineControl uses the role through the protocol ControlledRole and knows no queue by name. The
-changes of the prefix cache go to the watchers of Node.WatchCache once a step. A new watcher first
-receives everything. The frontend forwards changes only to watchers that have received that.
+EngineControl uses the role through the protocol ControlledRole and knows no queue by name. Changes
+of the prefix cache are sent to the watchers (Node.WatchCache) once per step. A new watcher first
+gets a snapshot, and changes only after that.
 """
 
 import logging
@@ -46,21 +47,22 @@ from node.messages import (
 )
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
-BEGIN_INTERVAL_S = 0.25  # seconds between two snapshots for new watchers, since a snapshot is long
+# Seconds between two snapshots for new watchers, because a snapshot is long.
+BEGIN_INTERVAL_S = 0.25
 
 
 class CacheReporter(Protocol):
-    """The reports about a cache to the frontend. Engine thread only."""
+    """Reports changes of the prefix cache to the frontend. Engine thread only."""
 
     def watch(self, message: WatchCache) -> None: ...
 
     def flush(self) -> None:
-        """Send what is new. To be called once per turn of the loop."""
+        """Send what is new. Called once per turn of the engine loop."""
         ...
 
 
 class KvEventReports:
-    """Sends KV events, and the reports of `reports`."""
+    """Sends KV events, in addition to the reports of `reports`."""
 
     def __init__(
         self, log: KvEventLog, reports: CacheReporter, post: Callable[[KvEvents], None]
@@ -93,9 +95,7 @@ class CacheReports:
         self._begin_at = 0.0
 
     def watch(self, message: WatchCache) -> None:
-        """Add or remove a watcher. Does no work otherwise, so that frequent calls do not delay
-        steps.
-        """
+        """Add or remove a watcher. Does nothing else, so that frequent calls do not delay steps."""
         if message.on:
             self._newcomers.add(message.watcher)
             return
@@ -105,9 +105,7 @@ class CacheReports:
             self._cache.stop()
 
     def flush(self) -> None:
-        """Send the changes to watchers, and everything to new ones. Costs almost nothing without
-        watchers.
-        """
+        """Send changes to watchers, and a snapshot to new ones. Cheap without watchers."""
         if self._watchers:
             change = self._cache.take()
             if change is not None:
@@ -116,7 +114,7 @@ class CacheReports:
             self._begin()
 
     def _begin(self) -> None:
-        """Send every page to all new watchers at once. Later ones wait for the next interval."""
+        """Send one snapshot to all new watchers. Later ones wait for the next interval."""
         if not self._watchers:
             self._cache.start()
         self._watchers |= self._newcomers
@@ -125,9 +123,7 @@ class CacheReports:
         self._begin_at = self._now() + BEGIN_INTERVAL_S
 
     def _report(self, watchers: tuple[int, ...], change: CacheChange) -> None:
-        """Send a change in as many messages as needed. A removed page was never stored in the same
-        change, so the order does not matter.
-        """
+        """Send a change in as many messages as needed. No page is both stored and removed in it."""
         most = MAX_PAGES_PER_MESSAGE
         longest = max(len(change.stored), len(change.removed))
         for start in range(0, longest or 1, most):
@@ -149,9 +145,7 @@ SELF_CHECK_INTERVAL_S = 1.0
 
 
 class RoleEnded(Exception):
-    """The end of a role: the frontend has another role for this engine, and no work of this one is
-    left.
-    """
+    """Ends a role: the frontend has chosen another role for this engine, and no work is left."""
 
     def __init__(self, successor: StartRole) -> None:
         super().__init__(f"this engine becomes a {successor.role} engine")
@@ -169,7 +163,7 @@ class FrontendChannel(Protocol):
 
 
 class MetricSource(Protocol):
-    """A source of counters in addition to the role. Names are those of EngineStats."""
+    """A source of counters other than the role, named as in EngineStats."""
 
     def gauges(self) -> Mapping[str, float]: ...
 
@@ -177,7 +171,7 @@ class MetricSource(Protocol):
 
 
 class NamedAdapters(Protocol):
-    """The adapters that requests may name. AdapterLoader documents the methods."""
+    """The adapters that requests may use. AdapterLoader documents the methods."""
 
     def names(self) -> Mapping[str, AdapterId]: ...
 
@@ -189,7 +183,7 @@ class NamedAdapters(Protocol):
 
 
 class Operations(Protocol):
-    """Operators' commands. EngineOperations documents the members."""
+    """The commands of operators. EngineOperations documents the members."""
 
     @property
     def weights(self) -> WeightsId: ...
@@ -213,10 +207,9 @@ class EngineControl:
     """The engine's control interface. Engine thread only.
 
     Args:
-        steps_finished: since the start.
-        prepare: makes the additional parts that another role needs. Called while nothing is in
-            progress. Raises ConfigError or FailedPrecondition if this engine cannot have that role.
-
+        steps_finished: returns the steps since the start.
+        prepare: creates the additional parts of another role, while no work is in progress. Raises
+            ConfigError or FailedPrecondition if this engine cannot have that role.
     Attributes:
         may_end: returns whether a node without requests may end its drain.
     """
@@ -238,12 +231,12 @@ class EngineControl:
         self._steps_finished = steps_finished
         self._meters = meters
         self._prepare = prepare
-        self._successor: StartRole | None = None  # the StartRole of the next role
+        self._successor: StartRole | None = None  # StartRole of the next role
         self._rested_s = 0.0
         self._num_self_checks = 0
         self._cache = cache
         self._adapters = adapters
-        self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
+        self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of calls
         self._operations = operations
         self._report_at = 0.0
         self._check_at = 0.0
@@ -254,7 +247,7 @@ class EngineControl:
 
     @property
     def weights(self) -> WeightsId:
-        """Return the weight version in use."""
+        """Current weight version."""
         return self._operations.weights
 
     def link_up(self, event: ProducerUp) -> None:
@@ -263,14 +256,14 @@ class EngineControl:
         self.links[event.address] = link
 
     def link_measured(self, address: str, gib_per_s: float) -> None:
-        """Record another rate of a link that is up."""
+        """Record a new rate of a link that is up."""
         if (link := self.links.get(address)) is not None:
             self.links[address] = link._replace(gib_per_s=gib_per_s)
 
     def poll(
         self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None
     ) -> None:
-        """Answer the frontend's questions. Any other message goes to `requests`."""
+        """Handle the frontend's calls. Any other message goes to `requests`."""
         for message in self._channel.take():
             match message:
                 case NodeCall(number, command):
@@ -291,7 +284,7 @@ class EngineControl:
             self._report_loaded()
         answers = tuple(self._operations.done(inside))
         if answers:
-            self._report_at = 0.0  # so that the next report already shows the change
+            self._report_at = 0.0  # so that the next report already has the change
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + REPORT_INTERVAL_S
@@ -306,14 +299,14 @@ class EngineControl:
     def wait_for_work(
         self, inside: ControlledRole, self_check: Callable[[], None], longest_s: float = math.inf
     ) -> None:
-        """Sleep until the frontend or another thread needs the engine, or the next report is due,
-        for `longest_s` at most.
+        """Sleep until the frontend or another thread needs the engine, the next report is due, or
+        `longest_s` has passed.
 
         Args:
-            self_check: raises if something has leaked. It looks at every page, which takes
-                milliseconds. Called only while no request is here, and once a second at most.
+            self_check: raises if pages or slots have leaked. It looks at every page, which takes
+                milliseconds. Called at most once a second, only while there are no requests.
         Raises:
-            RoleEnded: nothing of this role is left, as verified by a last self-check.
+            RoleEnded: the role has ended and has passed a last self-check.
         """
         if self._successor is not None and not inside.busy:
             self_check()
@@ -393,7 +386,7 @@ class EngineControl:
     def _answers(
         self, number: int, command: Command, inside: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Carry out a command. Yields immediate answers. `poll` sends the others."""
+        """Carry out a command. Yields an immediate response. `poll` sends later ones."""
         try:
             match command:
                 case DescribeNode():

@@ -1,4 +1,4 @@
-"""Operators' commands to an engine about weights, memory and profiles."""
+"""Commands of operators to an engine about weights, memory and profiles. Used by EngineControl."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,18 +29,18 @@ from node.sharing.weights import WeightSharing
 
 
 class ProfileCalls:
-    """Operators' calls about profiles. Engine thread only."""
+    """Calls about profiles. Engine thread only."""
 
     def __init__(self, profiler: Profiler) -> None:
         self._profiler = profiler
-        self._awaited: list[tuple[int, Future[str]]] = []  # numbers of questions
+        self._awaited: list[tuple[int, Future[str]]] = []  # numbers of calls
 
     def start(self, num_steps: int) -> str:
-        """Start a profile. Returns the path of its trace. Raises ServingError if it cannot."""
+        """Start a profile. Returns the path of its trace. Raises ServingError if that fails."""
         return self._profiler.start(num_steps)
 
     def stop(self, number: int) -> None:
-        """Stop the profile. `done` sends the response. Raises ServingError if no profile runs."""
+        """Stop the profile. `done` yields the response. Raises ServingError if no profile runs."""
         self._awaited.append((number, self._profiler.stop()))
 
     @property
@@ -48,7 +48,7 @@ class ProfileCalls:
         return bool(self._awaited) or self._profiler.is_running
 
     def done(self) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready."""
+        """Yield the responses that are ready."""
         self._profiler.poll()
         for number, written in [each for each in self._awaited if each[1].done()]:
             self._awaited.remove((number, written))
@@ -59,13 +59,13 @@ class ProfileCalls:
                 yield NodeCallResult(number, error=str(error))
 
 
-# Release and resume of a node's memory, as requested by an operator.
+# Release and resume of a node's memory on request of an operator.
 #
 #     here --release--> paused, no page is held --isolated, none is held--> away --resume--> here
 #
-# While any memory is away the node stays paused. An idle node that was not paused before continues
-# by itself when all of it is here again. MemoryOccupation implements the release itself. Only pages
-# in GPU memory are isolated from other nodes, which may request some until then.
+# While any memory is released, the node stays paused. When all is resumed, an idle node that no
+# operator paused continues by itself. MemoryOccupation implements the release. Only pages in GPU
+# memory are isolated from other nodes, which may open reads until then.
 _Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
 
 
@@ -74,19 +74,19 @@ class _UnderWay:
     number: int
     step: _Step
     tag: str
-    left: tuple[str, ...]  # tags to process after it
+    left: tuple[str, ...]  # tags to process after this one
     future: Future[Any]
 
 
 class MemoryCalls:
-    """Operators' calls about memory. Engine thread only."""
+    """Calls about memory. Engine thread only."""
 
     def __init__(self, memory: MemoryOccupation) -> None:
         self._memory = memory
-        # To be released as soon as no request has KV.
+        # The release to start as soon as no request has KV.
         self._wanted: tuple[int, ReleaseMemory] | None = None
         self._isolating: Future[None] | None = None
-        self._isolated = False  # until the release begins
+        self._isolated = False  # from isolation until the release begins
         self._under_way: _UnderWay | None = None
         self._away: set[str] = set()
         self._paused_here = False
@@ -97,7 +97,7 @@ class MemoryCalls:
 
     @property
     def why_paused(self) -> str:
-        """Return why the node must stay paused. Empty if it need not."""
+        """Return why the node must stay paused, or ""."""
         if self.busy:
             return "its memory is being released or allocated"
         return "its memory is released: allocate it again first" if self._away else ""
@@ -108,12 +108,12 @@ class MemoryCalls:
 
     @property
     def why_no_weights(self) -> str:
-        """Return why weights cannot be replaced. Empty if they can."""
+        """Return why weights cannot be replaced, or ""."""
         return self.why_paused if self.busy or WEIGHTS in self._away else ""
 
     @property
     def why_no_reads(self) -> str:
-        """Return why nothing can be read from other nodes. Empty if it can."""
+        """Return why this node cannot read pages of other nodes, or ""."""
         if KV_CACHE in self._away and self._memory.isolates:
             return f"{KV_CACHE}: its memory is released, and reads need pages: allocate it first"
         return ""
@@ -122,10 +122,10 @@ class MemoryCalls:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
 
     def release(self, number: int, command: ReleaseMemory, role: ControlledRole) -> None:
-        """Release memory, with an answer from `done`.
+        """Release memory. `done` yields the response.
 
         Raises:
-            ServingError: that cannot begin, with the reason.
+            ServingError: the release cannot begin, for the reason in the message.
         """
         if self.busy:
             raise FailedPrecondition(self.why_paused)
@@ -139,14 +139,14 @@ class MemoryCalls:
     def resume(
         self, number: int, command: ResumeMemory, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Resume memory, with answers like `release`. Tags that are not away are no error."""
+        """Resume memory. `done` yields the response. Tags that are not released are ignored."""
         if self.busy:
             raise FailedPrecondition(self.why_paused)
         away = tuple(tag for tag in command.tags if tag in self._away)
         yield from self._continue(number, self._memory.take_again, away, role)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready."""
+        """Yield the responses that are ready."""
         if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             role.scheduler.clear_cache()
             yield from self._begin_release(*self._wanted, role)
@@ -164,7 +164,7 @@ class MemoryCalls:
     def _begin_release(
         self, number: int, command: ReleaseMemory, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Begin if no page is used, by this node or by another one."""
+        """Begin the release if no page is used, by this node or another."""
         here = tuple(tag for tag in command.tags if tag not in self._away)
         if not self._memory.unused:  # another node may still read exported pages
             return
@@ -179,7 +179,7 @@ class MemoryCalls:
                     yield NodeCallResult(number, error=f"{KV_CACHE}: {error}")
                 elif error is not None:
                     raise error
-                # The role handles all requests for pages that came before, until the next turn.
+                # Requests for pages that came before are handled by the role until the next turn.
                 self._isolated = error is None
             return
         self._wanted, self._isolated = None, False
@@ -188,7 +188,7 @@ class MemoryCalls:
     def _continue(
         self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Process the first of these tags. If no tag is left, send the response."""
+        """Process the first of these tags. If none is left, send the response."""
         if tags:
             try:
                 self._under_way = _UnderWay(number, step, tags[0], tags[1:], step(tags[0]))
@@ -199,16 +199,16 @@ class MemoryCalls:
         yield NodeCallResult(number)
 
     def _end_pause(self, role: ControlledRole) -> None:
-        """End the pause of a node that was paused only for its sleep, if all memory is here."""
+        """End the pause if the node was paused only for a release, and all memory is back."""
         if self._paused_here and not self._away:
             self._paused_here = role.scheduler.paused = False
 
 
-# Replacement of weights, as requested by an operator.
+# Replacement of weights on request of an operator.
 #
-# First the weights are checked, which takes as long as reading them and delays no request. Then
-# they are put in place during a pause that has released all KV. Weights of another node are read
-# during that pause too:
+# The new weights are checked first. That takes as long as reading them and delays no request. They
+# are put in place during a pause that has released all KV. Weights of another node are also read
+# during that pause:
 #
 #     wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
 #
@@ -221,17 +221,18 @@ class _Asked:
 
 
 class WeightCalls:
-    """Operators' calls about weights. Engine thread only."""
+    """Calls about weights. Engine thread only."""
 
     def __init__(self, weights: WeightUpdater, sharing: WeightSharing) -> None:
         self._weights = weights
         self._sharing = sharing
         self._preparing: list[_Asked] = []
-        # To be put in place as soon as no request has KV.
+        # The weights to put in place as soon as no request has KV.
         self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
         self._reading: _Asked | None = None
         self._putting: _Asked | None = None
-        self._computed_with = self._paired_as = weights.id  # the versions that the role knows
+        # The versions that the role has been given.
+        self._computed_with = self._paired_as = weights.id
         self._num_updates = 0
 
     def counters(self) -> dict[str, int]:
@@ -243,28 +244,27 @@ class WeightCalls:
 
     @property
     def why_busy(self) -> str:
-        """Return why no other change of weights may start. Empty if it may."""
+        """Return why no other change of weights may start, or ""."""
         steps = (self._wanted, self._reading, self._putting)
         return "its weights are being changed" if any(steps) else ""
 
     @property
     def why_paused(self) -> str:
-        """Return why the node must stay paused. Empty if it need not."""
+        """Return why the node must stay paused, or ""."""
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
     def prepare(self, number: int, path: str) -> None:
-        """Check weights, with an answer from `done`. Raises ServingError if that cannot begin."""
+        """Check weights. `done` yields the response. Raises ServingError if it cannot begin."""
         self._preparing.append(_Asked(number, UNNAMED, self._weights.prepare(path)))
 
     def begin(
         self, number: int, command: PutWeights | TakeWeights, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Put prepared weights in place, or for TakeWeights the weights of another node.
-
-        `done` yields the response, unless these weights are already in use.
+        """Put prepared weights in place, or for TakeWeights the weights of another node. `done`
+        yields the response, unless these weights are already in use.
 
         Raises:
-            FailedPrecondition: that cannot begin now.
+            FailedPrecondition: the change cannot begin now.
         """
         has_them = command.weights == self._weights.id and self._weights.whole
         if isinstance(command, TakeWeights) and has_them and not self.why_busy:
@@ -277,7 +277,7 @@ class WeightCalls:
             self._wanted = number, command
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready."""
+        """Yield the responses that are ready."""
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
@@ -306,8 +306,8 @@ class WeightCalls:
 
     def _read(self, number: int, command: TakeWeights, role: ControlledRole) -> None:
         """Start to read weights from another node. That node pairs only with nodes of the same
-        version, so this node claims to have it until the read ends. It computes nothing meanwhile,
-        and has no KV.
+        version, so this node announces that version until the read ends. Meanwhile it computes
+        nothing and has no KV.
         """
         weights = command.weights
         self._pair_as(weights, role)
@@ -335,10 +335,10 @@ def _answer(asked: _Asked) -> NodeCallResult:
 
 
 class EngineOperations:
-    """All commands by kind. Engine thread only.
+    """All commands of operators, by kind. Engine thread only.
 
     Args:
-        why_fixed: why weights and memory cannot be changed; "": they can.
+        why_fixed: why weights and memory cannot be changed. "": they can.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class EngineOperations:
         self._why_fixed = why_fixed
         self._updater = weights
         self._sharing = sharing
-        self._pending = False  # an answer may be due
+        self._pending = False  # whether a response may be due
         self._pauses = Pauses()
         self._weights = WeightCalls(weights, sharing)
         self._memory = MemoryCalls(memory)
@@ -360,7 +360,7 @@ class EngineOperations:
 
     @property
     def weights(self) -> WeightsId:
-        """Return the weight version in use."""
+        """Current weight version."""
         return self._updater.id
 
     def check_complete(self) -> None:
@@ -376,10 +376,10 @@ class EngineOperations:
     def begin(
         self, number: int, command: Command, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Carry out a command. Yields immediate answers. `done` yields the others.
+        """Carry out a command. Yields an immediate response. `done` yields later ones.
 
         Raises:
-            ServingError: it is not possible now, with the reason.
+            ServingError: the command is not possible now, for the reason in the message.
         """
         self._pending = True
         match command:
@@ -408,7 +408,7 @@ class EngineOperations:
                 self._profiles.stop(number)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready. Called in each turn of the loop."""
+        """Yield the responses that are ready. Called in each turn of the engine loop."""
         if self._sharing.due:
             self._sharing.poll()
         if not self._pending:
@@ -422,6 +422,6 @@ class EngineOperations:
 
 
 def _require_none(obstacle: str) -> None:
-    """Raise FailedPrecondition if there is an obstacle."""
+    """Raise FailedPrecondition unless `obstacle` is ""."""
     if obstacle:
         raise FailedPrecondition(obstacle)

@@ -1,11 +1,12 @@
-"""The interface of a role for operators' commands, and pauses of generation.
+"""The interface of a role to operators' commands (`ControlledRole`), and pauses of generation
+(`Pauses`).
 
-An operator starts and ends a pause, and gets the answer once it is reached.
+An operator starts and ends a pause. The response is sent when the pause is reached.
 
     runs --begin--> pausing --nothing launched, the mode's work done--> paused --resume--> runs
 
-The role handles the requests in progress. New requests wait there, with their deadlines. This
-module knows no request. The loop continues to turn, so the engine sends heartbeats.
+The role handles the requests in progress, and queues new ones with their deadlines. The engine loop
+continues to turn, so heartbeats are sent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from node.messages import NodeCallResult
 
 
 class ControlledRole(Protocol):
-    """A role's state and commands. Engine thread only."""
+    """The state and commands of a role. Engine thread only."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -31,7 +32,7 @@ class ControlledRole(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether requests are here."""
+        """Return whether there are requests."""
         ...
 
     def queues(self) -> dict[str, int]: ...
@@ -49,16 +50,16 @@ class ControlledRole(Protocol):
     # Operators' commands.
 
     def abort(self, request_id: str) -> int:
-        """End the requests with that id. Returns their number."""
+        """Abort the requests with that id. Returns their number."""
         ...
 
     def abort_all(self) -> int:
-        """End all requests that are here. Returns their number."""
+        """Abort all requests. Returns their number."""
         ...
 
     def release_kv(self) -> bool:
         """Release the KV of all requests. Called at rest until it returns True: then only the
-        prefix cache has any.
+        prefix cache has KV.
         """
         ...
 
@@ -67,23 +68,23 @@ class ControlledRole(Protocol):
         ...
 
     def set_weight_version(self, weights: WeightsId) -> None:
-        """End the pairs of this node. From now on it pairs with nodes of this weight version."""
+        """End this node's pairs. From now on it pairs with nodes of this weight version."""
         ...
 
 
-PAUSED = "aborted: generation was paused"  # error of requests that a pause ends
+PAUSED = "aborted: generation was paused"  # error of requests that a pause aborts
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    number: int  # of the question
+    number: int  # number of the call
     fresh: bool
     num_aborted: int
     keeps: bool  # whether requests keep their KV
 
 
 class Pauses:
-    """Operators' pauses. Engine thread only."""
+    """The pauses of operators. Engine thread only."""
 
     def __init__(self) -> None:
         self._awaited: list[_Awaited] = []
@@ -97,9 +98,7 @@ class Pauses:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
     def begin(self, number: int, mode: PauseMode, role: ControlledRole) -> None:
-        """Start a pause. `reached` yields the answer. A paused node may be paused again in another
-        mode.
-        """
+        """Start a pause. `reached` yields the response. A paused node may change the mode."""
         fresh = not role.scheduler.paused
         self._counts[mode.value] += 1
         role.scheduler.paused = True
@@ -108,7 +107,7 @@ class Pauses:
         self._awaited.append(_Awaited(number, fresh, num_aborted, keeps))
 
     def resume(self, number: int, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """End the pause. Yields its answer, and errors for pauses that were not reached."""
+        """End the pause. Yields the response, and errors for pauses that were not reached."""
         was_paused, role.scheduler.paused = role.scheduler.paused, False
         yield NodeCallResult(number, integer=int(was_paused))
         for each in self._awaited:
@@ -116,7 +115,7 @@ class Pauses:
         self._awaited.clear()
 
     def reached(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers of pauses that are reached."""
+        """Yield the responses of pauses that are reached."""
         if not self._awaited or not role.scheduler.at_rest:
             return
         empty = all(each.keeps for each in self._awaited) or role.release_kv()

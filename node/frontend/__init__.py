@@ -1,1 +1,3 @@
-"""A node's frontend process: its gRPC server and streams, and the engine process that it starts."""
+"""The server process of a node (the frontend): its gRPC server and streams, and the engine process
+that it starts.
+"""

@@ -1,8 +1,8 @@
-"""The server process's link to its engine thread, the engine's health, and the parts of a role.
+"""The server process's connection to its engine thread, the engine's health, and the interface of a
+role's services.
 
-The link has one-way messages, and questions with deadlines.
-
-Knows the messages (messages.py), not gRPC streams or the meaning of answers.
+EngineLink sends one-way messages, and calls with deadlines. It knows neither gRPC streams nor the
+meaning of responses.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ from node.messages import (
 )
 from node.metrics import NodeMetrics, Role
 
-# Beyond this much unread, new work is rejected. The rest of the backlog is for cancels.
+# Above this many unread bytes, new work is rejected. The rest of the backlog is for cancels.
 _MAX_UNREAD_BYTES = 16 << 20
-_MAX_QUESTIONS = 64  # waiting for their answers
+_MAX_QUESTIONS = 64  # calls in progress
 
 Notice: TypeAlias = (
     EngineReady
@@ -75,11 +75,10 @@ class EngineLink:
     """The frontend's end of the engine's socket. Event loop only.
 
     Attributes:
-        on_notice: called with everything but answers, in order. Must not block. Each role sets its
-            own, before the engine can send anything in it.
-
+        on_notice: called with every message except responses, in order. Must not block. Each role
+            sets its own before the engine can send anything in that role.
     Args:
-        on_end: called once when the engine has closed its end, or no longer reads.
+        on_end: called once when the engine has closed its end or no longer reads.
     """
 
     on_notice: Callable[[Notice], None]
@@ -91,18 +90,19 @@ class EngineLink:
         )
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[NodeCallResult]] = {}
-        self._restarted: asyncio.Future[EngineReady] | None = None  # done when another role begins
+        # Done when another role has begun.
+        self._restarted: asyncio.Future[EngineReady] | None = None
         self._ready = False
         self._ended = False
 
     async def open(self, sock: socket.socket, start: StartRole) -> None:
-        """Take over the socket and send the first frame."""
+        """Take over the socket and send the first message."""
         await self._connection.open(sock)
         self._connection.send(start)
 
     async def restart(self, start: StartRole) -> EngineReady:
-        """Start another role. Returns when it has begun: later notices belong to it, and all
-        earlier ones to the previous role. Without an engine it never returns.
+        """Start another role. Returns when it has begun: later messages belong to it, and earlier
+        ones to the previous role. Never returns without an engine.
         """
         self._ready = False
         self._restarted = asyncio.get_running_loop().create_future()
@@ -121,11 +121,11 @@ class EngineLink:
         return CallLane(self._connection)
 
     def send(self, message: FrontMessage, lane: CallLane | None = None) -> None:
-        """Send a message that must not be lost. It is dropped if the engine has ended, since it has
-        no effect then.
+        """Send a message that must not be lost. It is dropped if the engine has ended, because it
+        would have no effect.
 
         Args:
-            lane: of the stream that caused it.
+            lane: lane of the stream that caused it.
         """
         if self._ended:
             return
@@ -141,8 +141,8 @@ class EngineLink:
         """Send new work.
 
         Raises:
-            NodeUnavailable: the engine is not there.
-            Overloaded: it does not keep up with reading.
+            NodeUnavailable: the engine is not ready, or has ended.
+            Overloaded: it is behind on reading.
         """
         self.check_ready()
         if self._connection.backlog_bytes > _MAX_UNREAD_BYTES:
@@ -150,13 +150,13 @@ class EngineLink:
         self.send(request, lane)
 
     async def ask(self, command: Command, *, timeout_s: float = 5.0) -> NodeCallResult:
-        """Ask the engine thread, which answers between two steps.
+        """Call the engine thread, which responds between two steps.
 
         Raises:
-            NodeUnavailable: the engine is not there, or ended before it answered.
-            Overloaded: too many questions wait already.
-            DeadlineExceeded: it is in a step that takes longer.
-            FailedPrecondition: the engine answered with this error.
+            NodeUnavailable: the engine is not ready, or ended before it responded.
+            Overloaded: too many calls are in progress.
+            DeadlineExceeded: the engine is in a step that takes longer.
+            FailedPrecondition: the engine responded with this error.
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
@@ -175,7 +175,7 @@ class EngineLink:
         return answer
 
     def close(self) -> None:
-        """Release the engine: it sees end of file. Idempotent. `on_end` is not called any more."""
+        """Close the socket, which releases the engine, without `on_end`. Idempotent."""
         self._ended = True
         self._connection.close()
         self._refuse_questions()
@@ -197,7 +197,7 @@ class EngineLink:
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
-        """End the link if the engine does not read: the node cannot work without it."""
+        """End the link if the engine does not read, because the node cannot work without it."""
         try:
             yield
         except PeerGone:
@@ -220,18 +220,17 @@ class EngineLink:
 
 
 SILENCE_S = 3.0
-ARITHMETIC = "arithmetic"  # field of the fingerprint of nodes with engine.batch_invariant
+ARITHMETIC = "arithmetic"  # fingerprint field of nodes with engine.batch_invariant
 SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
 
 
-# The health of a node, derived from its engine's heartbeats and queried by health probes.
-#
-# Knows no sockets and no processes. The time is passed in.
+# The health of a node, derived from its engine's heartbeats and queried by health probes. Has no
+# sockets, processes or clock.
 class EngineSupervisor:
-    """The node's state: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
+    """The state of a node: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
     "draining".
 
-    The engine's heartbeats, which continue during a long step, and its reports count as progress.
+    Progress of the engine means heartbeats, which continue during a long step, and reports.
     """
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
@@ -243,12 +242,12 @@ class EngineSupervisor:
 
     @property
     def moving(self) -> EngineStats | None:
-        """Return the engine's last report, or None."""
+        """The engine's last report, or None."""
         return self._moving
 
     @property
     def fingerprint(self) -> str:
-        """Return the hash of all that decides the tokens of a response. Empty before `started`."""
+        """Hash of everything that determines the tokens of a response. Empty before `started`."""
         if self.ready is None:
             return ""
         weights = {"weights": self._moving.weights.hex()} if self._moving is not None else {}
@@ -257,7 +256,7 @@ class EngineSupervisor:
 
     @property
     def batch_invariant(self) -> bool:
-        """Return whether responses have the same bits whatever runs beside them."""
+        """Whether responses have the same bits whatever runs in the same batch."""
         return self.ready is not None and ARITHMETIC in self.ready.fingerprint
 
     def started(self, ready: EngineReady, now: float) -> None:
@@ -265,8 +264,8 @@ class EngineSupervisor:
         self._moved_at = now
 
     def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
-        """Raise InvalidRequest, as the engine's own check does, if that many tokens can never be
-        served. For a frontend, before it reads any token. Does nothing before `started`.
+        """Raise InvalidRequest, as the engine's own check does, if this many tokens can never be
+        served. Called by the frontend before it reads the tokens. No effect before `started`.
         """
         if self.ready is not None and num_tokens >= self.ready.context_length:
             raise InvalidRequest(
@@ -283,13 +282,11 @@ class EngineSupervisor:
         self._moved_at = max(self._moved_at, now - late_s)
 
     def moves(self, now: float) -> bool:
-        """Return whether the engine has sent a heartbeat or report recently."""
+        """Return whether the engine has made progress recently."""
         return now - self._moved_at < self._silence_s
 
     def liveness(self, now: float) -> tuple[str, float]:
-        """Return the state, and the seconds since the engine's last progress. 0 before its first
-        report.
-        """
+        """Return the state, and the seconds since the engine's last progress (0: no report yet)."""
         return self.state(now), now - self._moved_at if self._moving else 0.0
 
     def state(self, now: float) -> str:
@@ -304,35 +301,35 @@ class EngineSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class NodeFrontend:
-    """The values from which a program makes its parts."""
+    """The parts of a frontend that a role's program needs to create its services."""
 
     instance: int
     address: str
     engine: EngineLink
     metrics: NodeMetrics
     supervision: EngineSupervisor
-    make_channel: Callable[[str], grpc.aio.Channel]  # to other nodes
+    make_channel: Callable[[str], grpc.aio.Channel]  # opens a channel to another node
     tracer: Tracer | None
-    transfer_socket: socket.socket  # to the transfer thread; owned by the part that opens it
+    transfer_socket: socket.socket  # to the transfer thread. Owned by the service that opens it
 
 
 def _nothing(*_: object) -> None:
-    """Ignore a notice, for parts that do not use it."""
+    """Ignore a message, for services that do not need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleServices:
-    """The parts of one role. The callables run on the event loop and do not block."""
+    """The services of one role. The callables run on the event loop and do not block."""
 
-    # Each registers itself with the given guard and returns its names.
+    # Each adds itself to the server with the given guard, and returns its names.
     services: Sequence[Callable[[grpc.aio.Server, CallAuthenticator | None], tuple[str, ...]]]
-    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # run until cancelled
     step: Callable[[StepTokens], None] = _nothing
     on_quarantine: Callable[[QuarantineStarted], None] = _nothing
     moved: Callable[[EngineStats], None] = _nothing
     handoff: Callable[[HandoffSpan], None] = _nothing
     pooled: Callable[[PoolingDone], None] = _nothing
-    # The address of a node; raises FailedPrecondition if it cannot.
+    # Takes the address of a node. Raises FailedPrecondition if it cannot pair.
     pair_with: Callable[[str], None] = _nothing
     drain: Callable[[], None] = _nothing  # accept no new work from now on
     resume: Callable[[], None] = _nothing  # accept new work again
@@ -341,11 +338,11 @@ class RoleServices:
 
 @dataclass(frozen=True, slots=True)
 class RoleProgram:
-    """A node in one role.
+    """The program of a node in one role.
 
     Attributes:
         mode: shown by Describe.
-        parts: called each time the node enters the role.
+        parts: creates the services, each time the node enters the role.
     """
 
     role: Role

@@ -1,7 +1,8 @@
-"""The server process of a node: its engine process, its roles, and the end of both processes.
+"""The server process of a node: starts its engine process, serves its roles, and ends both
+processes.
 
-The module `program` of a role's package provides its RoleProgram. The server process keeps no
-state: if either process dies, the other ends too.
+The module `program` of a role's package has its RoleProgram. The server process is stateless: if
+either process dies, the other ends too.
 """
 
 import asyncio
@@ -35,15 +36,15 @@ from node.metrics import NodeMetrics
 
 log = logging.getLogger(__name__)
 
-# A step has hundreds of parallel regions, and waking a thread for each costs a fifth of it. So
-# threads spin for about a tenth of a millisecond, then sleep. OpenMP reads this where torch is
-# loaded. It would override a policy that the user has chosen.
+# A step has hundreds of parallel regions, and waking a thread for each costs a fifth of the step.
+# So threads spin for about 0.1 ms before they sleep. OpenMP reads this when torch is loaded. It
+# would override a policy that the user has set.
 _OPENMP = {"GOMP_SPINCOUNT": "20000"}
 _POLICY = "OMP_WAIT_POLICY"
 
 
 class EngineHandle(Protocol):
-    """An engine, as the frontend sees it. EngineProcess documents the members."""
+    """An engine as the frontend sees it. EngineProcess documents the members."""
 
     transfer_socket: socket.socket
 
@@ -63,14 +64,13 @@ class EngineHandle(Protocol):
 
 
 class EngineProcess:
-    """A running `python -m MODULE` and the frontend's ends of its sockets.
+    """A running `python -m MODULE`, and the frontend's ends of its sockets.
+
+    Created on the frontend's main thread, because the engine dies with the thread that created it.
 
     Attributes:
         transfer_socket: to the transfer thread of the role that begins next. Owned by the code that
             opens it.
-
-    Made on the event loop, on the frontend's main thread: the engine dies with the thread that made
-    it.
     """
 
     def __init__(self, module: str) -> None:
@@ -78,10 +78,10 @@ class EngineProcess:
         # Each message carries one socket.
         self._hand_over, handed_over = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends = (engine_end.fileno(), handed_over.fileno())
-        # End of file ends an engine that reads. The leash ends one that is importing or stuck.
+        # An engine that reads ends by end of file. The leash ends one that is importing or stuck.
         command = [sys.executable, "-m", module, *map(str, ends)]
-        # Until the engine ignores them, Ctrl-C and SIGTERM to the group would kill it. A blocked
-        # signal stays blocked over exec, and is delivered here when it is unblocked.
+        # Until the engine ignores them, Ctrl-C and SIGTERM to the process group would kill it. A
+        # blocked signal stays blocked over exec, and is delivered here when it is unblocked.
         meant_for_us = {signal.SIGINT, signal.SIGTERM}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_us)
         try:
@@ -106,17 +106,17 @@ class EngineProcess:
         return self._process.pid
 
     def renew_transfer_socket(self) -> None:
-        """Make a new transfer socket for the role whose Start is sent after this."""
+        """Create a transfer socket for the role whose StartRole is sent next."""
         self.transfer_socket, theirs = socket_pair()
-        with theirs, contextlib.suppress(OSError):  # an engine's end is reported elsewhere
+        with theirs, contextlib.suppress(OSError):  # the engine's end is reported elsewhere
             socket.send_fds(self._hand_over, [b"s"], [theirs.fileno()])
 
     async def ended(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end and return the exit code, negative for a signal. Returns None if the
-        process still runs after `timeout_s`.
+        """Wait for the end of the process and return the exit code, negative for a signal. Returns
+        None if it still runs after `timeout_s`.
         """
         try:
-            # Not wait_for: in Python 3.11 it can swallow a cancel that comes with the event.
+            # Not wait_for: in Python 3.11 it can lose a cancellation that comes with the event.
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
         except TimeoutError:
@@ -124,7 +124,7 @@ class EngineProcess:
         return self._process.wait()
 
     async def end(self, grace_s: float) -> int:
-        """Kill the process if it does not end within `grace_s`. Returns the exit code."""
+        """Wait for `grace_s`, then kill the process. Returns the exit code."""
         code = await self.ended(grace_s)
         if code is None:
             self._process.kill()
@@ -137,7 +137,7 @@ class EngineProcess:
         self._ended.set()
 
     def close(self) -> None:
-        """Kill the process if it still runs. Idempotent, for every way out of the frontend."""
+        """Kill the process if it still runs. Idempotent. Called whenever the frontend ends."""
         if self._pidfd < 0:
             return
         if self._process.poll() is None:
@@ -160,7 +160,7 @@ def exit_sentence(code: int) -> str:
 _LAST_WORDS_S = 1.0  # from the engine's end of file to its end
 _ENGINE_END_S = 5.0  # for the engine to release its memory after a drain
 _HASTY_END_S = 1.0  # the same when the node must end soon
-_END_S = 30.0  # for all of a node's end, including the interpreter's
+_END_S = 30.0  # for the whole end of a node, including the interpreter's
 _RESTART_S = 60.0  # for the engine to begin another role
 
 
@@ -177,12 +177,12 @@ def run_node(
     """Run a node to its end and return the exit code of its process.
 
     0: ended as requested. 1: the engine, or this frontend, failed. 2: the configuration is invalid,
-    and one line on stderr has the reason.
+    for the reason in one line on stderr.
 
     Args:
-        program: of the node's first role.
+        program: the node's first role.
         spawn: starts the engine. Called once, on the event loop.
-        other: of a role by its name. Raises ServingError if the node cannot have that role.
+        other: returns a role by name. Raises ServingError if the node cannot have that role.
     """
 
     async def run() -> int:
@@ -198,7 +198,7 @@ def run_node(
 
 
 def run_loop(run: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run the event loop of a process of nodes."""
+    """Run the event loop of a process that has nodes."""
     resources.allow_many()
     resources.hold_little()
     return uvloop.run(run())
@@ -214,7 +214,7 @@ class RunningNode(Protocol):
 
 async def run_nodes(nodes: Sequence[RunningNode]) -> int:
     """Run nodes until all have ended, and return the highest of their exit codes. Signals to this
-    process are for all of them.
+    process go to all of them.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,19 +237,19 @@ def _set_up_log(program: RoleProgram) -> None:
 
 
 def _end_in_time() -> None:
-    """Limit the end of the process. Every known wait has a deadline of its own. If something else
-    blocks this process, such as a library's thread, all stacks are dumped and the exit code is 1.
+    """Limit the time of the process's end. Every known wait has its own deadline. If something else
+    blocks, such as a library's thread, all stacks are dumped and the exit code is 1.
     """
     faulthandler.dump_traceback_later(_END_S, exit=True)
 
 
 class Node:
-    """A node. Made and used on the event loop.
+    """A node. Created and used on the event loop.
 
     Args:
         program, spawn, other: see run_node.
-        on_role: called with the program of each following role when the node enters it.
-        on_end: called when the node has begun to end.
+        on_role: called with the program of each later role when the node enters it.
+        on_end: called when the node begins to end.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Node:
         """Serve until the node has ended. Returns its exit code, see run_node."""
         server = self._config
         with ExitStack() as stack:
-            # Between two roles no process listens on the port, and no other process may.
+            # Reserved, because no process listens on the port between two roles.
             port = stack.enter_context(rpc.reserved(server.host, server.port))
             if server.health_port:
                 stack.enter_context(
@@ -351,15 +351,13 @@ class Node:
         return self._other(role)
 
     async def _watch(self, engine: EngineHandle) -> None:
-        """Watch two signs of the engine's end: its process, and its socket. Either one ends the
-        node.
-        """
+        """Wait for the end of the engine's process or of its socket. Either ends the node."""
         ended = asyncio.ensure_future(engine.ended())
         released = asyncio.ensure_future(self._engine_released.wait())
         try:
             await asyncio.wait({ended, released}, return_when="FIRST_COMPLETED")
             code = await engine.end(_LAST_WORDS_S)
-            # Its final messages may still be in the socket and have the better reason.
+            # The socket may still have final messages with a better reason.
             await asyncio.wait({released}, timeout=_LAST_WORDS_S)
         finally:
             ended.cancel()

@@ -1,11 +1,11 @@
-"""The publisher of KV events over ZMQ, as in vLLM. Event loop only.
+"""The publisher of KV events over ZMQ, compatible with vLLM. Event loop only.
 
-Readers subscribe to a PUB socket and get the parts topic, sequence number and payload. The number
-is an unsigned integer of 8 bytes, big-endian. A reader that missed numbers asks the ROUTER socket
-for all batches from a number on. It sends an empty part and the number. Each reply has an empty
-part, a number and a payload. The last reply has the number -1 and no payload.
+Subscribers of the PUB socket get the parts topic, sequence number (8 bytes, big-endian, unsigned)
+and payload. A subscriber that missed batches requests a replay from the ROUTER socket: it sends an
+empty part and the first number. Each reply has an empty part, a number and a payload. The last
+reply has the number -1 and no payload.
 
-No call blocks: ZMQ drops the batches for which a slow reader has no room.
+No call blocks: ZMQ drops batches for which a slow subscriber has no room.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Publisher(Protocol):
     def publish(self, payload: bytes) -> None: ...
 
     def background(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Return the work to be run until cancelled."""
+        """Return coroutines to run until cancelled."""
         ...
 
 
@@ -49,7 +49,7 @@ class _NoPublisher:
 
 
 class ZmqPublisher:
-    """Numbers the engine's batches and sends them to the readers. Close it.
+    """Numbers the engine's batches and sends them to the subscribers. Must be closed.
 
     Raises:
         ConfigError: an endpoint is not available.
@@ -76,7 +76,7 @@ class ZmqPublisher:
             raise
 
     def publish(self, payload: bytes) -> None:
-        """Send a batch to the readers that have room for it."""
+        """Send a batch to the subscribers that have room for it."""
         number = next(self._numbers).to_bytes(8, "big")
         self._events.send_multipart((self._topic, number, payload), self._zmq.NOBLOCK)
         self._buffer.append((number, payload))
@@ -88,7 +88,7 @@ class ZmqPublisher:
         return () if self._replay is None else (self._serve_replays(),)
 
     async def _serve_replays(self) -> None:
-        """Answer one reader after the other."""
+        """Serve replays, one subscriber after the other."""
         requests = self._asyncio.Socket(shadow=self._replay)
         while True:
             match await requests.recv_multipart():
@@ -103,12 +103,12 @@ class ZmqPublisher:
             async with asyncio.timeout(_REPLAY_S):
                 for reply in (*replies, (_END, b"")):
                     await self._reply((reader, b"", *reply))
-                    await asyncio.sleep(0)  # other work of this process
+                    await asyncio.sleep(0)  # let other work of this process run
         except (TimeoutError, self._zmq.ZMQError):
             log.warning("a reader has not read its replay of KV events")
 
     async def _reply(self, parts: tuple[bytes, ...]) -> None:
-        # An asyncio socket would spin while this reader has no room and another one has.
+        # An asyncio socket would spin while this subscriber has no room and another one has.
         while True:
             try:
                 self._replay.send_multipart(parts, self._zmq.NOBLOCK)
@@ -125,7 +125,7 @@ class ZmqPublisher:
         socket.set_hwm(hwm)
         socket.setsockopt(self._zmq.LINGER, 0)
         socket.setsockopt(self._zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
-        if kind == self._zmq.ROUTER:  # so that a reader without room is noticed
+        if kind == self._zmq.ROUTER:  # so that a subscriber without room raises an error
             socket.setsockopt(self._zmq.ROUTER_MANDATORY, 1)
         return socket
 
@@ -135,8 +135,8 @@ def publishing(config: KvEventsConfig) -> Iterator[Publisher]:
     """Yield the configured publisher, and close it.
 
     Raises:
-        ConfigError: pyzmq is missing, an endpoint is not available, or it is beyond this host
-            without `insecure`.
+        ConfigError: pyzmq is missing, an endpoint is not available, or it is not on loopback and
+            `insecure` is not set.
     """
     if config.publisher == "null":
         yield _NoPublisher()
@@ -161,7 +161,7 @@ def _check_exposure(name: str, endpoint: str | None, *, insecure: bool) -> None:
     if endpoint is None or insecure or not endpoint.startswith("tcp://"):
         return
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not is_loopback(host):  # a * is no host name
+    if not is_loopback(host):  # `*` is not loopback either
         raise ConfigError(
             f"--kv-events.{name.replace('_', '-')} {endpoint} is beyond this host, and ZMQ neither "
             "authenticates nor encrypts: readers get the token ids of all prompts and responses. "

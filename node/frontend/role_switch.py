@@ -1,11 +1,11 @@
-"""The switch of a node from its role to another one, or back.
+"""The switch of a node from its role to another one.
 
     SERVING --to--> DRAINING --nothing left--> PREPARING --made--> over: the other role begins
        ^               |                          |
        `---too long----+-------it cannot be-------'
 
-Until the switch is complete no request is lost: requests that could not migrate continue here.
-Knows neither streams nor the parts of a role.
+No request is lost: requests that could not migrate continue here if the switch fails. This module
+knows neither streams nor the services of a role.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ class RoleSwitch:
     ) -> None:
         """
         Args:
-            program_of: a role's name. Raises ServingError if this node cannot have it.
-            pause: accepts no new work from now on, and migrates the requests here.
-            resume: accepts new work again.
-            over: called when this role has ended.
-            drain_s: longest wait for the requests here.
+        program_of: returns a role by name. Raises ServingError if this node cannot have it.
+        pause: accepts no new work from now on, and migrates the requests of this node.
+        resume: accepts new work again.
+        over: called when this role has ended.
+        drain_s: longest wait for the requests of this node.
         """
         self._engine = engine
         self._program_of = program_of
@@ -58,11 +58,11 @@ class RoleSwitch:
         self.successor: RoleProgram | None = None
 
     async def to(self, role: str) -> None:
-        """Return when the other role is about to begin. The switch continues if the caller is
-        cancelled.
+        """Switch to another role. Returns when that role is about to begin. The switch continues if
+        the caller is cancelled.
 
         Raises:
-            ServingError: the node keeps its role, with the reason.
+            ServingError: the node keeps its role, for the reason in the message.
         """
         self._engine.check_ready()
         program = self._program_of(role)
@@ -79,7 +79,7 @@ class RoleSwitch:
         self._drained.set()
 
     def cancel(self) -> None:
-        """Cancel the switch because the node ends. The node stays drained until then."""
+        """Cancel the switch because the node ends. The node stays drained."""
         if self._under_way is not None:
             self._under_way.cancel()
 

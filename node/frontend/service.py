@@ -1,4 +1,4 @@
-"""The Node service, the same for every role: requests of operators and the router to any node."""
+"""The Node service: calls of operators and routers to a node, the same for every role."""
 
 import asyncio
 import itertools
@@ -44,24 +44,24 @@ from node.messages import (
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_WATCHERS = 64
-MAX_UNSENT_BYTES = 16 << 20  # of one watcher; twice a snapshot of 1 Mi pages
+MAX_UNSENT_BYTES = 16 << 20  # per watcher; twice a snapshot of 1 Mi pages
 
 
 # The frontend's side of Node.WatchCache: streams of the prefix cache's content and changes.
 #
-# The engine tracks the cache. Here each watcher has a stream, which starts with its own snapshot.
-# At the limit, the host with the most watchers loses one, so that it cannot displace other hosts.
+# Each watcher has its own stream, which starts with a snapshot. At the limit, the host with the
+# most watchers loses one, so it cannot displace other hosts.
 @dataclass(slots=True, eq=False)
 class _Watcher:
     host: str
     outgoing: OutgoingStream[node_pb2.CacheEvents] = field(
         default_factory=lambda: OutgoingStream(max_bytes=MAX_UNSENT_BYTES)
     )
-    begun: bool = False  # everything has been sent to it
+    begun: bool = False  # whether the snapshot has been sent
 
 
 class CacheFeed:
-    """The watchers' streams. Event loop only."""
+    """The streams of all watchers. Event loop only."""
 
     def __init__(self, engine: EngineLink) -> None:
         self._engine = engine
@@ -71,13 +71,13 @@ class CacheFeed:
     async def watch(
         self, host: str, write: Callable[[node_pb2.CacheEvents], Awaitable[None]]
     ) -> None:
-        """Write everything, then every change, until cancelled.
+        """Write a snapshot, then every change, until cancelled.
 
         Args:
-            host: the watcher's.
+            host: host of the watcher.
         Raises:
-            NodeUnavailable: the engine is not there, or the node ends.
-            Overloaded: it was displaced by another watcher, or does not read.
+            NodeUnavailable: the engine is not ready, or the node ends.
+            Overloaded: another watcher displaced it, or it does not read.
         """
         self._engine.check_ready()
         if len(self._watchers) >= MAX_WATCHERS:
@@ -92,8 +92,8 @@ class CacheFeed:
             self._engine.send(WatchCache(number, on=False))
 
     def _make_room(self) -> None:
-        """End the oldest watcher of the host with the most watchers. If it reconnects, it starts
-        again with a snapshot.
+        """End the oldest watcher of the host with the most watchers. If it reconnects, it gets a
+        new snapshot.
         """
         hosts = Counter(watcher.host for watcher in self._watchers.values())
         [(greediest, _)] = hosts.most_common(1)
@@ -103,7 +103,7 @@ class CacheFeed:
         )
 
     def changed(self, change: CacheEventBatch) -> None:
-        """Forward the engine's change, to new watchers or to all that have received everything."""
+        """Send a change to new watchers, or to all that have their snapshot."""
         events = node_pb2.CacheEvents(
             page_size=change.page_size,
             cleared=change.cleared,
@@ -131,7 +131,7 @@ def _integers(packed: bytes) -> "array[int]":
 
 
 async def _nothing() -> AsyncIterator[None]:
-    """Yield a watcher's messages after its request: none, so it waits until cancelled."""
+    """Yield the messages of a watcher after its request: none. Waits until cancelled."""
     await asyncio.Event().wait()
     yield
 
@@ -153,9 +153,9 @@ class NodeIdentity(NamedTuple):
     """The constant part of a node's description.
 
     Attributes:
-        mode: of a decode node, else empty.
-        model: its name until the engine reports it.
-        group, group_rank: of nodes that share experts; "": it is in none.
+        mode: mode of a decode node, else empty.
+        model: name until the engine reports it.
+        group, group_rank: data-parallel group of the node. "": it is in none.
     """
 
     role: str
@@ -179,10 +179,10 @@ def _link_state(link: NodeLink) -> router_pb2.LinkState:
 def _ranks(
     pids: Sequence[int], devices: Sequence[str], gauges: Mapping[str, float]
 ) -> Iterator[router_pb2.RankState]:
-    """Yield the ranks of a node.
+    """Yield the state of each rank.
 
     Args:
-        gauges: of the engine's newest report.
+        gauges: from the engine's latest report.
     """
     for rank, (pid, device) in enumerate(zip(pids, devices, strict=True)):
         yield router_pb2.RankState(
@@ -195,11 +195,11 @@ def _ranks(
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Forwards questions to the engine thread. Answers itself only while the engine starts.
+    """Forwards calls to the engine thread. Responds itself only while the engine starts.
 
     Args:
-        drain: begins the drain. Called with the name of its cause.
-        switch: changes to the role of that name. Returns when it is about to begin.
+        drain: begins the drain. Called with its cause.
+        switch: changes to the role of that name. Returns when that role is about to begin.
         pair_with: pairs with the node at that address from now on. Raises FailedPrecondition if it
             cannot.
     """
@@ -227,7 +227,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
         """Describe the node. While the model loads, only role, instance, pids, state, model and
-        group are set. A stalled engine is not asked: pages, queues, steps and counters are unset.
+        group are set. A stalled engine is not called: pages, queues, steps and counters are unset.
         """
         ready, identity = self._supervision.ready, self._identity
         reply = node_pb2.DescribeResponse(
@@ -267,7 +267,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return reply
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
-        """Begin to drain and return. The node exits by itself when it has finished."""
+        """Begin to drain and return. The node exits when it has finished."""
         self._drain("a Drain call")
         return node_pb2.DrainResponse()
 
@@ -275,7 +275,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.SwitchRequest, context: Any
     ) -> node_pb2.SwitchResponse:
         """Change the role. Fails with FAILED_PRECONDITION or DEADLINE_EXCEEDED if the node keeps
-        its role, with the reason. Cancelling the call does not cancel the change.
+        its role. Cancelling the call does not cancel the change.
         """
         if request.role not in ROLES:
             raise InvalidRequest(
@@ -293,16 +293,13 @@ class NodeService(node_pb2_grpc.NodeServicer):
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
         """Stream the prefix cache's content and changes. Fails with UNAVAILABLE while the model
-        loads, and with RESOURCE_EXHAUSTED if the caller does not read or is displaced by another
-        one.
+        loads, and with RESOURCE_EXHAUSTED if the caller does not read or another one displaces it.
         """
         host, _, _ = context.peer().rpartition(":")
         await self._cache_feed.watch(host, context.write)
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
-        """Abort the requests with an id. An id without a live request is no error: nothing is
-        aborted.
-        """
+        """Abort the requests with an id. An id without a live request is no error."""
         if not request.request_id:
             raise InvalidRequest("request_id is empty")
         answer = await self._engine.ask(AbortRequests(request.request_id))
@@ -311,7 +308,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def LoadAdapter(
         self, request: router_pb2.LoadAdapterRequest, context: Any
     ) -> router_pb2.LoadAdapterResponse:
-        """Load an adapter. Fails with FAILED_PRECONDITION and the reason if it cannot be loaded."""
+        """Load an adapter. Fails with FAILED_PRECONDITION if that is impossible."""
         _check_name(request.name)
         _check_path(request.path)
         command = LoadAdapter(request.name, request.path)
@@ -330,7 +327,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.PauseRequest, context: Any
     ) -> router_pb2.PauseResponse:
         """Pause generation. Fails with DEADLINE_EXCEEDED if the pause is not reached in time. The
-        node is still paused once it is reached.
+        pause continues nevertheless.
         """
         command = PauseGeneration(pause_mode(request.mode))
         answer = await self._engine.ask(command, timeout_s=PAUSE_S)
@@ -339,16 +336,14 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Continue(
         self, request: router_pb2.ContinueRequest, context: Any
     ) -> router_pb2.ContinueResponse:
-        """Continue generation. A node that is not paused is no error."""
+        """Continue generation. No error if the node is not paused."""
         answer = await self._engine.ask(ContinueGeneration())
         return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
 
     async def PrepareWeights(
         self, request: node_pb2.PrepareWeightsRequest, context: Any
     ) -> node_pb2.PrepareWeightsResponse:
-        """Check weights before an update. Fails with FAILED_PRECONDITION and the reason if they are
-        invalid.
-        """
+        """Check weights before an update. Fails with FAILED_PRECONDITION if they are invalid."""
         _check_path(request.path)
         answer = await self._engine.ask(PrepareWeights(request.path), timeout_s=WEIGHTS_S)
         return node_pb2.PrepareWeightsResponse(id=answer.weights)
@@ -356,9 +351,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def PutWeights(
         self, request: node_pb2.PutWeightsRequest, context: Any
     ) -> node_pb2.PutWeightsResponse:
-        """Put prepared weights in place. Fails with FAILED_PRECONDITION and the reason why other
-        weights stay in use.
-        """
+        """Put prepared weights in place. Fails with FAILED_PRECONDITION if the old ones stay."""
         weights = check_identity("weights", request.id)
         await self._engine.ask(PutWeights(weights), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
@@ -366,9 +359,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def TakeWeights(
         self, request: node_pb2.TakeWeightsRequest, context: Any
     ) -> node_pb2.TakeWeightsResponse:
-        """Take another node's weights. Fails with FAILED_PRECONDITION and the reason why other
-        weights stay in use.
-        """
+        """Copy another node's weights. Fails with FAILED_PRECONDITION if the old ones stay."""
         weights, address = check_identity("weights", request.id), check_address(request.address)
         self._pair_with(address)
         await self._engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)
@@ -377,9 +368,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ReleaseMemory(
         self, request: router_pb2.ReleaseMemoryRequest, context: Any
     ) -> router_pb2.ReleaseMemoryResponse:
-        """Release memory. Fails with FAILED_PRECONDITION and the reason if all or some of
-        it stays.
-        """
+        """Release memory. Fails with FAILED_PRECONDITION if some of it stays."""
         command = ReleaseMemory(memory_tags(request.tags))
         await self._engine.ask(command, timeout_s=WEIGHTS_S)
         return router_pb2.ReleaseMemoryResponse()
@@ -387,9 +376,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ResumeMemory(
         self, request: router_pb2.ResumeMemoryRequest, context: Any
     ) -> router_pb2.ResumeMemoryResponse:
-        """Resume memory. Fails with FAILED_PRECONDITION and the reason if some of it is
-        still away.
-        """
+        """Resume memory. Fails with FAILED_PRECONDITION if some of it stays released."""
         command = ResumeMemory(memory_tags(request.tags))
         await self._engine.ask(command, timeout_s=WEIGHTS_S)
         return router_pb2.ResumeMemoryResponse()
@@ -397,7 +384,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
-        """Start a profile. Fails with FAILED_PRECONDITION and the reason if it cannot."""
+        """Start a profile. Fails with FAILED_PRECONDITION if that is impossible."""
         if request.num_steps > MAX_PROFILE_STEPS:
             raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
         command = StartProfile(request.num_steps or PROFILE_STEPS)

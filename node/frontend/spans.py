@@ -1,4 +1,4 @@
-"""Trace spans of a node: its part of a request, and the phases of that part as child spans."""
+"""OpenTelemetry spans of a node: its part of a request, with that part's phases as child spans."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from node.messages import HandoffSpan, RequestEnded
 
 
 def record_request(tracer: Tracer, ended: RequestEnded) -> None:
-    """Report a decode node's span of an ended request. Does nothing if it is not traced here."""
+    """Record a decode node's span of an ended request, if the request is traced here."""
     stamps = ended.stamps
     if stamps is None or not stamps.trace.own:
         return
@@ -31,7 +31,7 @@ def record_request(tracer: Tracer, ended: RequestEnded) -> None:
 
 
 def record_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
-    """Report a prefill node's span of an ended hand-off."""
+    """Record a prefill node's span of an ended hand-off."""
     if tracer is None:
         return
     stamps = handoff.stamps
@@ -52,9 +52,7 @@ def record_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
 
 
 def _children(timeline: Timeline, zero: float) -> Iterator[ChildSpan]:
-    """Yield the phases. A decode node skips a prefill node's phases, which that node reports
-    itself.
-    """
+    """Yield the phases. A decode node skips those of a prefill node, which reports them itself."""
     for row in timeline.intervals:
         if row.phase.on_prefill_node and row.attempt:
             continue

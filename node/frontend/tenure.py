@@ -1,7 +1,8 @@
-"""A node's time in one role: its gRPC server, its streams, the notices of its engine, and its end.
+"""The time of a node in one role: its gRPC server, its streams, the handling of engine messages,
+and its end.
 
-Everything here is new for each role, including the instance id. To peers and routers, a node that
-changes its role is one node that ends and another one that starts.
+Everything here is created for each role, including the instance id. To peers and routers, a node
+that changes its role is one node that ends and another that starts.
 """
 
 import asyncio
@@ -59,24 +60,24 @@ from protos import node_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-# The end of a node: its causes, and one verdict, decided by the first cause.
+# The end of a node. The first cause decides its verdict.
 #
-# wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0 A
-# signal after a Drain call is the first one: Kubernetes' preStop calls, then it sends SIGTERM.
-# fault at any time: exit code 1, or 2 if the user must fix the configuration
+# SIGTERM, SIGINT or Drain, then drained, drain timeout or a second signal: exit code 0. A signal
+# after a Drain call counts as the first one, because Kubernetes sends SIGTERM after the preStop
+# hook has called Drain. Fault at any time: exit code 1, or 2 if the user must fix the
+# configuration.
 #
-# A role may end before, and the node continues in another one. A request to end the node stays
-# valid then.
+# If the role ends first, the node continues in another one. A request to end the node stays valid.
 @dataclass(frozen=True, slots=True)
 class ExitVerdict:
     reason: str
     exit_code: int = 0
-    in_order: bool = False  # no work was in progress any more
+    in_order: bool = False  # whether no work was in progress any more
     engine_died: bool = False
 
 
 class ProcessExit:
-    """The causes of a node's end. Event loop only."""
+    """Collects the causes of a node's end and decides the verdict. Event loop only."""
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
@@ -85,16 +86,14 @@ class ProcessExit:
         self._verdict: asyncio.Future[ExitVerdict] = asyncio.get_running_loop().create_future()
 
     def signalled(self, name: str) -> None:
-        """Handle a signal. The first one asks for a drain, any other one ends the node
-        immediately.
-        """
+        """Handle a signal. The first one requests a drain, any other ends the node immediately."""
         if self._signalled:
             self.now(f"second signal {name}")
         self._signalled = True
         self.want(name)
 
     def want(self, who: str) -> None:
-        """Ask for a drain. Idempotent."""
+        """Request a drain. Idempotent."""
         if not self._wanted.is_set():
             log.info("draining %s", kv(reason=who))
             self._wanted.set()
@@ -104,16 +103,16 @@ class ProcessExit:
         return self._wanted.is_set()
 
     def drained(self) -> None:
-        """Record that no work is left. A node that was not asked to end stays."""
+        """Record that no work is left. Ends the node only if a drain was requested."""
         if self.wanted:
             self._decide(ExitVerdict("drained", in_order=True))
 
     def role_over(self) -> None:
-        """Record that the node has finished its role and continues in another one."""
+        """Record that the role has ended and the node continues in another one."""
         self._role_over.set()
 
     def now(self, reason: str) -> None:
-        """End the node as requested, without waiting for anything."""
+        """End the node as requested, without waiting."""
         self._decide(ExitVerdict(reason))
 
     def fault(self, reason: str, exit_code: int = 1) -> None:
@@ -124,7 +123,7 @@ class ProcessExit:
 
     async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> ExitVerdict | None:
         """Wait for the end of the node, or of its role (None). `begin_drain` is called once a drain
-        is wanted. From then on the drain may take `drain_s`.
+        is requested, which may then take `drain_s`.
         """
         wanted = asyncio.ensure_future(self._wanted.wait())
         over = asyncio.ensure_future(self._role_over.wait())
@@ -142,7 +141,7 @@ class ProcessExit:
         return self._verdict.result()
 
     async def _guarding(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a part of the frontend. A fault in it ends the node."""
+        """Run a coroutine of the frontend. A fault in it ends the node."""
         try:
             await work
         except EngineFault as error:
@@ -153,7 +152,7 @@ class ProcessExit:
 
     @asynccontextmanager
     async def guarded(self, work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-        """Run these parts of the frontend inside the context, then cancel them."""
+        """Run coroutines of the frontend inside the context, then cancel them."""
         tasks = [asyncio.ensure_future(self._guarding(each)) for each in work]
         try:
             yield
@@ -163,8 +162,8 @@ class ProcessExit:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def before(self, done: asyncio.Future[Any], timeout_s: float) -> ExitVerdict | None:
-        """Wait until `done` and return None. If the node ends before, or `timeout_s` expires, which
-        ends it, return the verdict.
+        """Wait until `done` and return None. If the node ends first, return the verdict. The node
+        also ends after `timeout_s`.
         """
         either: set[asyncio.Future[Any]] = {done, self._verdict}
         await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
@@ -185,12 +184,12 @@ _STREAMS_S = 1.0  # for streams to send their error at the end
 
 @dataclass(frozen=True, slots=True)
 class TenurePost:
-    """A role that begins.
+    """The values with which a node enters a role.
 
     Attributes:
         start: the engine's StartRole message.
-        identity: the node's, under the instance id that it has in this role.
-        guard: of its server.
+        identity: identity of the node, with its instance id in this role.
+        guard: authenticates calls to its server.
         ready: the engine's EngineReady. None: its model is not loaded yet.
     """
 
@@ -203,10 +202,10 @@ class TenurePost:
 
     @classmethod
     def of(cls, program: RoleProgram, address: str, trust: TrustMetrics) -> "TenurePost":
-        """Make a post with a new instance id.
+        """Create a post with a new instance id.
 
         Raises:
-            ConfigError: certificates or secret are invalid, or missing.
+            ConfigError: certificates or the cluster secret are invalid or missing.
         """
         server = program.config.server
         start = StartRole(
@@ -230,7 +229,7 @@ class RoleTenure:
     Args:
         transfer_socket: to the engine's transfer thread, of this role.
         program_of: see RoleSwitch.
-        publish: sends a batch of KV events to its readers.
+        publish: sends a batch of KV events to the subscribers.
     """
 
     def __init__(
@@ -283,8 +282,8 @@ class RoleTenure:
 
     @asynccontextmanager
     async def serving(self, metrics_port: int | None) -> AsyncIterator[None]:
-        """Serve inside the context. The streams stay open until the very end, because the engine's
-        transfer thread must not lose its frontend before.
+        """Serve inside the context. Streams stay open until the very end, because the engine's
+        transfer thread needs its frontend until then.
         """
         server, start = self._config.server, self._post.start
         certificates, identity = self._post.certificates, self._post.identity
@@ -327,7 +326,7 @@ class RoleTenure:
                     yield
 
     def notice(self, notice: Notice) -> None:
-        """Handle a notice of the engine."""
+        """Handle a message of the engine."""
         match notice:
             case StepTokens():
                 self._parts.step(notice)
@@ -368,7 +367,7 @@ class RoleTenure:
         self._pause()
 
     async def end(self, last: ServingError) -> None:
-        """End every stream with this error, and the server. Idempotent."""
+        """End every stream with this error, and stop the server. Idempotent."""
         self._over = self._supervision.draining = True
         await self._health.set_serving(False)
         self._parts.end(last)
@@ -378,7 +377,7 @@ class RoleTenure:
     def _pause(self) -> None:
         self._supervision.draining = True
         self._parts.drain()
-        # Number 0: the answer is ignored. Drained is what counts.
+        # Number 0: the response is ignored, and Drained follows.
         self._engine.send(NodeCall(0, DrainNode()))
 
     def _resume(self) -> None:
@@ -417,8 +416,8 @@ class RoleTenure:
         return self._ending.guarded(self._until_over(each) for each in work)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run background work. After the end, a missing transfer thread of the engine is
-        no fault.
+        """Run background work. After the end of the role, the loss of the engine's transfer thread
+        is no fault.
         """
         try:
             await work

@@ -1,4 +1,4 @@
-"""A socket of packets between a rank and this process, on the event loop."""
+"""A packet socket between a rank and the relay or rank host, on the event loop."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ class PacketSocket:
     """One end of a socket pair. One task may receive, and others may send.
 
     Args:
-        packets: owned by this object.
+        packets: the socket. Owned by this object.
     """
 
     def __init__(self, packets: socket.socket) -> None:
@@ -23,19 +23,18 @@ class PacketSocket:
         self._sending = asyncio.Lock()
 
     async def receive(self) -> tuple[bytes, Sequence[int]]:
-        """Return a packet and its files, which the caller owns. b"": the other end is closed."""
+        """Return a packet and its file descriptors, owned by the caller. b"": end of file."""
         while True:
             try:
                 packet, files, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
                 return packet, files
             except BlockingIOError:
                 await self._until(self._loop.add_reader, self._loop.remove_reader)
-            except ConnectionResetError:  # it was killed with a packet unread
+            except ConnectionResetError:  # the peer was killed before it read a packet
                 return b"", ()
 
     async def send(self, packet: bytes, files: Sequence[int] = ()) -> None:
-        """Send a packet, when there is room for it. Nothing happens if the other end is closed,
-        which `receive` notices."""
+        """Send a packet once there is room. No effect if the peer has closed, see `receive`."""
         async with self._sending:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 while True:
@@ -46,8 +45,8 @@ class PacketSocket:
                         await self._until(self._loop.add_writer, self._loop.remove_writer)
 
     def end(self) -> None:
-        """Have the other end see the end of file. What it has sent may be received."""
-        with contextlib.suppress(OSError):  # it has closed its end
+        """Send end of file. Packets of the peer can still be received."""
+        with contextlib.suppress(OSError):  # the peer has closed
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""`baton rank-host`: the ranks of a node on a host other than its first one.
+"""`baton rank-host`: runs the ranks of a node on a host other than its first one.
 
-It joins the node at its first host, the leader, and gets the configuration and its ranks. It starts
-them as child processes, which end with it. It passes on what the leader sends to them and what they
-send. The steps of the leader come with their tensors, which its ranks share in memory.
+It joins the node at its first host, the leader, gets the configuration and its ranks, and starts
+the ranks as child processes, which end with it. It forwards packets between the leader and the
+ranks. The tensors of a step come with it, into memory that the ranks share.
 
-If a rank ends, or the stream to the leader, all ranks end and this process too: with exit code 0 if
-the leader ended the node, otherwise 1, or 2 if the user must fix the configuration.
+If a rank or the stream to the leader ends, all ranks and this process end too: with exit code 0 if
+the leader ended the node, 2 if the user must fix the configuration, else 1.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from node.hosts.packets import PacketSocket
 from protos import ranks_pb2, ranks_pb2_grpc
 
 _AGAIN_S = 1.0  # between two attempts to join
-_LAST_WORDS_S = 2.0  # for the leader to take the last messages
+_LAST_WORDS_S = 2.0  # for the leader to read the last messages
 _END_S = 5.0  # for ranks to end
 _MISCONFIGURED = 2  # exit code
 _CREDENTIALS = {
@@ -60,11 +60,11 @@ _start: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
 
 
 class LeaderStream:
-    """The stream to the leader.
+    """The gRPC stream to the leader.
 
     Args:
-        call: of Follow.
-        messages: of the leader.
+        call: the Follow call.
+        messages: messages of the leader.
     """
 
     def __init__(self, call: Any, messages: AsyncIterator[ranks_pb2.LeaderMessage]) -> None:
@@ -73,15 +73,14 @@ class LeaderStream:
         self._writing = asyncio.Lock()
 
     async def send(self, rank: int, packet: bytes) -> None:
-        """Send a packet of a rank. Nothing happens if the stream has ended, which its reader
-        notices."""
+        """Send a packet of a rank. No effect if the stream has ended, which its reader notices."""
         message = ranks_pb2.HostMessage(packet=ranks_pb2.RankPacket(rank=rank, packet=packet))
         async with self._writing:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(message)
 
     async def close(self) -> None:
-        """End the stream when the leader has all packets."""
+        """End the stream when the leader has read all packets."""
         with contextlib.suppress(
             grpc.aio.AioRpcError, asyncio.InvalidStateError, StreamStatus, TimeoutError
         ):
@@ -93,11 +92,11 @@ class LeaderStream:
 
 
 async def join(config: RankHostConfig, stub: Any) -> tuple[LeaderStream, ranks_pb2.HostStart]:
-    """Join the node, when its leader listens. Wait for its other hosts.
+    """Join the node once its leader listens, and wait for its other hosts.
 
     Raises:
-        ConfigError: the leader refuses the credentials, or this host has none.
-        NodeUnavailable: the leader refuses this host, or does not listen in time.
+        ConfigError: the leader rejects the credentials, or this host has none.
+        NodeUnavailable: the leader rejects this host, or does not listen in time.
     """
     reason = "it was not reached"
     try:
@@ -135,10 +134,11 @@ async def _started(call: Any) -> tuple[LeaderStream, ranks_pb2.HostStart]:
 
 
 class HostRanks:
-    """The ranks of this host, by rank. Made on the main thread, whose end they share.
+    """The ranks of this host, by rank. Created on the main thread, because they end with the thread
+    that started them.
 
     Args:
-        config: of the node, with the settings of this host.
+        config: config of the node, with the settings of this host.
         listen_host: address at which ranks serve pages.
     """
 
@@ -149,16 +149,16 @@ class HostRanks:
         self._sockets = {
             rank: PacketSocket(process.socket) for rank, process in self._processes.items()
         }
-        self._ring: StepRing | None = None  # None: no steps yet
-        self._number = 0  # of the next step
+        self._ring: StepRing | None = None  # None: no step yet
+        self._number = 0  # number of the next step
 
     async def start(self, store: str) -> None:
-        """Have all ranks load their parts.
+        """Make all ranks load their parts.
 
         Args:
             store: see StartRank.
         Raises:
-            NodeUnavailable: one has ended.
+            NodeUnavailable: a rank has ended.
         """
         if len(self._processes) > 1:
             await self._await_forks()
@@ -170,15 +170,15 @@ class HostRanks:
         for rank, sock in self._sockets.items():
             packet, files = await sock.receive()
             for each in files:
-                os.close(each)  # the end of a rank is that of its socket
+                os.close(each)  # so that the end of a rank closes its socket
             if packet != HELLO:
                 raise _ended(rank)
 
     async def follow(self, leader: LeaderStream) -> None:
-        """Pass on what the leader sends, until it has ended the node.
+        """Forward the leader's messages until it ends the node.
 
         Raises:
-            StreamStatus, ProtocolViolation: the stream has ended otherwise.
+            StreamStatus, ProtocolViolation: the stream has ended in another way.
         """
         async for message in leader.messages:
             match message.WhichOneof("message"):
@@ -190,10 +190,10 @@ class HostRanks:
                     raise ProtocolViolation("the leader sent a second start message")
 
     async def reply(self, rank: int, leader: LeaderStream) -> None:
-        """Pass on what a rank sends, until it has ended.
+        """Forward the packets of a rank until it ends.
 
         Raises:
-            NodeUnavailable: always, with the end of the rank.
+            NodeUnavailable: always, when the rank has ended.
         """
         while True:
             packet, _ = await self._sockets[rank].receive()
@@ -206,9 +206,9 @@ class HostRanks:
         return iter(self._processes)
 
     def close(self) -> int:
-        """End all ranks, and wait until they have ended. Return the largest exit code."""
+        """End all ranks, and wait until they have ended. Returns the highest exit code."""
         for sock in self._sockets.values():
-            sock.end()  # a closed socket would be an error there if a packet was not received
+            sock.end()  # closing it with an unread packet would be an error in the rank
         deadline = time.monotonic() + _END_S
         for rank, process in self._processes.items():
             process.close(deadline)
@@ -232,7 +232,7 @@ class HostRanks:
         ring, end = self._ring, part.offset + len(part.tensors)
         if ring is None or end > ring.block_bytes:
             raise ProtocolViolation("the leader sent a step that is larger than a block")
-        # No rank reads this block any more, because the leader has waited for that.
+        # No rank reads this block any more: the leader has waited for that.
         ring.block(self._number)[part.offset : end] = np.frombuffer(part.tensors, np.uint8)
         if part.header:
             self._number += 1
@@ -251,7 +251,7 @@ def host_config(start: ranks_pb2.HostStart, config: RankHostConfig) -> EngineCon
     """Return the configuration of the node with the settings of this host.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: they are incompatible.
     """
     wanted = config.engine.model_dump(exclude_none=True)
     whole = EngineConfig.model_validate_json(start.config)
@@ -263,10 +263,10 @@ def host_config(start: ranks_pb2.HostStart, config: RankHostConfig) -> EngineCon
 
 
 async def run(config: RankHostConfig) -> int:
-    """Run the ranks of this host until the node ends. Return the exit code.
+    """Run the ranks of this host until the node ends. Returns the exit code.
 
     Raises:
-        ConfigError, NodeUnavailable: it cannot join.
+        ConfigError, NodeUnavailable: this host cannot join.
     """
     server = config.server
     certificates = tls.certificates(server.tls, "--server.tls")
@@ -296,7 +296,7 @@ async def _serve(
     start: ranks_pb2.HostStart,
     signals: asyncio.Queue[signal.Signals],
 ) -> int:
-    """Run the ranks until the node or one of them ends, or this process is to end."""
+    """Run the ranks until the node or one of them ends, or this process must end."""
     try:
         ranks = _started_ranks(config, start)
     except ConfigError as error:
@@ -322,19 +322,18 @@ async def _serve(
 
 
 def _started_ranks(config: RankHostConfig, start: ranks_pb2.HostStart) -> HostRanks:
-    """Start the ranks. Raises ConfigError if this host does not suit the node."""
+    """Start the ranks. Raises ConfigError if this host cannot be part of the node."""
     engine = host_config(start, config)
     network = engine.parallel.trusted_network
     if network is None:
         raise ProtocolViolation("the leader has sent the configuration of a node on one host")
-    # Also if pages are served elsewhere: ranks need an address there.
+    # Required even if pages are served at another address, because ranks need one in this network.
     own = own_address(network, NETWORK).host
     return HostRanks(start.first_rank, engine, config.transfer.listen_host or own)
 
 
 async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:
-    """Start the ranks and pass on packets, until the leader has ended the node. Raises the reason
-    of any other end."""
+    """Start the ranks and forward packets until the leader ends the node. Raises any other end."""
     await ranks.start(store)
     following = asyncio.ensure_future(ranks.follow(leader))
     replies = [asyncio.ensure_future(ranks.reply(rank, leader)) for rank in ranks]
@@ -348,7 +347,7 @@ async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:
 
 
 async def _first_of(wanted: "asyncio.Future[Any]", other: Coroutine[Any, Any, Any]) -> bool:
-    """Wait for one of both, and cancel the other. Return whether `wanted` is done."""
+    """Wait for either, and cancel `other`. Returns whether `wanted` is done."""
     task = asyncio.ensure_future(other)
     await asyncio.wait({wanted, task}, return_when="FIRST_COMPLETED")
     task.cancel()
@@ -356,7 +355,7 @@ async def _first_of(wanted: "asyncio.Future[Any]", other: Coroutine[Any, Any, An
 
 
 async def _stopped(signals: asyncio.Queue[signal.Signals]) -> None:
-    """Wait until this process is to end at once. After one SIGTERM it waits for the leader, which
+    """Wait until this process must end at once. After one SIGTERM it waits for the leader, which
     drains meanwhile, because Kubernetes ends all pods of a group together."""
     if await signals.get() == signal.SIGTERM:
         log.info("waiting for the leader to end the node. A second signal ends it at once")

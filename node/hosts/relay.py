@@ -1,10 +1,10 @@
 """The relay between rank 0 and the rank hosts: `python -m node.hosts.relay DESCRIPTORS SERVER`.
 
-Rank 0 starts it, never a user. DESCRIPTORS are those of its sockets, one for each rank on another
-host. What rank 0 sends to the first of these ranks goes to all, with the tensors of steps. What a
-rank sends goes to its socket. SERVER is the ServerConfig as JSON.
+Only rank 0 starts it. DESCRIPTORS are its sockets to rank 0, one for each rank on another host.
+Packets of rank 0 to the first of these ranks go to all, with the tensors of steps. Packets of a
+rank go to its socket. SERVER is the ServerConfig as JSON.
 
-Every rank host has one stream. The end of one stream ends this process, and with it the node. The
+Each rank host has one stream. The end of any stream ends this process, and with it the node. The
 node has failed if rank 0 closes its sockets without EndRanks.
 """
 
@@ -79,9 +79,9 @@ class RankHost:
     """A rank host that has joined.
 
     Attributes:
-        number: of the host, from 1 on.
-        ranks: those that it runs.
-        context: of its stream.
+        number: from 1 on.
+        ranks: ranks that it runs.
+        context: context of its stream.
     """
 
     number: int
@@ -90,13 +90,13 @@ class RankHost:
 
 
 class Relay(ranks_pb2_grpc.RanksServicer):
-    """The Ranks service, and the packets of rank 0. Event loop only.
+    """The Ranks service, and the forwarding of rank 0's packets. Event loop only.
 
     Args:
         sockets: to rank 0, by rank on other hosts.
-        start: rank 0's, for the first of these ranks.
+        start: rank 0's StartRank for the first of these ranks.
     Attributes:
-        over: why the node ends. None: rank 0 has ended it in order.
+        over: why the node ends. None: rank 0 has ended it gracefully.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         self._start = start
         self._hosts: list[RankHost] = []
         self._complete = asyncio.Event()
-        self._ring: StepRing | None = None  # None: no steps yet
-        self._number = 0  # of the next step
+        self._ring: StepRing | None = None  # None: no step yet
+        self._number = 0  # number of the next step
 
     async def Follow(self, messages: AsyncIterator[ranks_pb2.HostMessage], context: Any) -> None:
         """Run the ranks of one host until either side ends the stream, which ends the node."""
         try:
             await self._serve(messages, context)
-            with contextlib.suppress(grpc.aio.BaseError):  # the host may be gone
+            with contextlib.suppress(grpc.aio.BaseError):  # the host may have disconnected
                 await context.write(ranks_pb2.LeaderMessage(last_words=ORDERLY_END))
         except ServingError as error:
-            with contextlib.suppress(grpc.aio.BaseError):  # the host may be gone
+            with contextlib.suppress(grpc.aio.BaseError):  # the host may have disconnected
                 await context.write(ranks_pb2.LeaderMessage(last_words=said(error)))
             raise
 
@@ -139,7 +139,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
             raise NodeUnavailable(failure.error)
 
     def _joined(self, join: ranks_pb2.JoinNode, context: Any) -> RankHost:
-        """Give a host its ranks. Raises FailedPrecondition if it cannot be one of this node's."""
+        """Assign ranks to a host. Raises FailedPrecondition if it cannot be part of this node."""
         if join.version != VERSION:
             raise FailedPrecondition(
                 f"this node is Baton {VERSION}, and the rank host is {join.version[:32]!r}"
@@ -158,7 +158,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         return host
 
     async def _read(self, host: RankHost, messages: AsyncIterator[ranks_pb2.HostMessage]) -> None:
-        """Start the ranks of a host when all hosts have joined, and pass on what they send."""
+        """Start the ranks of a host when all hosts have joined, and forward their packets."""
         await self._complete.wait()
         start = ranks_pb2.HostStart(
             first_rank=host.ranks[0], config=self._start.config, store=self._start.store
@@ -183,7 +183,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 await self._sockets[rank].send(packet)
 
     async def pass_on(self) -> None:
-        """Pass on what rank 0 sends, until the node ends."""
+        """Forward the packets of rank 0 until the node ends."""
         first = next(iter(self._sockets.values()))
         try:
             while not self.over.done():
@@ -233,7 +233,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
 
 
 def _step(header: bytes, block: NDArray[np.uint8]) -> Iterator[ranks_pb2.LeaderMessage]:
-    """Yield the parts of a step."""
+    """Yield the messages of a step, whose tensors are split into parts."""
     for start in range(0, max(1, len(block)), _PART_BYTES):
         end = start + _PART_BYTES
         tensors, last = block[start:end].tobytes(), end >= len(block)
@@ -254,7 +254,7 @@ async def _first(messages: AsyncIterator[ranks_pb2.HostMessage]) -> ranks_pb2.Jo
 
 
 def _lost(host: RankHost, error: BaseException | None) -> str:
-    """Return the reason of the end after one host's."""
+    """Return the reason for the node's end after the loss of a host."""
     reason = "" if error is None else f": {error}"
     return f"host {host.number} ({host.context.peer()}) is lost{reason}"
 
@@ -264,10 +264,10 @@ async def serve(
     server: ServerConfig,
     on_start: Callable[[StartRank], None] = lambda start: None,
 ) -> int:
-    """Relay until the node ends. Return the exit code.
+    """Relay until the node ends. Returns the exit code.
 
     Args:
-        packets: to rank 0, for each rank on other hosts in order. Owned by this call.
+        packets: sockets to rank 0, for each rank on other hosts in order. Owned by this call.
         on_start: called with rank 0's first message.
     """
     with contextlib.ExitStack() as stack:
@@ -302,7 +302,7 @@ async def _relay(
 
 
 async def _send_all(sockets: Mapping[int, PacketSocket], failure: RankFailed) -> None:
-    """Send a failure as that of every rank, because rank 0 waits for one after the other."""
+    """Report a failure on every rank's socket, because rank 0 waits for one after the other."""
     for each in sockets.values():
         await each.send(_encoder.encode(failure))
 
@@ -311,7 +311,7 @@ async def _listen(relay: Relay, config: EngineConfig, server: ServerConfig) -> g
     """Listen for rank hosts, at this host's address in the trusted network.
 
     Raises:
-        ConfigError: that is impossible, or rank hosts would not have to authenticate.
+        ConfigError: the address is not available, or rank hosts would not have to authenticate.
     """
     parallel = config.parallel
     if parallel.trusted_network is None:
@@ -331,7 +331,7 @@ async def _listen(relay: Relay, config: EngineConfig, server: ServerConfig) -> g
 
 
 def main(descriptors: str, server: str) -> int:
-    # Only rank 0 decides when to end. Both may be sent to the whole process group.
+    # Both signals may be sent to the whole process group. Only rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     packets = []

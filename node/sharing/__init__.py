@@ -1,3 +1,1 @@
-"""Sharing of cached prefixes and weights between nodes: both the exports of a node and
-its reads.
-"""
+"""Sharing of cached prefixes and weights between nodes: a node's exports, and its reads."""

@@ -1,19 +1,21 @@
-"""The cost of reading a prefix from another node against computing it. The cheaper one is chosen.
+"""The cost of reading a prefix from another node compared with computing it. Used by fetches.py to
+choose the cheaper one.
 
     read       bytes / (rate of the link / reads on it) + round trips, less the time in the queue
-    compute    tokens x time of a computed token on this node
+    compute    tokens x time per computed token on this node
 
-A link's rate is measured (kvtransfer/transfer/link.py). A token's time is learnt from the
-prompts computed here. The round trips, which include the producer's steps, are learnt from ended
+The rate of a link is measured (kvtransfer/transfer/link.py). The time per token is measured on
+prompts computed here. The round trips, which include the producer's steps, are measured on ended
 fetches.
 """
 
 from dataclasses import dataclass
 
 GIB = 1 << 30
-FIRST_ROUND_S = 0.02  # until a fetch has shown how long its producer takes to answer
-WEIGHT = 0.2  # of the newest fetch
-BELIEVED_S = 60.0  # how long a measured round trip is used, since a producer's load changes
+FIRST_ROUND_S = 0.02  # seconds assumed before a fetch from the producer has ended
+WEIGHT = 0.2  # weight of the newest fetch in the average
+# Seconds for which a measured round trip is used, because a producer's load changes.
+BELIEVED_S = 60.0
 LEAST_GIB_S = 0.01  # minimum for a link with a lower or unknown rate
 
 
@@ -24,10 +26,10 @@ class _Rounds:
 
 
 class PrefixReadCosts:
-    """Learnt costs. Engine thread only. Producers by instance.
+    """Measured costs of reads, by producer instance. Engine thread only.
 
     Args:
-        margin: fraction of the time of computing that reading may take.
+        margin: fraction of the time of computation that a read may take.
     """
 
     def __init__(self, margin: float) -> None:
@@ -37,20 +39,20 @@ class PrefixReadCosts:
     def read_s(
         self, producer: int, num_bytes: int, gib_per_s: float, num_reads: int, now: float
     ) -> float:
-        """Return the expected seconds from now until the pages are in this node's tree.
+        """Return the expected seconds until the pages are in this node's tree.
 
         Args:
-            num_reads: on that link already.
+            num_reads: reads already on that link.
         """
         rate = max(gib_per_s, LEAST_GIB_S) * GIB / (num_reads + 1)
         return num_bytes / rate + self._round_s(producer, now)
 
     def pays(self, read_s: float, num_tokens: int, *, token_s: float, queued_s: float) -> bool:
-        """Return whether to read the KV of these tokens instead of computing them.
+        """Return whether reading the KV of these tokens is worth it.
 
         Args:
-            token_s: seconds of a computed token here. 0.0: unknown.
-            queued_s: seconds until this prompt would be scheduled. It is read meanwhile.
+            token_s: seconds per computed token here. 0.0: unknown.
+            queued_s: seconds until this prompt would be scheduled. The read runs meanwhile.
         """
         return max(0.0, read_s - queued_s) < self._margin * num_tokens * token_s
 
@@ -63,7 +65,7 @@ class PrefixReadCosts:
         self._rounds[producer] = _Rounds(before_s + WEIGHT * (rounds_s - before_s), now)
 
     def forget(self, producer: int) -> None:
-        """Forget a producer that is gone."""
+        """Forget a lost producer."""
         self._rounds.pop(producer, None)
 
     def _round_s(self, producer: int, now: float) -> float:

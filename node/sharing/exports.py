@@ -1,18 +1,18 @@
-"""Reads between nodes that are no hand-offs of requests: their two ends, and exported prefixes.
+"""Hand-offs between nodes that serve no request: the interface of their two ends, and exports of
+cached prefixes.
 
-`take` passes events of the transfer thread to the end that they are for. Prefixes that other nodes
-read from this one:
+`take` passes events of the transfer thread to the right end. An exported prefix:
 
     Opened --Granted: what the tree has is held--> exported --ClosedEvent--> gone
-                  | ^   `--nothing, or too much is exported--> refused -^
-                  `-' an offload tier has more: it is loaded first
+      | ^   `--nothing, or too much is exported--> refused -^
+      `-' an offload tier has more: it is loaded first
 
-A producer uses its own memory alone: it neither computes nor fetches for a consumer, and so never
-waits for a node that waits for it. It holds nothing before the consumer has its pages. Held pages
-stay in the tree. The tree may evict them, and they are free when the consumer is done.
+A producer uses only its own memory. It neither computes nor fetches for a consumer, so it never
+waits for a node that waits for it. It holds no pages before the consumer has its own. Exported
+pages stay in the tree. The tree may evict them, but they are freed only when the consumer is done.
 
-A request that runs here and is to migrate is inserted into the tree when a consumer asks for it.
-Its pages are needed until it has migrated, so they are exported without a limit.
+A running request that is to migrate is inserted into the tree when a consumer requests it. Its
+pages are needed until it has migrated, so they are exported without a limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,14 +43,14 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 
-# Hand-offs of requests have lower numbers than all others that this node opens.
+# Hand-offs of requests have lower numbers than these hand-offs.
 FIRST_SHARED_NUMBER = 1 << 61
 
 S = TypeVar("S", Prefix, Weights, Embeddings, contravariant=True)
 
 
 class ConsumerShare(Protocol):
-    """The reading end. Hand-offs by their ids."""
+    """The reading end. Hand-offs are named by their ids."""
 
     def __contains__(self, handoff_id: HandoffId) -> bool: ...
 
@@ -66,7 +66,7 @@ class ConsumerShare(Protocol):
 
 
 class ProducerShare(Protocol[S]):
-    """The exporting side. Hand-offs by their serials."""
+    """The exporting end. Hand-offs are named by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 
@@ -80,11 +80,10 @@ class ProducerShare(Protocol[S]):
 def take(
     event: NodeEvent, kind: type[S], reading: ConsumerShare, producing: ProducerShare[S]
 ) -> bool:
-    """Pass an event to the end that it is for. Returns False if it belongs to another hand-off, or
-    if other parts need it too.
+    """Pass an event to the end that it concerns. Returns False if other parts must handle it too.
 
     Args:
-        kind: of the source of all hand-offs of these ends.
+        kind: kind of source of the hand-offs of these ends.
     """
     match event:
         case ProducerUp():
@@ -111,12 +110,12 @@ def take(
 
 
 SHARE = 8  # at most 1/SHARE of the pool is exported at once
-MAX_ASKED = 256  # opened and not granted; more are rejected
+MAX_ASKED = 256  # opened and not granted. Further ones are rejected
 _NONE = np.empty(0, np.int32)
 
 
 class PrefixExports:
-    """The exports of prefixes. Engine thread only.
+    """Exports of cached prefixes. Engine thread only.
 
     Args:
         enabled: False: all consumers are rejected.
@@ -139,8 +138,8 @@ class PrefixExports:
         self._tables = tables
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
-        self._exported: dict[int, Ints] = {}  # by serial; empty for rejected ones
-        # By serial: pages of exports that nothing else here needs.
+        self._exported: dict[int, Ints] = {}  # by serial. Empty for rejected ones
+        # By serial: exported pages that nothing else on this node needs.
         self._at_a_loss: dict[int, int] = {}
         self._counts = dict.fromkeys(("completed", "failed", "refused"), 0)
         self._learn: Callable[[int], bool] = lambda ticket: False
@@ -152,8 +151,8 @@ class PrefixExports:
         return len(self._asked) + len(self._exported)
 
     def learn_by(self, learn: Callable[[int], bool]) -> None:
-        """Set a function that is called with the ticket of a request to be copied. If it runs here,
-        the function inserts the request's KV into the tree and returns True.
+        """Set a function that is called with the ticket of a request to copy. If the request runs
+        here, the function inserts its KV into the tree and returns True.
         """
         self._learn = learn
 
@@ -173,15 +172,15 @@ class PrefixExports:
     def granted(self, event: GrantedEvent) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
-            return  # rejected, or dropped
+            return  # rejected or dropped
         if not self._enabled:
             return self._refuse(event.serial, "this node does not export")
-        self._exported[event.serial] = _NONE  # until there is a response
+        self._exported[event.serial] = _NONE  # until the producer has responded
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self._exported:  # otherwise it was dropped meanwhile
+            if event.serial in self._exported:  # false if it was dropped meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)

@@ -1,13 +1,12 @@
-"""Prefixes that this node reads from others, for prompts that it is to compute and for requests
+"""Fetches of cached prefixes from other nodes, for prompts to be computed here and for requests
 that are about to migrate here.
 
     begin: pages now, or not at all --Open, Grant--> in progress --Held--> in the tree
-                                                           `--Lost, late--> dropped
+                                                        `--Lost, late--> dropped
 
-Fetched pages belong to the tree alone, not to the requests that wait for them. Those are notified
-when the fetch ends, successful or not, and continue with what the tree has then. So a fetch never
-fails a request. A fetch never queues: it gets its pages at once or does not begin. Its own deadline
-ends it on both sides.
+Fetched pages belong to the tree, not to the requests that wait for them. When a fetch ends,
+successfully or not, its requests continue with what the tree has, so a fetch never fails a request.
+A fetch never queues: it gets its pages at once or does not begin. It has a deadline on both sides.
 """
 
 import time
@@ -41,10 +40,10 @@ from kvtransfer.ports import (
 )
 from node.sharing.costs import PrefixReadCosts
 
-LEAST_PAGES = 2  # minimum worth a fetch
-# Multiple of the expected time that it may take, in addition to PrefixSharingConfig.fetch_s.
+LEAST_PAGES = 2  # minimum size of a fetch
+# Multiple of the expected time that a fetch may take, in addition to PrefixSharingConfig.fetch_s.
 TIMES_EXPECTED = 3.0
-# Larger than any counter of this node's other hand-offs.
+# Above the counters of this node's other hand-offs.
 FIRST_NUMBER = 1 << 63
 
 
@@ -53,15 +52,15 @@ class _Fetch:
     producer: ProducerUp
     token_ids: Ints  # whole pages
     namespace: Namespace
-    prefix_tokens: int  # number of these tokens that are here already
-    fresh: Ints  # pages for the data, held until no byte can land in them
+    prefix_tokens: int  # number of these tokens that are already cached here
+    fresh: Ints  # pages for the data, held until no bytes can land in them
     began: float
-    waiting: set[int] = field(default_factory=set)  # keys of the requests that wait
+    waiting: set[int] = field(default_factory=set)  # keys of the waiting requests
 
 
 class FetchedPrefix(NamedTuple):
     num_tokens: int
-    producer: int  # its instance
+    producer: int  # instance id
 
 
 NOTHING = FetchedPrefix(0, 0)
@@ -72,17 +71,17 @@ class _Way:
     """A possible fetch."""
 
     producer: ProducerUp
-    num_tokens: int  # of the prompt, from its start
+    num_tokens: int  # tokens from the start of the prompt
     num_pages: int
     read_s: float
     saved_s: float
 
 
 class PrefixFetches:
-    """The fetches of this node. Engine thread only. A waiting request is identified by a key.
+    """The fetches of this node. Requests are named by their keys. Engine thread only.
 
     Args:
-        instance: this node's.
+        instance: instance id of this node.
     """
 
     def __init__(
@@ -110,9 +109,9 @@ class PrefixFetches:
         self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}
-        self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
+        self._reads: dict[HandoffId, Ints] = {}  # held until no bytes can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
-        self._over: dict[int, None] = {}  # keys, not returned yet
+        self._over: dict[int, None] = {}  # keys to be returned by take_over
         self._fetched: dict[int, FetchedPrefix] = {}  # by key
         self._counts = dict.fromkeys(
             ("completed", "failed", "too_expensive", "no_capacity", "unpaired"), 0
@@ -132,8 +131,7 @@ class PrefixFetches:
     def counters(self) -> dict[str, int]:
         return {f"prefix_fetches/{outcome}": number for outcome, number in self._counts.items()}
 
-    # Producers
-    # -------------------------------------------------------------------------------------
+    # Producers ----------------------------------------------------------------------------------
 
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event
@@ -162,17 +160,17 @@ class PrefixFetches:
         token_s: float,
         queued_s: float,
     ) -> bool:
-        """Start to read another node's part of a prompt, if that is cheaper than computing it, or
+        """Start to fetch another node's part of a prompt if that is cheaper than computing it, or
         wait for a fetch of the same prefix. Returns True if `take_over` will return the key.
 
         Args:
             room: pages that may be used now.
-            token_s: seconds of a computed token here. 0.0: unknown.
+            token_s: seconds per computed token here. 0.0: unknown.
             queued_s: seconds until this prompt would be scheduled.
         """
         if not self._enabled or not hints:
             return False
-        wanted = token_ids[:-1]  # the last token is computed, because its logits are needed
+        wanted = token_ids[:-1]  # the last token is always computed, because its logits are needed
         own = self._cache.match(wanted, namespace).num_tokens
         now = self._clock()
         way = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
@@ -191,12 +189,12 @@ class PrefixFetches:
         room: int,
     ) -> bool:
         """Start to copy the KV of a request that runs on another node and is to migrate here. It
-        continues meanwhile, and stops only for the rest, so the copy is worth any cost. Returns
+        keeps running meanwhile and stops only for the rest, so the copy is worth any cost. Returns
         True if `take_over` will return the key.
 
         Args:
-            token_ids: those that are known to have KV there.
-            ticket: identifies the request on that node.
+            token_ids: tokens known to have KV there.
+            ticket: ticket of the request on that node.
             room: pages that may be used now.
         """
         producer = self._producers.get(address)
@@ -215,12 +213,12 @@ class PrefixFetches:
         return key in self._waits
 
     def take_over(self) -> list[int]:
-        """Return the keys whose fetch has ended since the last call, successful or not."""
+        """Return the keys whose fetch has ended since the last call, successfully or not."""
         over, self._over = self._over, {}
         return list(over)
 
     def fetched(self, key: int) -> FetchedPrefix:
-        """Return what was fetched for the request."""
+        """Return the prefix that was fetched for the request."""
         return self._fetched.get(key, NOTHING)
 
     def forget(self, key: int) -> None:
@@ -240,8 +238,8 @@ class PrefixFetches:
         queued_s: float,
         now: float,
     ) -> _Way | None:
-        """Return the cheapest fetch, or None if no paired node has much more of the prompt, or if
-        computing it is cheaper.
+        """Return the cheapest fetch, or None if computing is cheaper or no paired node has much
+        more of the prompt.
         """
         ways, much = [], False
         for hint in hints:
@@ -285,9 +283,7 @@ class PrefixFetches:
         now: float,
         ticket: int = 0,
     ) -> bool:
-        """Wait for a fetch of the same prefix, in progress or started now. Returns False if there
-        are no pages for it.
-        """
+        """Wait for a fetch of this prefix, in progress or new. Returns False if pages are short."""
         tokens = token_ids[: way.num_tokens]
         handoff_id = self._under_way(tokens, namespace)
         if handoff_id is None:
@@ -315,7 +311,7 @@ class PrefixFetches:
         now: float,
         ticket: int,
     ) -> HandoffId | None:
-        """Start a fetch. Returns None if there are no pages for it now."""
+        """Start a fetch. Returns None if pages are short."""
         num_pages = self._tables.room_pages(len(tokens), own)
         fresh = self._cache.allocate(num_pages, PageHolder.READ) if num_pages <= room else None
         if fresh is None:
@@ -328,7 +324,7 @@ class PrefixFetches:
             OpenCommand(
                 handoff_id,
                 way.producer.instance,
-                UNNAMED,  # the namespace includes the weights
+                UNNAMED,  # the namespace includes the weight version
                 Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
                 Prefix(tokens.tobytes(), namespace, ticket),
             )
@@ -339,13 +335,13 @@ class PrefixFetches:
     # Outcomes -----------------------------------------------------------------------------------
 
     def held(self, event: CompletedEvent) -> None:
-        """Insert the fetched tokens into the tree, and nothing else."""
+        """Insert the fetched tokens into the tree."""
         fetch = self._ended(event.id, "completed")
         tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
         tokens = fetch.token_ids[:end]
         here = self._cache.match(tokens, fetch.namespace).shared[:, : prefix // tables.page_size]
         if here.shape[1] * tables.page_size < prefix:
-            return  # the prefix before it was evicted meanwhile
+            return  # the prefix before them was evicted meanwhile
         num_pages = num_pages_of(tables.handed_over(end, prefix))
         holding = PageHolding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
@@ -371,12 +367,12 @@ class PrefixFetches:
 
 
 class Fetches(Protocol):
-    """Data that requests wait for, by the keys of the requests."""
+    """Data for which requests wait, by their keys."""
 
     def waits(self, key: int) -> bool: ...
 
     def take_over(self) -> Sequence[int]:
-        """Return and remove the keys of the requests that need wait no longer."""
+        """Remove and return the keys of the requests that need no longer wait."""
         ...
 
 
@@ -402,7 +398,7 @@ class FetchQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Yield and remove the requests whose fetch has ended, successful or not."""
+        """Remove and yield the requests whose fetch has ended, successfully or not."""
         for key in self._fetches.take_over():
             request = self._waiting.pop(key, None)
             if request is not None:

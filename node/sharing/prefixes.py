@@ -1,4 +1,6 @@
-"""Both ends of prefix sharing at one node, the sources of prompts' KV, and corrupt prefixes."""
+"""Prefix sharing of a node: its exports and fetches, counts of where prompts' KV came from, and the
+invalidation of corrupt prefixes.
+"""
 
 import math
 import time
@@ -41,18 +43,18 @@ MAX_INVALIDATIONS = 32
 INVALIDATION_INTERVAL_S = 1.0
 
 
-# Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node that gave
-# the KV to forget it too, and forgets prefixes when asked.
+# Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node from which
+# the KV came to drop it, and drops prefixes when asked.
 #
-# Each node forgets prefixes that gave its own requests NaN or Inf. But a producer would give them
-# again, if it computes from its own KV in another way, or exports KV that it never computes from.
-# A request records the nodes from which its KV was read.
+# Each node drops prefixes that led to NaN or Inf in its own requests. A producer might not notice:
+# it may compute from its own KV differently, or never compute from KV that it exports. Therefore a
+# request records the nodes from which its KV was read.
 #
-# A node cannot verify such a report. So it honours at most MAX_INVALIDATIONS at once and one in
-# INVALIDATION_INTERVAL_S after that, from all nodes together. Each costs it a prefix of one
-# namespace, which must be recomputed.
+# A node cannot verify such a report. It honours at most MAX_INVALIDATIONS at once, and then one per
+# INVALIDATION_INTERVAL_S, from all nodes together. Each costs it one prefix of one namespace, which
+# must be recomputed.
 class CorruptPrefixes:
-    """Invalidation of corrupt prefixes. Engine thread only."""
+    """Sends and handles invalidations of corrupt prefixes. Engine thread only."""
 
     def __init__(
         self,
@@ -63,14 +65,14 @@ class CorruptPrefixes:
         self._cache = cache
         self._port = port
         self._clock = clock
-        self._next_due = 0.0  # if one were honoured in INVALIDATION_INTERVAL_S from the first on
+        self._next_due = 0.0  # earliest time of the next one, if they came in equal intervals
         self._counts = dict.fromkeys(("own", "asked", "limited"), 0)
 
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
 
     def found(self, prefix: CorruptPrefix) -> None:
-        """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
+        """Report corrupt KV, which this node has dropped, to the nodes from which it came."""
         self._counts["own"] += 1
         for producer in dict.fromkeys(prefix.given_by):
             self._port.post(InvalidateCommand(producer, prefix.token_ids, prefix.namespace))
@@ -86,18 +88,18 @@ class CorruptPrefixes:
         self._cache.forget(event.token_ids, event.namespace)
 
 
-# The sources of the KV of prompts that this node is to compute: its own cache, another node's, or
-# computation. Also the time of a computed token.
+# Counts where the KV of computed prompts came from: this node's cache, another node's, or
+# computation. Also measures the time per computed token.
 class PrefixSources:
     """Counters by source. Engine thread only."""
 
     def __init__(self) -> None:
-        self._computing = QueueEstimator()  # admitted requests, by tokens that no cache had
+        self._computing = QueueEstimator()  # admitted requests, by uncached tokens
         self._tokens = dict.fromkeys(("own", "fetched", "computed"), 0)
 
     @property
     def token_s(self) -> float:
-        """Return the seconds that a computed token takes. 0.0: unknown."""
+        """Seconds per computed token. 0.0: unknown."""
         return self._computing.unit_s
 
     def counters(self) -> dict[str, int]:
@@ -107,7 +109,7 @@ class PrefixSources:
         """Record an admitted request.
 
         Args:
-            fetched_tokens: read for it. Only tokens that are still cached count.
+            fetched_tokens: tokens fetched for it. Only tokens that are still cached count.
         """
         cached = request.cached_tokens
         fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached
@@ -118,15 +120,15 @@ class PrefixSources:
         self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
 
     def computed(self, key: int, num_left: int) -> None:
-        """Record a finished chunk of a request, with num_left tokens remaining."""
+        """Record a finished chunk of a request, of which num_left tokens remain."""
         self._computing.serve(key, num_left)
 
     def tick(self, now: float) -> None:
-        """Update the service time of tokens computed since the last call."""
+        """Update the time per token with the tokens computed since the last call."""
         self._computing.tick(now)
 
     def ended(self, key: int) -> None:
-        """Remove an ended request. Harmless if it was never admitted."""
+        """Remove an ended request. No effect if it was never admitted."""
         self._computing.leave(key)
 
 
@@ -147,7 +149,7 @@ class SharedWeights(Protocol):
 
 
 class PrefixSharing:
-    """The prefix sharing of a node. Engine thread only. Prompts by the keys of their requests.
+    """The prefix sharing of a node. Requests are named by their keys. Engine thread only.
 
     Args:
         weights: weight sharing, which uses the same pages and port.
@@ -167,7 +169,7 @@ class PrefixSharing:
     ) -> None:
         self._tiers = tiers
         self._weights = weights
-        self._serials: set[int] = set()  # of hand-offs of weights, prefixes and embeddings
+        self._serials: set[int] = set()  # serials of hand-offs of weights, prefixes and embeddings
         port = weights.port
         self.exports = PrefixExports(
             enabled=config.enabled,
@@ -191,13 +193,13 @@ class PrefixSharing:
 
     @property
     def busy(self) -> bool:
-        """Return whether another node reads here, or bytes may land or be copied here."""
+        """Whether another node reads here, or bytes may land or be copied here."""
         reads = self.fetches.busy or self._weights.busy or self._tiers.busy
         return bool(reads or len(self.exports))
 
     def poll(self) -> None:
-        """Finish the loads from offload tiers that are done, and the saves to them. Called in each
-        turn of the loop, before prepared requests are scheduled.
+        """Finish loads from offload tiers and saves to them. Called in each turn of the engine
+        loop, before prepared requests are scheduled.
         """
         self._tiers.poll()
 
@@ -216,9 +218,9 @@ class PrefixSharing:
     def fetch(
         self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float
     ) -> bool:
-        """Start to read another node's part of the prompt, if that pays and no offload tier of this
-        node has as much. Returns True if the scheduler must wait until `fetches.take_over` has the
-        key.
+        """Start to fetch another node's part of the prompt, if that is worth it and no offload tier
+        of this node has as much. Returns True if the scheduler must wait until `fetches.take_over`
+        returns the key.
 
         Args:
             room: pages that may be used now.
@@ -239,20 +241,20 @@ class PrefixSharing:
         )
 
     def admitted(self, request: Request) -> None:
-        """Record an admitted request, with the prefix that the tree has."""
+        """Record an admitted request and the source of its prefix."""
         fetched = self.fetches.fetched(request.key)
         if fetched.num_tokens:
             request.given_by.append(fetched.producer)
         self.ways.admitted(request, fetched.num_tokens, time.monotonic())
 
     def forget(self, key: int) -> None:
-        """Forget an ended request, in any stage."""
+        """Forget an ended request in any stage."""
         self.fetches.forget(key)
         self.ways.ended(key)
 
     def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread about a prefix. Returns False if it belongs to
-        another hand-off, or if other parts need it too.
+        """Handle an event of the transfer thread about a prefix. Returns False if other parts must
+        handle it too.
         """
         match event:
             case OpenedEvent(serial=serial, source=source):

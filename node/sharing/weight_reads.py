@@ -1,10 +1,10 @@
-"""Weights that this node reads from another one, while it is paused.
+"""Reads of another node's weights, while this node is paused.
 
     wanted --paired with the producer--> piece after piece --all are here--> checked
 
 A few windows of pieces are in progress at once. Each is a hand-off into pages of this node's pool,
-and is copied from there into separate memory. Lost windows are requested again. Nothing changes
-until all pieces are here and are the expected ones.
+which are then copied into separate memory. Lost windows are requested again. Nothing changes until
+all pieces have arrived and are correct.
 """
 
 import time
@@ -40,11 +40,10 @@ from kvtransfer.ports import (
 from node.sharing.exports import SHARE
 
 
-# The next pieces of a file to request, when its length is unknown until its beginning arrives.
-# Knows neither the nodes that are asked nor the data.
+# Chooses the next pieces of a file to request. The length is unknown until its beginning arrives.
 @dataclass(frozen=True, slots=True)
 class WeightWindow:
-    """Pieces [first, past)."""
+    """The pieces [first, past)."""
 
     first: int
     past: int
@@ -54,8 +53,8 @@ class WeightPieces:
     """The pieces of one file, numbered from 0.
 
     Attributes:
-        piece_bytes: of each piece except the last one. Set before the first window is requested.
-        num_bytes: of the file, once it is known.
+        piece_bytes: size of each piece except the last. Set before the first window is requested.
+        num_bytes: length of the file, once it is known.
     Args:
         most: pieces of one window.
     """
@@ -63,20 +62,20 @@ class WeightPieces:
     def __init__(self, most: int) -> None:
         self.piece_bytes = 0
         self._most = most
-        self._num_asked = 0  # from the first one on
+        self._num_asked = 0  # requested pieces, from the first on
         self._again: deque[WeightWindow] = deque()
         self._again_at = 0.0
-        self._past: int | None = None  # its number of pieces, once known
+        self._past: int | None = None  # number of pieces, once known
         self.num_bytes: int | None = None
 
     @property
     def all_asked(self) -> bool:
-        """Return whether no piece is left to request, if the requested ones arrive."""
+        """Whether every piece has been requested, and none was lost since."""
         return self._past is not None and self._num_asked >= self._past and not self._again
 
     def next(self, now: float) -> WeightWindow | None:
-        """Return the next window, or None. The caller requests it, or gives it back with
-        `not_asked` or `lost`.
+        """Return the next window or None. The caller requests it, or calls `not_asked` or
+        `lost`.
         """
         if self._again:
             return self._again.popleft() if now >= self._again_at else None
@@ -89,7 +88,7 @@ class WeightPieces:
         return WeightWindow(first, past)
 
     def not_asked(self, window: WeightWindow) -> None:
-        """Put a window back, to be the next one."""
+        """Put a window back, as the next one."""
         self._again.appendleft(window)
 
     def lost(self, window: WeightWindow, again_at: float = 0.0) -> None:
@@ -107,14 +106,13 @@ class WeightPieces:
 _HOST = torch.device("cpu")
 
 
-# Copies of another node's weights, from the pages in which the pieces arrived to a file in this
-# node's memory.
+# Copies the pieces of another node's weights from the pages in which they arrived to memory.
 class WeightCopies:
-    """The copies of arrived pieces. One thread does them in order.
+    """Copies arrived pieces. One thread does so, in order.
 
     Args:
         pool: memory of the pages, uint8 [num_pages, page_bytes].
-        notify: called by that thread when something is done.
+        notify: called by that thread when a copy is done.
     """
 
     def __init__(self, pool: Tensor, notify: Callable[[], None]) -> None:
@@ -125,14 +123,12 @@ class WeightCopies:
     def copy(
         self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, producer: str
     ) -> Future[int | None]:
-        """Copy the pieces from `first` on out of these pages, which must not change until it is
-        done. The Future has the number of bytes of the whole file, once that can be known, else
-        None.
+        """Copy the pieces from `first` on out of these pages, which must not change until the copy
+        is done. The Future has the length of the whole file in bytes once it is known, else None.
+        It fails with FailedPrecondition if memory is short, or the file has no weights.
 
         Args:
-            producer: its address.
-        Fails with:
-            FailedPrecondition: there is no room for it, or it is not a file of weights.
+            producer: address of the producer.
         """
         sizes = pieces.piece_bytes, pieces.num_bytes
         copying = self._worker.submit(self._copy, file, first, pages, sizes, producer)
@@ -140,7 +136,7 @@ class WeightCopies:
         return copying
 
     def drop(self, file: ReceivedFile) -> None:
-        """Close the file after the copies to it in progress."""
+        """Close the file after the copies to it that are in progress."""
         self._worker.submit(file.close)
 
     def close(self) -> None:
@@ -185,27 +181,25 @@ def _check_room(wanted: int) -> None:
         )
 
 
-# Between the counters of this node's other hand-offs and those of prefix fetches.
+# Above the counters of this node's other hand-offs, below those of prefix fetches.
 FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
-WINDOWS = 2  # in progress at once
-WINDOW_PAGES, WINDOW_BYTES = 64, 32 << 20  # of one, at most
-WINDOW_S = 30.0  # for one
+WINDOWS = 2  # windows in progress at once
+WINDOW_PAGES, WINDOW_BYTES = 64, 32 << 20  # limits of one window
+WINDOW_S = 30.0  # timeout of one window
 AGAIN_S = 0.1  # until lost windows are requested again
-STILL_S = 60.0  # abandoned after this time without progress
-TAKE_S = 540.0  # all of it
+STILL_S = 60.0  # timeout without progress
+TAKE_S = 540.0  # timeout of the whole read
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A window in progress, and its pages until no data can land there and no copy is in
-    progress.
-    """
+    """A window in progress. Holds its pages until no bytes land in them and no copy reads them."""
 
     window: WeightWindow
     pages: Ints
     copying: Future[int | None] | None = None
     lands: bool = True
-    over: bool = False  # no more data will come
+    over: bool = False  # no more data will arrive
 
 
 @dataclass(slots=True, eq=False)
@@ -224,13 +218,13 @@ class WeightReads:
     """The reads of another node's weights. Engine thread only.
 
     Attributes:
-        num_bytes, seconds: total of all reads.
-        outcomes: number of completed and failed reads of all weights.
+        num_bytes, seconds: totals of all reads.
+        outcomes: number of completed and failed reads of whole weights.
     Args:
-        instance: this node's.
-        cache: of `pages`.
-        pool: their memory, uint8 [num_pages, page_bytes].
-        notify: called by another thread when something is done.
+        instance: instance id of this node.
+        cache: prefix cache over `pages`.
+        pool: memory of `pages`, uint8 [num_pages, page_bytes].
+        notify: called by another thread when `poll` is due.
     """
 
     def __init__(
@@ -272,8 +266,8 @@ class WeightReads:
         return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. `WeightUpdater.put` may follow. Fails with a
-        ServingError, and then nothing has changed.
+        """Read the weights of the node at `address`. `WeightUpdater.put` may follow. If the Future
+        fails with a ServingError, nothing has changed.
         """
         future: Future[WeightsId] = Future()
         if self.busy:
@@ -288,8 +282,7 @@ class WeightReads:
             self._taking = taking
         return future
 
-    # Producers
-    # -------------------------------------------------------------------------------------
+    # Producers ----------------------------------------------------------------------------------
 
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event
@@ -337,7 +330,7 @@ class WeightReads:
     # Turns --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Copy, complete, request and abandon windows as due."""
         for handoff_id, read in list(self._reads.items()):
             if read.copying is not None and read.copying.done() and not read.over:
                 read.over = True
@@ -383,11 +376,9 @@ class WeightReads:
             self._ask(taking, self._producers[taking.address], now)
 
     def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
-        """Request windows up to the limit. Windows after the header follow when the
-        header is here.
-        """
+        """Request windows up to the limit. The windows after the header wait for it to arrive."""
         pieces = taking.pieces
-        # Another producer at this address, with smaller pages, refuses pieces that do not fit.
+        # If another producer at this address has smaller pages, it refuses pieces that do not fit.
         pieces.piece_bytes = pieces.piece_bytes or producer.piece_bytes
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
@@ -430,7 +421,7 @@ class WeightReads:
     # Ends ---------------------------------------------------------------------------------------
 
     def _end(self, taking: _Taking, error: ServingError) -> None:
-        """Abandon the windows in progress, and fail."""
+        """Abandon the windows in progress, and fail the read."""
         for handoff_id, read in self._reads.items():
             if not read.over and read.copying is None:
                 read.over = True

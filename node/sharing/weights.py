@@ -1,4 +1,4 @@
-"""Both ends of weights that nodes read from each other: the exports of this node, and its reads."""
+"""Weight sharing between nodes: a node's exports of its weights, and its reads of others'."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,25 +28,25 @@ from kvtransfer.ports import (
 from node.sharing.exports import SHARE, take
 from node.sharing.weight_reads import WeightReads
 
-MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
+MAX_PIECES_ASKED = 64  # opened and not granted. Further ones are rejected
 
 
 @dataclass(slots=True, eq=False)
 class _WeightExport:
     pages: Ints
     piece_bytes: int
-    filling: Future[int]  # number of pages with a piece
+    filling: Future[int]  # number of pages that have a piece
     reported: bool = False  # whether the result has been reported to its consumer
-    dropped: bool = False  # its consumer is done
+    dropped: bool = False  # the hand-off is closed
 
 
 class WeightExports:
-    """The exports of weights. Engine thread only.
+    """Exports of weights. Engine thread only.
 
     Args:
-        cache: of `pages`. Exports use pages that it can free.
-        pool: their memory, uint8 [num_pages, page_bytes].
-        notify: called by another thread when something is done.
+        cache: prefix cache over `pages`. Exports use pages that it can evict.
+        pool: memory of `pages`, uint8 [num_pages, page_bytes].
+        notify: called by another thread when `poll` is due.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WeightExports:
         self._notify = notify
         self._worker = ThreadPoolExecutor(1, "weight exports")
         self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
-        self._refused: set[int] = set()  # until they are dropped
+        self._refused: set[int] = set()  # serials, until they are dropped
         self._exports: dict[int, _WeightExport] = {}
         self._num_bytes = 0
 
@@ -82,7 +82,7 @@ class WeightExports:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that other nodes have read."""
+        """Bytes that other nodes have read."""
         return self._num_bytes
 
     def opened(self, event: OpenedEvent, source: Weights) -> None:
@@ -147,10 +147,10 @@ class WeightExports:
         self._port.post(FailCommand(serial, reason, retryable))
 
     def _fill(self, start: int, piece_bytes: int, pages: Ints) -> int:
-        """Copy the pieces from the byte `start` on into these pages, on the worker. Returns the
-        number of pieces.
+        """Copy pieces from byte `start` on into these pages, on the worker. Returns their
+        number.
         """
-        # Whole pages, because the consumer may read what is behind a piece.
+        # Whole pages with zeros after a piece, because the consumer may read them.
         buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
         file, num_pages = self._weights.exported(), 0
         try:
@@ -173,10 +173,10 @@ class WeightSharing:
 
     Attributes:
         port: to the transfer thread.
-        due: whether `poll` has something to do.
+        due: whether `poll` must be called.
     Args:
         pool: memory of `pages`.
-        notify: called by another thread when something is done.
+        notify: called by another thread when `poll` is due.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class WeightSharing:
 
     @property
     def busy(self) -> bool:
-        """Return whether another node reads here, or bytes may land here."""
+        """Whether another node reads here, or bytes may land here."""
         return bool(len(self._exports) or self._reads.busy)
 
     def exported(self) -> Iterator[Ints]:
@@ -239,15 +239,15 @@ class WeightSharing:
         return self._reads.read(weights, address)
 
     def poll(self) -> None:
-        """Do what is due. Called in turns of the loop in which `due` is set."""
-        self.due = False  # before the polls, since another thread may set it meanwhile
+        """Make progress on both ends. Called in each turn of the engine loop with `due` set."""
+        self.due = False  # before the polls, because another thread may set it meanwhile
         self._exports.poll()
         self._reads.poll()
         self.due |= self._reads.busy  # reads have deadlines
 
     def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread about weights. Returns False if it belongs to
-        another hand-off, or if other parts need it too.
+        """Handle an event of the transfer thread about weights. Returns False if other parts must
+        handle it too.
         """
         taken = take(event, Weights, self._reads, self._exports)
         self.due |= taken

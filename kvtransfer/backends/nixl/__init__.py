@@ -1,1 +1,1 @@
-"""The data path over a proved one-sided path, with nixl agents."""
+"""The one-sided data paths (cma, cuda_ipc, nvlink, rdma), which use NIXL agents."""

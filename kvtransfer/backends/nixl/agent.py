@@ -1,16 +1,17 @@
-"""A nixl agent, and the consumer's end of a path: an agent made for one producer process, which
-copies alone.
+"""A wrapper of a NIXL agent, and `NixlConnection`, the consumer's end of a one-sided path.
 
-An agent copies for as long as it exists, whatever its handles report. It exists for as long as
-anything refers to it: its descriptor lists, its transfer handles, the frames of a traceback. So
-only `NixlAgent` holds such references, and `destroy` checks that none is left.
+A connection has an agent of its own. An agent may copy as long as it exists, whatever its handles
+report. It exists as long as anything refers to it: descriptor lists, transfer handles, or the
+frames of a traceback. Therefore only `NixlAgent` holds such references, and `destroy` checks that
+none is left.
 
-The fence of a connection has two parts: the user thread leaves `copy`, then the agent is destroyed,
-because nothing else ends a read that nixl has started. Device copies are waited for twice: before,
-so that no mapping goes away during a copy, and after, for copies that the agent may have started as
-it ended.
+Closing a connection guarantees that no more bytes arrive. The user thread first leaves `copy`. Then
+the agent is destroyed, because nothing else ends a read that NIXL has started. For device memory,
+`close` waits for copies twice: before destroying the agent, so that no mapping goes away during a
+copy, and afterwards, for copies that the agent started last.
 
-Both ends register memory: their pool, and scratch pages of the same kind (`NixlMemory`).
+Both ends register two pieces of memory: their pool, and scratch pages of the same kind
+(`NixlMemory`).
 """
 
 import logging
@@ -37,22 +38,21 @@ from kvtransfer.backends.scratch import ReadScratch, measure
 
 _TRANSPORTS, _DEVICES, _LINK = "UCX_TLS", "UCX_NET_DEVICES", "UCX_POSIX_USE_PROC_LINK"
 _ENVIRONMENT = {
-    _TRANSPORTS: HOST.names,  # for agents made elsewhere; Agent sets its own
+    _TRANSPORTS: HOST.names,  # for agents created elsewhere. NixlAgent sets its own
     _DEVICES: "all",
-    # Otherwise the memory has a name in /dev/shm and stays there when its process is killed.
+    # Otherwise the memory has a name in /dev/shm and stays there if its process is killed.
     _LINK: "y",
-    # Agents send nothing through the memory they meet in: 90 KB of /dev/shm for each instead of 4.3
-    # MB, where containers have 64 MB.
+    # Agents send no data through this shared memory. 64 entries need 90 KB of /dev/shm per agent
+    # instead of 4.3 MB, and containers have only 64 MB.
     "UCX_POSIX_FIFO_SIZE": "64",
     "UCX_POSIX_SEG_SIZE": "1024",
     "UCX_POSIX_RX_BUFS_GROW": "64",
-    # Without it, UCX does not read between GPUs that have no NVLink without the producer's help.
+    # Without it, UCX needs the producer's help to read between GPUs that have no NVLink.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
-    # Otherwise UCX keeps the memory of every producer, also of dead ones, mapped until this process
-    # ends, so that it cannot be reused. device_proof.py keeps it mapped while it is needed.
+    # Otherwise UCX keeps the memory of every producer mapped until this process ends, also of dead
+    # ones, and that memory cannot be reused. device_proof.py keeps it mapped while it is needed.
     "UCX_CUDA_IPC_CACHE": "n",
-    # Both write to stderr whenever a peer dies. The relevant part reaches the caller as an
-    # exception.
+    # Both libraries write to stderr whenever a peer dies. The caller gets an exception anyway.
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
 }
@@ -61,31 +61,27 @@ _log = logging.getLogger(__name__)
 
 
 class NixlAgent:
-    """A thin wrapper of a nixl agent. For one thread at a time. Every method but `destroy` may
-    raise TransferError.
-    """
+    """A NIXL agent, for one thread at a time. All methods but `destroy` may raise TransferError."""
 
     def __init__(self, transports: NixlTransports = HOST) -> None:
-        """Make an agent for these transports. Takes 10 ms, the first one of a process 2 s. A path
-        is proved for these transports only.
-        """
+        """Create an agent for these transports. Takes 10 ms, or 2 s for a process's first agent."""
         self._lists: list[Any] = []
         self._reading: Any = None
         self._agent = _call(_new_agent, transports)
 
     def register(self, pool: PagePool) -> None:
-        """Register a pool. Device memory must be that of the calling thread's device."""
+        """Register a pool. Device memory must be on the calling thread's current device."""
         whole = PagePool(pool.base, pool.num_pages * pool.page_bytes, 1, pool.device)
         rows = descriptors(whole, [PageCut(0, whole.page_bytes)])
         _call(self._agent.register_memory, rows, segment(pool.device)[0])
 
     def metadata(self) -> bytes:
-        """Return the metadata for another agent's `meet`, covering all memory registered so far."""
+        """Return the metadata for another agent's `meet`. Covers all memory registered so far."""
         return bytes(_call(self._agent.get_agent_metadata))
 
     def meet(self, metadata: bytes) -> Any:
-        """Return the other agent's name, for `prepare`. UCX aborts the process on some forged
-        metadata: pass only metadata that has been proved to be the producer's.
+        """Load another agent's metadata and return its name, for `prepare`. UCX aborts the process
+        on some forged metadata, so pass only metadata that is proved to be the producer's.
         """
         try:
             return _call(self._agent.add_remote_agent, metadata)
@@ -95,8 +91,13 @@ class NixlAgent:
     def prepare(
         self, pool: PagePool, parts: Sequence[PageCut], remote: Any = "NIXL_INIT_AGENT"
     ) -> int:
-        """Prepare these parts of the pages of this process, or of the agent of that name. Part p of
-        page i has the index p * num_pages + i. Returns a number for `post_read`.
+        """Prepare descriptors of these parts of all pages of a pool. Part p of page i has the index
+        p * num_pages + i.
+
+        Args:
+            remote: name of the agent that owns the pool. Default: this agent.
+        Returns:
+            A number that names the descriptor list in `post_read`.
         """
         kind, _ = segment(pool.device)
         made = _call(self._agent.prep_xfer_dlist, remote, descriptors(pool, parts), kind)
@@ -104,23 +105,23 @@ class NixlAgent:
         return len(self._lists) - 1
 
     def post_read(self, local: int, here: Ints, remote: int, there: Ints) -> bool:
-        """Start a read of these indices. Returns True if it has landed already. CMA copies inside
-        this call."""
+        """Start a read of these descriptor indices. Returns True if it has already finished. CMA
+        copies inside this call."""
         return self._has_landed(_call(self._begin, local, here, remote, there))
 
     def read_has_landed(self) -> bool:
-        """Return whether the latest read has landed. Call only until it returns True."""
+        """Return whether the latest read has finished. Do not call again after it returned True."""
         return self._has_landed(_call(self._agent.check_xfer_state, self._reading))
 
     def poll(self) -> None:
-        """Let other agents make contact."""
+        """Let other agents connect."""
         _call(self._agent.get_new_notifs)
 
     def destroy(self) -> None:
-        """End the agent, and with it every read in progress. Idempotent.
+        """Destroy the agent, and with it every read in progress. Idempotent.
 
         Raises:
-            EngineFault: a reference to the agent is left, so that bytes may still land.
+            EngineFault: a reference to the agent is left, so bytes may still arrive.
         """
         if self._agent is None:
             return
@@ -152,14 +153,16 @@ class NixlAgent:
 
 
 def segment(device: str) -> tuple[str, int]:
-    """Return nixl's word for the memory of a PagePool's device, and the device's number."""
+    """Return NIXL's name for the memory of a device, and the device number."""
     if device == "cpu":
         return "DRAM", 0
     return "VRAM", int(device.partition(":")[2] or 0)
 
 
 def descriptors(pool: PagePool, parts: Sequence[PageCut]) -> NDArray[np.uint64]:
-    """Return [num_parts * num_pages, 3]: address, bytes and device of each part of each page."""
+    """Return descriptors as uint64 [num_parts * num_pages, 3]: address, bytes and device of each
+    part of each page.
+    """
     made = np.empty((len(parts), pool.num_pages, 3), np.uint64)
     made[:, :, 0] = np.arange(pool.num_pages, dtype=np.uint64)
     made[:, :, 0] *= np.uint64(pool.page_bytes)
@@ -172,9 +175,7 @@ def descriptors(pool: PagePool, parts: Sequence[PageCut]) -> NDArray[np.uint64]:
 
 
 def load() -> Any:
-    """Load the Python API of nixl. Sets defaults for variables that the user's
-    environment lacks.
-    """
+    """Import NIXL's Python API. Sets defaults for environment variables that are not set."""
     with _import_lock:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)  # UCX reads most of them when it is loaded
@@ -197,9 +198,9 @@ def _new_agent(transports: NixlTransports) -> Any:
 
 @contextmanager
 def _set(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables temporarily, because UCX reads them again for every agent. They
-    exist already: the C library replaces their values in place, which disturbs no other thread that
-    reads the environment.
+    """Set environment variables temporarily, because UCX reads them for every new agent. The
+    variables already exist. The C library then replaces values in place, which is safe for threads
+    that read the environment.
     """
     before = {name: os.environ[name] for name in values}
     os.environ.update(values)
@@ -210,8 +211,8 @@ def _set(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call into nixl. The errors raised must not refer to the agent: the frames of an error that is
-    still being raised would keep the agent alive through its own `destroy`.
+    """Call NIXL, and raise its errors as TransferError without references to the agent. Otherwise
+    the frames of an error in flight would keep the agent alive during `destroy`.
     """
     try:
         return function(*arguments)
@@ -222,8 +223,8 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _release(handle: Any) -> None:
-    """Release a handle. Nixl may refuse while a read is in progress, which does not matter: the end
-    of the agent is the fence.
+    """Release a handle. NIXL may refuse while a read is in progress. That is harmless, because
+    destroying the agent ends the read.
     """
     if handle is not None:
         try:
@@ -233,27 +234,26 @@ def _release(handle: Any) -> None:
 
 
 class NixlMemory(Protocol):
-    """A pool and its scratch pages. Kept for as long as an agent has them registered."""
+    """A pool and its scratch pages. Kept as long as an agent has them registered."""
 
     pool: PagePool
     scratch: PagePool
 
     def use(self) -> None:
-        """Prepare the calling thread. Every thread calls it before it calls an agent."""
+        """Prepare the calling thread. Every thread calls it before it uses an agent."""
         ...
 
     def settle(self) -> None:
-        """Return when all work that agents gave the device has finished, including agents that no
-        longer exist.
+        """Block until the device has finished all work of agents, including destroyed ones.
 
         Raises:
-            DeviceFailure: this cannot be determined.
+            DeviceFailure: the state of the device is unknown.
         """
         ...
 
 
 class NixlHostMemory:
-    """Host memory: agents copy it themselves, so no copy outlives its agent."""
+    """Host memory. Agents copy it on the calling thread, so no copy outlives its agent."""
 
     def __init__(self, pool: PagePool) -> None:
         self._scratch = ReadScratch(pool.page_bytes)
@@ -261,24 +261,23 @@ class NixlHostMemory:
         self.scratch = self._scratch.pool
 
     def use(self) -> None:
-        """Do nothing: any thread may call agents."""
+        """No-op: any thread may call agents."""
 
     def settle(self) -> None:
-        """Do nothing: no copy is left."""
+        """No-op: no copy outlives its agent."""
 
 
 class NixlCudaMemory:
-    """Device memory: UCX lets the device copy on UCX's own streams, and does not wait for it on
-    close.
+    """Device memory. UCX copies it on streams of its own and does not wait for them on close.
 
-    Every forward that is launched after a copy has landed sees its data: the device orders work
-    behind what the host has seen done. CUDA promises the same for data that a network card writes
-    into device memory, for work that is launched after the card has notified the host (GPUDirect
-    RDMA, Synchronization and NixlMemory Ordering).
+    A forward pass launched after a copy has finished sees the copied data, because the device
+    orders new work after work that the host has seen completed. CUDA guarantees the same for data
+    written by a network card, for work launched after the card has notified the host (GPUDirect
+    RDMA, Synchronization and Memory Ordering).
     """
 
     def __init__(self, pool: PagePool) -> None:
-        """Raise TransferError if the pool is not on that device or device memory is short."""
+        """Raises TransferError if the pool is not on the named device, or memory is short."""
         self._device = cuda_device(pool.device)
         self._device.use()
         self._device.view(pool)
@@ -294,20 +293,18 @@ class NixlCudaMemory:
 
 
 def memory_of(pool: PagePool) -> NixlMemory:
-    """Return the memory of a pool. Raises TransferError if the pool is not on the device
-    it names.
-    """
+    """Return the memory of a pool. Raises TransferError if the pool is not on the named device."""
     return NixlHostMemory(pool) if pool.device == "cpu" else NixlCudaMemory(pool)
 
 
 _GIB = 1 << 30
 _POLL_S = 20e-6
 _MAX_DESCRIPTORS = 1 << 31  # nixl's indices are int32
-_TRIES = 8  # rate measurements: two processes that share a device each run a few ms at a time
+_TRIES = 8  # rate measurements: processes that share a GPU take turns of a few ms
 
 
 class NixlOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A path to the producer."""
+    """A path to the producer, as offered to one consumer."""
 
     path: Annotated[str, msgspec.Meta(max_length=16)]
     evidence: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
@@ -325,14 +322,16 @@ class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Local pages and the producer's pages they are read from, as numbers of prepared lists."""
+    """A pair of prepared descriptor lists: local pages, and the producer's pages to read into
+    them.
+    """
 
     source: int
     destination: int
 
 
 class NixlConnection:
-    """Reads over one proved path."""
+    """A consumer's connection over one proved path."""
 
     def __init__(
         self,
@@ -344,7 +343,7 @@ class NixlConnection:
         reads: ReadMap,
         late: float,
     ) -> None:
-        """Connect. Blocks until `late` by time.monotonic() at most."""
+        """Connect, and raise TransferError at `late` by time.monotonic()."""
         pool = memory.pool
         num_pages = max(remote.num_pages, pool.num_pages)
         if len(reads.parts) * num_pages > _MAX_DESCRIPTORS:
@@ -352,7 +351,7 @@ class NixlConnection:
         self._num_source = remote.num_pages
         self._num_destination = pool.num_pages
         self._map = reads
-        # Probes read pages of this node's size, whatever the producer's is.
+        # Probes read pages of the local size, whatever the producer's page size is.
         self._page_bytes = pool.page_bytes
         theirs = description.scratch_pages * remote.page_bytes // pool.page_bytes
         self._scratch_pages = min(theirs, memory.scratch.num_pages)
@@ -445,9 +444,9 @@ class NixlConnection:
         self._block_bytes = num_bytes
 
     def _make_contact(self, kind: PathKind, late: float) -> None:
-        """Read scratch pages to prove the path. The producer has then been reached, without help of
-        its process if it is not polled, and reads are as fast as expected of this path alone. The
-        rate is that of one block, whatever the size of a page.
+        """Read scratch pages to prove the path. Success shows that the producer was reached without
+        its help (unless it is polled), and that the rate is that of this path. The rate is measured
+        on one block and does not depend on the page size.
         """
         page = np.zeros(1, np.int32)
         self._read(self._scratch, page, page, late)
@@ -464,7 +463,7 @@ class NixlConnection:
     def _read(
         self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf
     ) -> None:
-        """Read pages, until `late` by time.monotonic() at most."""
+        """Read pages. Raises TransferError at `late` by time.monotonic()."""
         if self._stopped:
             raise TransferError("the nixl connection has been stopped")
         landed = self._agent.post_read(

@@ -1,17 +1,15 @@
-"""The data path over a proved one-sided path: the consumer copies, the producer does nothing.
+"""The NIXL backend: the consumer copies pages alone, and the producer only registers its memory.
 
-The producer has one passive agent for each path that it can offer. If the path uses keys, it has
-one for each of its consumers (`ConsumerAgents`). A consumer has one agent per connection. paths.py
-lists the paths and their proofs.
+The producer has one passive agent for each path that it offers (`NixlListener`). Paths with keys
+need one agent per consumer instead (`ConsumerAgents`). A consumer has one agent per connection.
+paths.py lists the paths and their proofs.
 
-A consumer's keys end with its agent.
+Destroying a consumer's agent revokes its keys. Deregistering the memory would not be enough,
+because UCX caches registrations until the agent's context ends. Each agent has its own connections,
+protection domain and registration, so other consumers are not affected.
 
-Ending the agent revokes its keys. Deregistering the memory would not be enough: UCX keeps
-registrations in a cache until the context of the agent ends. Each agent has connections, a
-protection domain and a registration of its own, so other consumers are not affected.
-
-Agents are made and ended one after the other, on one thread. An agent that is dismissed while it is
-being made ends right afterwards. There are never more of them than places.
+One thread creates and destroys the agents of all consumers, one after the other. An agent that is
+dismissed while it is created is destroyed right afterwards. The number of agents is bounded.
 """
 
 import logging
@@ -47,11 +45,11 @@ from kvtransfer.backends.nixl.paths import PATHS, PathEvidence, PathKind, kind_o
 
 
 class NixlListener:
-    """A passive agent of the producer. For one thread at a time, which has called `memory.use`."""
+    """A passive agent of the producer. One thread at a time may use it, after `memory.use`."""
 
     def __init__(self, kind: PathKind, memory: NixlMemory) -> None:
-        """Make the agent. Takes about 5 ms and a registration of the pool, which over RDMA pins
-        every page of it.
+        """Create the agent. Takes about 5 ms, plus the registration of the pool, which over RDMA
+        pins every page.
 
         Raises:
             TransferError: this machine cannot offer the path.
@@ -73,26 +71,29 @@ class NixlListener:
             self._agent.poll()
 
     def close(self) -> None:
-        """End the agent. No consumer can read over it afterwards. Idempotent."""
+        """Destroy the agent. No consumer can read over it afterwards. Idempotent."""
         self._agent.destroy()
 
 
-# Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
-# RLIMIT_MEMLOCK as the pool has bytes.
+# Each consumer has the pool registered. That costs 8 bytes for every page that the network card
+# maps, and counts the whole pool against RLIMIT_MEMLOCK.
 MAX_CONSUMERS = 64
 _Made = tuple[NixlListener, ...]
 _rare = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 class ConsumerAgents:
-    """The agents of all consumers. For one thread at a time. No call but `close` waits."""
+    """The producer's agents for paths with keys, one set per consumer. One thread at a time may use
+    it. Only `close` blocks.
+    """
 
     def __init__(
         self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_consumers: int = MAX_CONSUMERS
     ) -> None:
         """
         Args:
-            kinds: each consumer gets one agent for each of them.
+        kinds: paths with keys. Each consumer gets one agent for each of them.
+        max_consumers: limit of consumers that have agents.
         """
         self._kinds = kinds
         self._memory = memory
@@ -102,8 +103,8 @@ class ConsumerAgents:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-consumers")
 
     def prepare(self, consumer: int) -> Future[Any]:
-        """Start to make a consumer's agents. The Future also completes if there is none to make, or
-        no place for one: consumers that are gone keep their place until their agents have ended.
+        """Start to create a consumer's agents. The Future also completes if there are none to
+        create or the limit is reached. Dismissed consumers count until their agents are destroyed.
         """
         if not self._kinds:
             return prepared()
@@ -119,21 +120,19 @@ class ConsumerAgents:
         return self._made[consumer]
 
     def offers(self, consumer: int) -> tuple[NixlOffer, ...]:
-        """Return the offerings made for the consumer so far."""
+        """Return the paths that are ready for the consumer."""
         made = self._made.get(consumer)
         return tuple(each.offer for each in made.result()) if made and made.done() else ()
 
     def dismiss(self, consumer: int) -> None:
-        """End the consumer's agents soon, and with them the use of its keys. Idempotent."""
+        """Destroy the consumer's agents soon, which revokes its keys. Idempotent."""
         made = self._made.pop(consumer, None)
         if made is not None:
             made.cancel()
             self._thread.submit(self._end, made)
 
     def poll(self) -> None:
-        """Poll all agents. Dismiss consumers whose agents fail: such a failure affects only that
-        consumer.
-        """
+        """Poll all agents. Dismiss a consumer whose agent fails, without effect on the others."""
         for consumer, made in list(self._made.items()):
             try:
                 for offering in made.result() if made.done() else ():
@@ -143,7 +142,7 @@ class ConsumerAgents:
                 self.dismiss(consumer)
 
     def close(self) -> None:
-        """Dismiss all consumers, and wait until all agents have ended."""
+        """Dismiss all consumers, and block until all agents are destroyed."""
         for consumer in list(self._made):
             self.dismiss(consumer)
         self._thread.shutdown()
@@ -175,10 +174,10 @@ _log = logging.getLogger(__name__)
 
 
 class NixlProducer:
-    """Offers every path that this machine supports. For one thread at a time."""
+    """The producer of all one-sided paths that this machine supports. For one thread at a time."""
 
     def __init__(self, memory: NixlMemory, kinds: Sequence[PathKind]) -> None:
-        """Raise TransferError if this machine can offer no path."""
+        """Raises TransferError if this machine supports none of the paths."""
         memory.use()
         self._memory = memory
         self._offerings: list[NixlListener] = []  # shared by all consumers
@@ -190,7 +189,7 @@ class NixlProducer:
             except TransferError as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
-            if kind.keyed:  # made only to check that the path works
+            if kind.keyed:  # created only to check that the path works
                 offering.close()
                 keyed.append(kind)
             else:
@@ -224,16 +223,14 @@ class NixlProducer:
         )
 
     def dismiss(self, consumer: int) -> None:
-        """End the consumer's agents. On paths without keys, the consumer keeps its knowledge of
-        this memory.
-        """
+        """Destroy the consumer's agents. On paths without keys the consumer can still read."""
         self._consumers.dismiss(consumer)
 
     def publish(self, consumer: int, pages: Ints) -> None:
-        """Do nothing: reads do not involve the producer."""
+        """No-op: reads do not involve the producer."""
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Do nothing: the consumer discards the data of late reads."""
+        """No-op: the consumer discards the data of late reads."""
 
     def poll(self) -> None:
         self._memory.use()
@@ -249,7 +246,7 @@ class NixlProducer:
 
 
 class NixlBackend:
-    """Producers and consumers of host and device memory. Loads nixl on first use."""
+    """The NIXL backend, for host and device memory. Imports NIXL on first use."""
 
     name = "nixl"
 
@@ -260,7 +257,7 @@ class NixlBackend:
     ) -> None:
         """
         Args:
-            paths: a name may occur once for each kind of memory.
+        paths: paths to offer. A name may occur once for each kind of memory.
         """
         self._paths = paths
         self._memory_of = memory_of

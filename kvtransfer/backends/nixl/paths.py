@@ -1,18 +1,18 @@
-"""The one-sided paths that nixl may use, in order of preference, and the proof of each.
+"""The one-sided paths that NIXL may use, in order of preference, and the proof of each.
 
-UCX uses any transport that it finds and does not report which one. If no transport reads alone, UCX
-uses the producer's help. So every path has transports of its own, none of them is sockets, and no
-KV goes over a path before it is proved. The proof has two parts. The consumer reads bytes that only
-the producer can have sent. Then a first read succeeds without help of the producer, which is not
-polled.
+UCX picks any transport that it finds and does not report which. If none supports one-sided reads,
+UCX falls back to copies by the producer. Therefore each path restricts the transports of its
+agents, without sockets, and no KV is read before the path is proved. The proof has two parts.
+First, the consumer reads bytes that only the producer can have sent. Then a first read succeeds
+although the producer is not polled.
 
-cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has not been run on any
-yet. For rdma, the producer's metadata is trusted as far as the pair stream that carried it: UCX
-ends the process on some forged metadata. The producer is also polled while consumers connect over
-rdma, because both ends of a reliable connection must learn of each other.
+cma, cuda_ipc and nvlink connect processes of one host. rdma connects hosts and has not been run on
+any yet. Over rdma, the producer's metadata is trusted as far as the pair stream that carried it,
+because UCX aborts the process on some forged metadata. The producer is also polled while rdma
+consumers connect, because both ends take part in setting up a reliable connection.
 
-Only rdma uses keys that can be revoked. Within a host a consumer reads by process id and address,
-or maps all memory of a device by a handle that the driver never revokes.
+Only rdma has keys that can be revoked. Within a host, a consumer reads by process id and address,
+or maps device memory with a handle that the driver never revokes.
 """
 
 from collections.abc import Callable
@@ -29,67 +29,65 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NixlTransports:
-    """All transports that an agent may use, in UCX's words. The user's environment has no effect.
+    """The transports that an agent may use, by their UCX names. Overrides the user's environment.
 
-    Never tcp: it listens on every interface and lets any sender write to any address. UCX needs one
-    transport for messages. On one host that is `posix`: memory for this user alone, behind
-    /proc/<pid>/fd, so without a public name, and unreachable wherever another process' memory is
-    unreachable. `sysv` would be open to the group, and reachable where that memory is not.
+    tcp is never among them: it listens on every interface and lets any sender write to any address.
+    UCX needs one transport for messages. On one host this is `posix`, whose memory only this user
+    can open, through /proc/<pid>/fd. It is reachable exactly where the other process' memory is.
+    `sysv` would also be open to the user's group.
     """
 
     names: str
-    # UCX's handling of peers that are gone. It refuses posix with "peer". With "none", a read from
-    # a process that has ended still fails, because the kernel reports it.
+    # UCX's error handling for dead peers. UCX rejects posix with "peer". With "none", a read from a
+    # dead process still fails, because the kernel reports it.
     errors: Literal["none", "peer"]
-    # Whether a producer must be polled while a consumer connects. Over shared memory it need not
-    # even run: a consumer has connected to, and read for 40 s from, a producer stopped by SIGSTOP.
+    # Whether a producer must be polled while a consumer connects. Not needed over shared memory: a
+    # consumer connected to a producer stopped by SIGSTOP, and read from it for 40 s.
     polled: bool = False
-    devices: Callable[[], str] = lambda: "all"  # of the network. May raise TransferError
+    devices: Callable[[], str] = lambda: "all"  # network devices. May raise TransferError
 
 
-# Nixl rejects an agent that cannot recognise GPU memory on a machine that has a GPU.
+# NIXL rejects an agent without cuda_copy on a machine that has a GPU.
 HOST = NixlTransports("cma,posix,cuda_copy", errors="none")
 
 
 class PathEvidence(Protocol):
-    """Evidence in the producer's memory that proves the path to a consumer that finds it. Kept
-    while the offer is valid.
+    """Bytes in the producer's memory that prove a path to a consumer that reads them. Kept while
+    the path is offered.
     """
 
     def describe(self, metadata: bytes) -> bytes:
-        """Return what a consumer needs to find it, for a path whose agent has this metadata. Called
-        once.
-        """
+        """Return the serialised location of the evidence, for an agent's metadata. Called once."""
         ...
 
 
 class ProvedPath(Protocol):
-    """The consumer's end of a proved path. For one thread."""
+    """The consumer's end of a proved path. Not thread-safe."""
 
-    path: str  # what carries the bytes, as named in metrics
+    path: str  # name of the data path, as in metrics
 
     def close(self) -> None:
-        """Release what the path needs, after the last read. Idempotent."""
+        """Release the path's resources, after the last read. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PathKind:
-    """One path that nixl may use."""
+    """One path that NIXL may use, with its transports and its proof."""
 
     name: str
-    memory: str  # cpu | cuda: where both pools are
-    transports: NixlTransports  # of its agents
+    memory: str  # cpu | cuda: kind of memory of both pools
+    transports: NixlTransports  # transports of its agents
     evidence: Callable[
         [PagePool, PagePool], PathEvidence
-    ]  # takes the producer's pool and scratch pages
-    # Takes the evidence, the metadata and the consumer's pool.
+    ]  # args: the producer's pool and its scratch pages
+    # Args: the evidence, the metadata, the consumer's pool.
     prove: Callable[[bytes, bytes, PagePool], ProvedPath]
-    part_bytes: int  # of one read: bounds the time until a stop of the connection is noticed
-    # A detour inside UCX, through host memory, is slower than this. 0: there is no such detour.
+    part_bytes: int  # size of one read, which bounds how long `stop` takes
+    # Lower limit of the probed rate. A detour of UCX through host memory is slower. 0: no limit.
     min_gib_per_s: float = 0.0
-    # The description given to a consumer has keys, which allow reads until they are revoked. Each
-    # consumer has an agent of its own at the producer, and its keys end with the agent.
+    # Whether the description given to a consumer has keys that allow reads until they are revoked.
+    # Then the producer creates an agent for each consumer, whose end revokes its keys.
     keyed: bool = False
 
 
@@ -105,7 +103,7 @@ PATHS = (
         32 * _MIB,
         min_gib_per_s=2.0,
     ),
-    # "rc" includes ud, but only to make contact.
+    # "rc" includes ud, used only to set up connections.
     PathKind(
         "rdma",
         "cpu",
@@ -115,7 +113,7 @@ PATHS = (
         16 * _MIB,
         keyed=True,
     ),
-    # Without GPUDirect RDMA, UCX would go through host memory with the producer's help.
+    # Without GPUDirect RDMA, UCX would copy through host memory with the producer's help.
     PathKind(
         "rdma",
         "cuda",

@@ -1,1 +1,1 @@
-"""The data path that works everywhere, over Baton's own sockets."""
+"""The tcp data path, which works between any two hosts, over Baton's own socket protocol."""

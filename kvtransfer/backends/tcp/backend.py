@@ -1,6 +1,4 @@
-"""The tcp data path: Baton's own sockets, which work everywhere, and memory of any kind at either
-end.
-"""
+"""The tcp backend: works between any two hosts, and with host or device memory at either end."""
 
 from collections.abc import Callable
 
@@ -18,8 +16,8 @@ _ALIKE = "transfer.encrypt (and with auto, server.tls) must be the same on both 
 
 
 def memory_of(pool: PagePool) -> TcpMemory:
-    """Return the memory of a pool. Host memory is sent and filled in place, device memory is
-    staged. Raises TransferError if the pool is not on the device it names.
+    """Return the memory of a pool. Host memory is used in place, device memory is staged. Raises
+    TransferError if the pool is not on the named device.
     """
     if pool.device == "cpu":
         return TcpHostMemory(pool)
@@ -29,10 +27,9 @@ def memory_of(pool: PagePool) -> TcpMemory:
 class TcpBackend:
     """The tcp backend.
 
-    Producers bind to `data_host`, which is also the address that consumers are given, and to
-    `data_port`. With port 0 each producer takes a free one, so the backend may serve several pools
-    at once. With `encrypted`, all bytes of pages are in TLS, and producers or consumers without it
-    are rejected.
+    Producers bind to `data_host` and `data_port`, and consumers connect to the same address. With
+    port 0 each producer binds a free port, so one backend may serve several pools. With
+    `encrypted`, pages are sent over TLS, and peers without TLS are rejected.
     """
 
     name = "tcp"

@@ -1,7 +1,7 @@
-"""The certificate of one producer process, made at its start and gone with it.
+"""The self-signed certificate of a producer process, created at its start and never stored.
 
-Separate from tls.py because the library that makes it takes longer to load than Baton's own
-modules. It is imported only if data connections are encrypted.
+Separate from tls.py because the cryptography library is slow to import. It is imported only if data
+connections are encrypted.
 """
 
 from datetime import UTC, datetime, timedelta

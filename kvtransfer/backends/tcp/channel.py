@@ -1,6 +1,5 @@
-"""Byte transfer over a data connection whose ends are authenticated. Plain here, TLS in tls.py.
-
-Knows sockets and addresses of memory, neither frames nor consumers.
+"""Byte transfer over an authenticated data connection: the interface, and its plain-text
+implementation. tls.py has the encrypted one.
 """
 
 import contextlib
@@ -13,43 +12,43 @@ from kvtransfer.backends.scatter import Vectors, receive_vectors, send_vectors
 
 
 class TcpChannel(Protocol):
-    """One end of an authenticated data connection. For one thread, except `end`. Every method but
-    `end` and `close` raises OSError if the connection is gone, and TransferError if the other end
-    has closed it.
+    """One end of an authenticated data connection. One thread uses it, except for `end`. Every
+    method but `end` and `close` raises OSError if the connection has failed, and TransferError if
+    the peer has closed it.
     """
 
     def start(self, seal: bytes, timeout_s: float) -> None:
-        """Start the channel. Called first. `seal` is known to both ends and to no other process.
+        """Start the channel, before any other call. `seal` is known only to the two ends.
 
         Raises:
-            TransferError: the other end is not authentic, or does not support this kind of channel.
+            TransferError: the peer is not authentic, or does not support this kind of channel.
         """
         ...
 
     def send(self, data: bytes) -> None: ...
 
     def send_vectors(self, vectors: Vectors, num_bytes: int) -> None:
-        """Send all num_bytes of the vectors."""
+        """Send the vectors, num_bytes in total."""
         ...
 
     def receive(self, num_bytes: int) -> bytes: ...
 
     def receive_vectors(self, vectors: Vectors, num_bytes: int) -> None:
-        """Fill all num_bytes of the vectors."""
+        """Fill the vectors, num_bytes in total."""
         ...
 
     def has_input(self) -> bool:
-        """Return whether there is something to receive, including the end of the stream."""
+        """Return whether data, or the end of the stream, can be received."""
         ...
 
     def end(self) -> None:
-        """Make a call in progress, and every later one, raise soon. Any thread, but not while
-        `close` runs. Never blocks.
+        """Make a call in progress, and every later one, raise soon. Never blocks. Any thread may
+        call it, but not during `close`.
         """
         ...
 
     def close(self) -> None:
-        """Close the channel. After it returns no byte lands. Outside every other call.
+        """Close the channel. Afterwards no more bytes arrive. Only outside other calls.
         Idempotent.
         """
         ...
@@ -97,8 +96,8 @@ def is_readable(connection: socket.socket) -> bool:
 
 
 def end(connection: socket.socket) -> None:
-    """End both directions. Does not call the method of the socket's own class: for a TLS socket
-    that would continue in plain text, and land encrypted bytes as if they were plain.
+    """Shut down both directions. Bypasses the TLS socket's own `shutdown`, which would continue in
+    plain text and store encrypted bytes as if they were plain.
     """
-    with contextlib.suppress(OSError):  # the other end may have closed it first
+    with contextlib.suppress(OSError):  # the peer may have closed it first
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,8 +1,9 @@
-"""The consumer's end of the tcp backend: sends page ids, receives raw pages into the pool.
+"""The consumer's end of the tcp backend: sends page ids and receives raw pages into the pool.
 
-The fence is `stop` (shutdown of the socket) plus the user thread's return from `copy`. Closing
-alone would let a blocked receive land bytes that the kernel already has, so `close` belongs to the
-user thread. It then waits for device copies out of the staging memory.
+No more bytes arrive after `stop` (which shuts the socket down) and the user thread's return from
+`copy`. Closing the socket would not be enough, because a blocked receive could still store bytes
+that the kernel already has. Therefore only the user thread calls `close`, which then waits for
+device copies out of the staging memory.
 """
 
 import hmac
@@ -44,11 +45,12 @@ from kvtransfer.backends.tcp.wire import (
 )
 
 _REQUESTS_AHEAD = 4
-_Read: TypeAlias = tuple[PagePart, Ints, Ints]  # of a part of source pages, into other pages
+# A byte range, its source pages, its destination pages.
+_Read: TypeAlias = tuple[PagePart, Ints, Ints]
 
 
 class TcpConnection:
-    """One socket to one producer process."""
+    """A consumer's connection: one socket to one producer process."""
 
     path = "tcp"
 
@@ -60,9 +62,7 @@ class TcpConnection:
         memory: TcpMemory,
         reads: ReadMap,
     ) -> None:
-        """Connect. Blocks for CONNECT_S at most. Raises TransferError if the producer cannot be
-        reached.
-        """
+        """Connect within CONNECT_S seconds. Raises TransferError if that fails."""
         self._peer = f"{description.host}:{description.port}"
         self._map = reads
         # Probes read as much of a page as both sides have.
@@ -91,7 +91,7 @@ class TcpConnection:
         )
 
     def stop(self) -> None:
-        with self._lock:  # otherwise the descriptor may belong to another file by now
+        with self._lock:  # otherwise the descriptor may already belong to another file
             self._stopped = True
             self._channel.end()
 
@@ -111,13 +111,13 @@ class TcpConnection:
             refused = self._exchange(kind, self._requests(reads))
             self._arrivals.settle()
         except (OSError, TransferError) as error:
-            self.stop()  # the start of the next frame is unknown now
+            self.stop()  # the start of the next frame is unknown
             raise TransferError(f"tcp from {self._peer}: {error}") from None
         if refused is not None:
             raise ReadRefused(f"the producer does not publish page {refused} to this consumer")
 
     def _requests(self, reads: Iterable[_Read]) -> list[_Read]:
-        """Cut reads into requests."""
+        """Split reads into requests of at most `request_bytes`."""
         requests = []
         for part, source, destination in reads:
             room = self._arrivals.request_bytes // part.size
@@ -128,8 +128,8 @@ class TcpConnection:
         return requests
 
     def _exchange(self, kind: FrameKind, requests: Sequence[_Read]) -> int | None:
-        """Send all requests, a few ahead of the replies. Returns the first page that was refused,
-        or None. No reply is outstanding then.
+        """Send all requests, a few ahead of the replies, and receive every reply. Returns the first
+        page that the producer refused, or None.
         """
         num_asked = 0
         refused = None
@@ -167,9 +167,7 @@ class TcpConnection:
 
 
 def _connect(description: TcpDescription) -> TcpChannel:
-    """Return an authenticated connection. Raises OSError (including TimeoutError) or
-    TransferError.
-    """
+    """Open an authenticated connection. Raises OSError (also TimeoutError) or TransferError."""
     late = time.monotonic() + CONNECT_S
     connection = socket.create_connection((description.host, description.port), CONNECT_S)
     try:
@@ -194,7 +192,7 @@ def _connect(description: TcpDescription) -> TcpChannel:
 def _introduce(connection: socket.socket, description: TcpDescription, late: float) -> TcpProofs:
     """Authenticate both ends to each other."""
     set_options(connection)
-    count = time.monotonic_ns()  # ranks of a consumer connect in any order
+    count = time.monotonic_ns()  # ranks of one consumer connect in any order
     proofs = TcpProofs.by(description.key, count)
     connection.sendall(INTRODUCTION.pack(MAGIC, description.consumer, count, proofs.of_consumer))
     answer = receive_before(connection, KEY_BYTES, late)

@@ -1,6 +1,5 @@
-"""The consumers that a tcp producer admits, and the open connections of each consumer's key.
-
-Knows keys, channels and threads, not pages. Any thread.
+"""The keys of the consumers that a tcp producer has admitted, and the open connections of each key.
+Thread-safe.
 """
 
 import hmac
@@ -12,24 +11,24 @@ from common.errors import Overloaded, ProtocolViolation
 from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, TcpProofs
 
-_MAX_OF_ONE_CONSUMER = 80  # 64 ranks need one each, and some open a successor
+_MAX_OF_ONE_CONSUMER = 80  # up to 64 ranks have one each, and some reconnect before it ends
 _MAX_CONNECTIONS = 256
-_MAX_COUNTS = 256  # more than connect at the same time
+_MAX_COUNTS = 256  # above the number of connections that connect at once
 
 
 @dataclass(slots=True)
 class _Consumer:
     key: bytes
-    counts: set[int] = field(default_factory=set)  # of its newest connections
-    oldest: int = -1  # this count and smaller ones are not new
+    counts: set[int] = field(default_factory=set)  # counts of its newest connections
+    oldest: int = -1  # this count and smaller ones are rejected as replays
     channels: list[TcpChannel] = field(default_factory=list)  # oldest first
 
 
 class TcpConsumers:
     """Keys and connections of the admitted consumers.
 
-    A consumer has a key from `admit` to `dismiss`. Its connections end with the key.
-    The acceptor's thread calls `proved` and then `enter` for each connection.
+    A consumer has a key from `admit` to `dismiss`, which also ends its connections. For each new
+    connection, the acceptor's thread calls `proved` and then `enter`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class TcpConsumers:
                 channel.end()
 
     def proved(self, consumer: int, count: int, proof: bytes) -> TcpProofs:
-        """Return all proofs of a connection, if it has sent the consumer's proof.
+        """Check the proof of a new connection, and return all proofs for it.
 
         Raises:
             ProtocolViolation: the proof is invalid or was used before.
@@ -66,15 +65,15 @@ class TcpConsumers:
             raise ProtocolViolation(f"the proof of consumer {consumer} was used before")
         if num_open >= _MAX_CONNECTIONS:
             raise Overloaded(f"{_MAX_CONNECTIONS} data connections are open")
-        known.counts.add(count)  # ranks of a consumer connect in any order
+        known.counts.add(count)  # ranks of one consumer connect in any order
         if len(known.counts) > _MAX_COUNTS:
             known.oldest = min(known.counts)
             known.counts.remove(known.oldest)
         return proofs
 
     def enter(self, consumer: int, channel: TcpChannel, thread: threading.Thread) -> None:
-        """Start the thread of a consumer's connection. The thread must call `leave`. Above the
-        limit per consumer, the consumer's oldest connection is ended.
+        """Start the thread of a consumer's connection, which must call `leave` at its end. Above
+        the limit per consumer, the consumer's oldest connection is ended.
 
         Raises:
             ProtocolViolation: the consumer has been dismissed in the meantime.
@@ -95,7 +94,7 @@ class TcpConsumers:
 
     def leave(self, consumer: int, channel: TcpChannel) -> None:
         """Remove the channel and close it."""
-        with self._lock:  # otherwise `end` might meet the descriptor of another file
+        with self._lock:  # otherwise `end` might shut down another file's descriptor
             del self._threads[channel]
             known = self._consumers.get(consumer)
             if known is not None and channel in known.channels:

@@ -1,7 +1,7 @@
-"""Transfer of pages between a pool and a socket, for host memory and through a common interface.
+"""Transfer of pages between a pool and a socket: the interface, and its implementation for host
+memory.
 
-Host memory needs no staging: bytes go directly from and into the pool. staging.py implements the
-interface for device memory. The ends of a connection know only this interface.
+Host memory is sent and received in place. staging.py implements the interface for device memory.
 """
 
 from collections.abc import Callable
@@ -13,39 +13,40 @@ from kvtransfer.backends.scatter import PageTable, Vectors
 from kvtransfer.backends.scratch import ReadScratch
 from kvtransfer.backends.tcp.wire import FrameKind
 
-# The iovecs of a head and of the pages after it. Blocks until the pages are in host memory. The
-# head must live for as long as the iovecs are used.
+# Returns the iovecs of a head and of the pages after it. Blocks until the pages are in host memory.
+# The head must live as long as the iovecs are used.
 Load: TypeAlias = Callable[[bytearray], Vectors]
 
 
 class SendBuffers(Protocol):
-    """Pages on their way into one socket. For one thread."""
+    """The sending side of one connection: pages on their way into the socket. Not thread-safe."""
 
-    num_ahead: int  # loads that may be started before an earlier one has been sent
+    num_ahead: int  # loads that may be started before an earlier one is sent
 
     def begin(self, kind: FrameKind, pages: Ints, cut: PageCut) -> Load:
-        """Start to load this cut of pages. They must be in range, and at most as much as one
-        request may ask for. The memory that a load names is overwritten by the load that is started
-        num_ahead + 1 loads later.
+        """Start to load the byte range `cut` of these pages. They must be in range and fit into one
+        request. The memory of a load is overwritten by the load started num_ahead + 1 loads later.
 
         Raises:
-            DeviceFailure: the device failed. The load itself may raise it too.
+            DeviceFailure: the device failed. Calling the returned load may raise it too.
         """
         ...
 
     def close(self) -> None:
-        """Close it. After it returns nothing reads the pool for this connection. Idempotent."""
+        """Release the buffers. Afterwards nothing reads the pool for this connection.
+        Idempotent.
+        """
         ...
 
 
 class ReceiveBuffers(Protocol):
-    """Pages on their way from one socket into a pool. For one thread."""
+    """The receiving side of one connection: pages from the socket into a pool. Not thread-safe."""
 
-    request_bytes: int  # the most that one request for several pages should ask for
+    request_bytes: int  # upper limit for one request of several pages
 
     def vectors(self, pages: Ints, head: bytearray, kind: FrameKind, cut: PageCut) -> Vectors:
-        """Return the iovecs of `head` and then of the bytes for this cut of the pages, in order.
-        They must be in range, and `head` must live for as long as the iovecs are used.
+        """Return the iovecs of `head`, then of the byte range `cut` of these pages, in order. The
+        pages must be in range. `head` must live as long as the iovecs are used.
 
         Raises:
             DeviceFailure: the device failed. All methods here may raise it.
@@ -53,38 +54,34 @@ class ReceiveBuffers(Protocol):
         ...
 
     def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
-        """Record that the bytes of the latest `vectors` call have arrived. The arguments must be
-        the same.
-        """
+        """Record that the bytes of the latest `vectors` call, with the same arguments, arrived."""
         ...
 
     def settle(self) -> None:
-        """Return when every landed page is in the pool and visible to the next forward that is
-        launched. Nothing lands later.
+        """Block until every received page is in the pool, visible to the next forward pass. No
+        later writes follow.
         """
         ...
 
 
 class TcpMemory(Protocol):
     """The memory that one end serves from or reads into: a pool, and scratch pages on the same
-    device. For any number of connections and threads.
+    device. Shared by any number of connections and threads.
     """
 
     scratch_pages: int
 
     def departures(self) -> SendBuffers:
-        """Return the sending side of a new connection. Raises TransferError if memory is short."""
+        """Return the sending side for a new connection. Raises TransferError if memory is short."""
         ...
 
     def arrivals(self) -> ReceiveBuffers:
-        """Return the receiving side of a new connection. Raises TransferError if memory
-        is short.
-        """
+        """Return the receiving side of a connection. Raises TransferError if memory is short."""
         ...
 
 
 class TcpHostMemory:
-    """Host memory: bytes go directly between pool and socket."""
+    """Host memory. Bytes go directly between pool and socket."""
 
     def __init__(self, pool: PagePool) -> None:
         self._scratch = ReadScratch(pool.page_bytes)
@@ -111,7 +108,7 @@ class _HostDepartures:
         return partial(self._tables[kind].vectors, pages, cut=cut)
 
     def close(self) -> None:
-        """Do nothing: the socket has copied what it sent."""
+        """No-op: the socket has copied what it sent."""
 
 
 class _HostArrivals:
@@ -124,7 +121,7 @@ class _HostArrivals:
         return self._tables[kind].vectors(pages, head, cut)
 
     def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
-        """Do nothing: the pages are in the pool."""
+        """No-op: the pages are already in the pool."""
 
     def settle(self) -> None:
-        """Do nothing: the pages are in the pool."""
+        """No-op: the pages are already in the pool."""

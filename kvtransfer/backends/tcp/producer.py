@@ -1,14 +1,13 @@
-"""The producer's end of the tcp backend: serves pages on threads of its own.
+"""The producer's end of the tcp backend: serves pages on its own threads.
 
-One thread accepts connections and holds them until they introduce themselves. An unauthenticated
-connection costs one descriptor for two seconds, and never a thread or a handshake. Consumers
-introduce themselves immediately, so they rarely wait here. At the limit, the oldest connection of
-the host with the most waiting connections is closed, so a flood of silent connections does not
-displace consumers.
+One thread accepts connections and holds them until they authenticate. An unauthenticated connection
+costs one descriptor for two seconds, and never a thread or a TLS handshake. Consumers authenticate
+immediately, so they rarely wait here. At the limit, the oldest connection of the host with the most
+waiting connections is closed, so a flood of silent connections does not displace consumers.
 
-One thread per connection answers its requests in order. Only pages published to that consumer are
-served. A consumer that requests other pages, or sends invalid data, breaks only its own connection.
-A dismissed consumer has no connection (consumers.py).
+One thread per connection answers its requests in order. It serves only pages published to that
+consumer. A consumer that requests other pages, or sends invalid data, breaks only its own
+connection. Dismissing a consumer ends its connections (consumers.py).
 """
 
 import logging
@@ -48,8 +47,8 @@ from kvtransfer.backends.tcp.wire import (
 
 
 class PublishedPages:
-    """Counts of publications by consumer and page. Costs 4 bytes a page for each consumer
-    that has any.
+    """Counts how often each page is published to each consumer. Costs 4 bytes per page for each
+    consumer with publications.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -91,7 +90,7 @@ class PublishedPages:
             self._totals.pop(consumer, None)
 
     def first_refused(self, consumer: int, pages: Ints) -> int | None:
-        """Return the first of these pages that this consumer may not read now, or None."""
+        """Return the first page that this consumer may not read now, or None."""
         if not len(pages):
             return None
         if (outside := first_outside(pages, self._num_pages)) is not None:
@@ -112,7 +111,7 @@ _BACKLOG = 512
 _OUT_OF_DESCRIPTORS_S = 0.05
 _END_S = 5.0
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
-# A connection (blocking, owned by the callee), the host of its other end, its introduction.
+# Args: a blocking connection, owned by the callee. The peer's host. Its introduction.
 Admit: TypeAlias = Callable[[socket.socket, str, bytes], None]
 
 
@@ -124,17 +123,19 @@ class _Pending:
 
 
 class TcpAcceptor:
-    """Listens on `port` of `host` (0: any free one) until it is shut."""
+    """Listens on `port` of `host` (0: any free port) until `shut`, and passes on connections that
+    have introduced themselves.
+    """
 
     def __init__(
         self, host: str, port: int, admit: Admit, *, patience_s: float = _PATIENCE_S
     ) -> None:
-        """
+        """Bind the port.
+
         Args:
             admit: called on the acceptor's thread with each connection that has introduced itself.
                 Raises ServingError or OSError to reject it. Must not block.
             patience_s: seconds that a connection may take to introduce itself.
-
         Raises:
             TransferError: the host or the port cannot be bound.
         """
@@ -158,7 +159,7 @@ class TcpAcceptor:
         self._thread.join(_END_S)
         if self._thread.is_alive():
             raise EngineFault("the acceptor thread of a tcp producer does not stop")
-        self._listener.close()  # not by its thread, which may end before the shutdown above
+        self._listener.close()  # only here: the thread may end before the shutdown above
 
     # On the acceptor's thread --------------------------------------------------------------------
 
@@ -183,10 +184,10 @@ class TcpAcceptor:
         try:
             connection, address = self._listener.accept()
         except BlockingIOError:
-            return  # the connection has ended again
+            return  # the peer has already closed it
         except OSError as error:
             if not self._shut:
-                # It ended in the backlog, or no descriptors are left for a moment.
+                # The peer closed it while it was in the backlog, or no descriptors are free now.
                 _log.warning("data connection not accepted", reason=error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
@@ -203,7 +204,7 @@ class TcpAcceptor:
     def _hear(self, connection: socket.socket) -> None:
         pending = self._pending.get(connection)
         if pending is None:
-            return  # removed a moment ago
+            return  # removed in the meantime
         try:
             heard = connection.recv(INTRODUCTION.size - len(pending.said))
         except BlockingIOError:
@@ -264,7 +265,7 @@ _HANDSHAKE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A reply that has been started but not sent."""
+    """A reply whose load has started and that is not sent yet."""
 
     head: bytearray
     load: Load
@@ -272,12 +273,12 @@ class _Answer:
 
 
 class TcpProducer:
-    """Listens on `port` of `host` (0: any free one) until closed."""
+    """The tcp producer. Listens on `port` of `host` (0: any free port) until closed."""
 
     def __init__(
         self, host: str, port: int, pool: PagePool, memory: TcpMemory, tls: ProducerTls | None
     ) -> None:
-        """Raise TransferError if the host or the port cannot be bound."""
+        """Raises TransferError if the host or the port cannot be bound."""
         self._host = host
         self._pool = pool
         self._memory = memory
@@ -318,7 +319,7 @@ class TcpProducer:
         self._publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
-        """Do nothing: the producer's own threads serve consumers."""
+        """No-op: the producer's own threads serve consumers."""
 
     def close(self) -> None:
         self._acceptor.shut()
@@ -332,7 +333,7 @@ class TcpProducer:
     # On the acceptor's thread ---------------------------------------------------------------------
 
     def _admit(self, connection: socket.socket, host: str, introduction: bytes) -> None:
-        """Serve a connection on a thread of its own if a consumer has opened it."""
+        """Authenticate a new connection, and serve it on a thread of its own."""
         magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
             raise ProtocolViolation("it does not use the protocol of consumers")
@@ -373,8 +374,8 @@ class TcpProducer:
             raise ProtocolViolation(str(error)) from None
 
     def _answer_all(self, channel: TcpChannel, consumer: int, departures: SendBuffers) -> None:
-        """Answer requests until the consumer disconnects. Starts the next reply before sending one,
-        if pages can be staged and the consumer has requested more.
+        """Answer requests until the consumer disconnects. Loads the next reply while one is sent,
+        if pages are staged and the consumer has sent another request.
         """
         answers = deque([self._begin(channel, consumer, departures)])
         while True:
@@ -387,7 +388,9 @@ class TcpProducer:
                 answers.append(self._begin(channel, consumer, departures))
 
     def _begin(self, channel: TcpChannel, consumer: int, departures: SendBuffers) -> _Answer:
-        """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
+        """Receive one request and start its reply, with the pages, or zeros if a page is
+        refused.
+        """
         kind, num_pages, at, size = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= size <= at + size <= self._pool.page_bytes:
             raise ProtocolViolation(f"a request for {size} bytes at offset {at} of pages")

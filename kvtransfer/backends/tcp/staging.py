@@ -1,11 +1,11 @@
-"""Staging of device pages in host memory, a few megabytes ahead of the socket.
+"""Staging of device pages in pinned host memory, a few megabytes ahead of the socket.
 
-Each connection has two slots of pinned memory. While the socket empties or fills one, the device
-fills or empties the other, on a stream for such copies only. A slot holds as much as one request
-may ask for, so memory here does not grow with the size of a hand-off.
+Each connection has two slots of pinned memory. While the socket uses one slot, the device fills or
+empties the other, on a copy stream. A slot holds one request, so memory here does not grow with the
+size of a hand-off.
 
-Large pages are copied one by one. For small pages, starting a copy costs more than moving its
-bytes: they are packed on the device, and one copy moves them all.
+Large pages are copied one by one. For small pages, starting a copy costs more than moving the
+bytes. They are packed on the device and moved by one copy.
 """
 
 from functools import partial
@@ -23,15 +23,15 @@ from kvtransfer.backends.tcp.memory import Load
 from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, FrameKind, max_request_bytes
 
 _NUM_SLOTS = 2
-_LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy
-_PACK_BYTES = 16  # alignment that pack_pages needs of sizes and addresses
+_LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s, several times the cost of enqueuing a copy
+_PACK_BYTES = 16  # alignment of sizes and addresses that pack_pages needs
 
 
 class StagedMemory:
-    """The pool of a device, and scratch pages on it, for connections over tcp."""
+    """A pool in device memory, and scratch pages on the device, for tcp connections."""
 
     def __init__(self, pool: PagePool, device: DeviceRuntime) -> None:
-        """Raise TransferError if the pool is not on that device or device memory is short."""
+        """Raises TransferError if the pool is not on that device, or device memory is short."""
         device.use()
         self._device = device
         self._scratch = device.scratch(pool.page_bytes)
@@ -61,9 +61,7 @@ class StagedMemory:
         return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
 
     def _rehearse(self) -> None:
-        """Pack and unpack a scratch page, to compile both kernels before a consumer waits for its
-        first pages.
-        """
+        """Compile the pack and unpack kernels before the first read, by packing a scratch page."""
         scratch, page = self._pages[FrameKind.SCRATCH], np.zeros(1, np.int32)
         whole = PageCut(0, scratch.shape[1])
         slot = self._slot(self._device, scratch.shape[1])
@@ -74,7 +72,7 @@ class StagedMemory:
 
 
 class _Slot:
-    """Host memory for the bytes of one request, and the copies between it and the device."""
+    """Pinned host memory for one request, and the copies between it and the device."""
 
     def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
         self.num_bytes = max_request_bytes(page_bytes)
@@ -82,25 +80,21 @@ class _Slot:
         self._mark: CopyMark | None = None
 
     def fetch(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
-        """Start to copy this cut of the pages into the slot. Its previous content must not be
-        needed any more.
-        """
+        """Start to copy the byte range `cut` of these pages into the slot, over its old content."""
         self._begin(queue, partial(self._copy_out, pool, pages, cut))
 
     def bring(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
-        """Start to copy the slot's content into this cut of the pages."""
+        """Start to copy the slot's content into the byte range `cut` of these pages."""
         self._begin(queue, partial(self._copy_in, pool, pages, cut))
 
     def wait(self) -> None:
-        """Wait until no copy from or into this slot is in progress. Raises DeviceFailure."""
+        """Wait until the slot's copies have finished. Raises DeviceFailure."""
         if self._mark is not None:
             self._mark.wait()
             self._mark = None
 
     def vectors(self, num_bytes: int, head: bytearray) -> Vectors:
-        """Return the iovecs of `head` and of the first num_bytes of the slot. Raises
-        DeviceFailure.
-        """
+        """Return the iovecs of `head` and num_bytes of the slot. Raises DeviceFailure."""
         self.wait()
         return np.array(
             [[address_of(head), len(head)], [self.host.data_ptr(), num_bytes]], np.uint64
@@ -130,7 +124,7 @@ class _Slot:
 
 
 class _PackingSlot(_Slot):
-    """A slot for small pages, with as much memory on the device."""
+    """A slot for small pages, with a buffer of the same size on the device, to pack them."""
 
     def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
         super().__init__(device, page_bytes)
@@ -164,13 +158,13 @@ class _PackingSlot(_Slot):
 
 
 def _rows(memory: Tensor, num_pages: int, cut: PageCut) -> Tensor:
-    """Return the first bytes of a slot's memory, a row for each page."""
+    """Return the start of a slot's memory as [num_pages, cut.size]."""
     return memory[: num_pages * cut.size].view(num_pages, cut.size)
 
 
 class _StagedDepartures:
-    """Pages on their way out. A page is published only after the forward that wrote it, so its copy
-    waits for nothing.
+    """The sending side of a connection. A page is published only after the forward pass that wrote
+    it, so a copy waits for nothing.
     """
 
     num_ahead = _NUM_SLOTS - 1  # the other slot is being sent
@@ -194,8 +188,8 @@ class _StagedDepartures:
 
 
 class _StagedArrivals:
-    """Pages on their way in. Every forward that is launched after a copy has landed sees its data:
-    the device orders work behind what the host has seen done.
+    """The receiving side of a connection. A forward pass launched after a copy has finished sees
+    its data, because the device orders new work after work that the host has seen completed.
     """
 
     def __init__(

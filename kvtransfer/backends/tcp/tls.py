@@ -1,9 +1,9 @@
-"""Data connections in TLS 1.3, with a certificate that each producer process makes for itself.
+"""Data connections over TLS 1.3, with a self-signed certificate of each producer process.
 
-No authority is needed: the producer sends the certificate's fingerprint over the pair stream. The
-consumer presents no certificate. Its seal, the first bytes in TLS, identifies it. Pages go from and
-into the pool without a copy in Python, record by record (16 KiB). Each record costs two crossings
-between the interpreter and C at both ends.
+No certificate authority is needed: the producer sends the certificate's fingerprint over the pair
+stream. The consumer presents no certificate. Its seal, the first bytes sent inside TLS, identifies
+it. Pages are encrypted and decrypted in place, record by record (16 KiB). Each record costs two
+calls between Python and C at both ends.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from kvtransfer.backends.scatter import Vectors, views
 from kvtransfer.backends.tcp.channel import end, is_readable
 from kvtransfer.backends.tcp.wire import KEY_BYTES
 
-# SSL_OP_ENABLE_KTLS, which Python names from 3.12 on. Without kernel TLS it changes nothing.
+# SSL_OP_ENABLE_KTLS, which Python exposes from 3.12 on. No effect on a kernel without TLS.
 _KERNEL_TLS = 1 << 3
 
 Seal: TypeAlias = Callable[["TlsTcpChannel", bytes], None]
 
 
 class TlsTcpChannel:
-    """One end of a connection in TLS."""
+    """One end of a TLS connection."""
 
     def __init__(self, secured: ssl.SSLSocket, exchange_seal: Seal) -> None:
         self._socket = secured
@@ -34,7 +34,7 @@ class TlsTcpChannel:
 
     @property
     def certificate(self) -> bytes:
-        """Return the fingerprint of the other end's certificate."""
+        """Return the fingerprint of the peer's certificate."""
         return fingerprint(self._socket.getpeercert(binary_form=True) or b"")
 
     def start(self, seal: bytes, timeout_s: float) -> None:
@@ -80,18 +80,19 @@ class TlsTcpChannel:
 
 
 class ProducerTls:
-    """The producer's end of its connections."""
+    """The producer's TLS context, for all its connections."""
 
     def __init__(self, pem: bytes, certificate: bytes) -> None:
-        """
+        """Load the certificate.
+
         Args:
             pem: private key and certificate.
-            certificate: its fingerprint.
+            certificate: fingerprint of the certificate.
         """
         self.certificate = certificate
         self._context = _context(ssl.PROTOCOL_TLS_SERVER)
         self._context.num_tickets = 0  # sessions are never resumed
-        # Ssl loads certificates from files only.
+        # Python's ssl module loads certificates only from files.
         descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
         with open(descriptor, "wb") as file:
             file.write(pem)
@@ -110,7 +111,7 @@ def consumer_channel(connection: socket.socket, certificate: bytes) -> TlsTcpCha
     """Return the consumer's end. Owns the connection, which must be blocking.
 
     Args:
-        certificate: fingerprint of the producer's.
+        certificate: expected fingerprint of the producer's certificate.
     """
 
     def send_seal(channel: TlsTcpChannel, seal: bytes) -> None:
@@ -125,7 +126,7 @@ def consumer_channel(connection: socket.socket, certificate: bytes) -> TlsTcpCha
 
 
 def fingerprint(certificate: bytes) -> bytes:
-    """Return the SHA-256 of a certificate in DER."""
+    """Return the SHA-256 of a certificate in DER form."""
     return hashlib.sha256(certificate).digest()
 
 

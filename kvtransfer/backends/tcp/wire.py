@@ -1,25 +1,22 @@
 """The wire format of a tcp data connection, and how its two ends authenticate each other.
 
-    consumer  INTRODUCTION: magic, its number, count, proof
+    consumer  INTRODUCTION: magic, consumer number, count, proof
     producer   proof, or the end of the connection
-    both    a TLS handshake, if the description names a certificate; in it the consumer's seal
-    consumer  REQUEST: kind, number of pages, offset and length in each page;
-                     page ids as little-endian int32                            (repeated,
-    producer   REPLY: DATA, then these bytes of the pages in that order             in the same
-        order)
+    both    a TLS handshake, if the description has a certificate, then the consumer's seal
+    consumer  REQUEST: kind, number of pages, offset and length in each page,
+                     page ids as little-endian int32                  (repeated)
+    producer   REPLY: DATA, then these bytes of the pages in that order  (in the order of requests)
                  | REFUSED and a page id, then zeros
 
-A reply is as long as its request implies, so that a consumer lands head and pages in one call. A
-request asks for at least one byte of a page, and for no more than a producer can be expected to
-stage.
+The request determines the length of its reply, so that a consumer receives head and pages in one
+call. A request asks for at least one byte of a page, and at most MAX_REQUEST_BYTES (or one page).
 
-The key is made for one consumer, which is one pair stream, and sent in the producer's Hello. A
-connection to a process that took over the port, or from any other process than that consumer,
-therefore proves nothing. The consumer sends first and immediately, so that the producer can
-identify it on the first read. Each connection has another count, so an overheard proof cannot be
-replayed. TLS starts after the proofs, so that unauthenticated callers cannot make the producer
-compute a handshake. The seal binds the TLS session to the consumer that gave the proof, so a
-relayed proof is useless.
+Each consumer, that is, each pair stream, has its own key, which the producer's Hello carries.
+Neither a process that took over the producer's port nor any other consumer can compute the proofs.
+The consumer sends first, so that the producer can identify it on the first read. Each connection
+has another count, so that a recorded proof cannot be replayed. TLS starts after the proofs, so that
+unauthenticated callers cannot cause handshakes. The seal binds the TLS session to the consumer that
+sent the proof, so that a relayed proof is useless.
 """
 
 import hashlib
@@ -39,7 +36,7 @@ INTRODUCTION = struct.Struct(f"<4sQQ{KEY_BYTES}s")
 REQUEST = struct.Struct("<IIQQ")
 REPLY = struct.Struct("<Ii")
 
-MAX_REQUEST_PAGES = 1023  # plus the head of the reply: the vectors of one sendmsg
+MAX_REQUEST_PAGES = 1023  # the reply's head is one more vector of the same sendmsg
 MAX_REQUEST_BYTES = 4 << 20
 
 _KEEPALIVE_IDLE_S = 5
@@ -49,7 +46,7 @@ _UNACKNOWLEDGED_MS = 10_000
 
 
 class FrameKind(IntEnum):
-    """The producer's memory that a request addresses."""
+    """The kind of producer memory that a request reads."""
 
     POOL = 0
     SCRATCH = 1
@@ -72,18 +69,18 @@ class TcpDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def max_request_pages(size: int) -> int:
-    """Return the number of pages of which one request may ask for `size` bytes."""
+    """Return how many pages one request may name if it reads `size` bytes of each."""
     return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // size))
 
 
 def max_request_bytes(page_bytes: int) -> int:
-    """Return the number of bytes of such pages that one request may ask for."""
+    """Return the largest number of bytes that one request for pages of this size may read."""
     return max(page_bytes, min(MAX_REQUEST_BYTES, MAX_REQUEST_PAGES * page_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class TcpProofs:
-    """Values for one connection that only the two holders of the key can compute."""
+    """Proofs for one connection, which only the two holders of the key can compute."""
 
     of_consumer: bytes
     of_producer: bytes
@@ -98,8 +95,8 @@ class TcpProofs:
 
 
 def set_options(connection: socket.socket) -> None:
-    """Set the options: small requests leave at once, and a silent or vanished peer ends the
-    connection.
+    """Disable Nagle's algorithm, and set keep-alive and timeouts, so that a silent or vanished peer
+    ends the connection.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
