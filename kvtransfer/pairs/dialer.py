@@ -80,8 +80,8 @@ class PairDialer:
     ) -> None:
         """
         Args:
-        make_channel: opens a channel to an address, with this node's credentials, and verifies
-            the producer.
+            make_channel: opens a channel to an address, with this node's credentials, and verifies
+                the producer.
         """
         self._streams = streams
         self._metrics = metrics

@@ -86,8 +86,8 @@ class ProducerEnd:
     ) -> None:
         """
         Args:
-        max_handoffs: limit of open hand-offs. Above it, an Open is answered by a retryable
-            Failed.
+            max_handoffs: limit of open hand-offs. Above it, an Open is answered by a retryable
+                Failed.
         """
         self._tables = tables
         self._max_handoffs = max_handoffs

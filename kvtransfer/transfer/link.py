@@ -41,7 +41,7 @@ class LinkRate:
     def __init__(self, gib_per_s: float, now: float) -> None:
         """
         Args:
-        gib_per_s: result of the first probe.
+            gib_per_s: result of the first probe.
         """
         self._measured = deque([gib_per_s], maxlen=WINDOW)
         self._reported = gib_per_s

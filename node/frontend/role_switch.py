@@ -41,11 +41,11 @@ class RoleSwitch:
     ) -> None:
         """
         Args:
-        program_of: returns a role by name. Raises ServingError if this node cannot have it.
-        pause: accepts no new work from now on, and migrates the requests of this node.
-        resume: accepts new work again.
-        over: called when this role has ended.
-        drain_s: longest wait for the requests of this node.
+            program_of: returns a role by name. Raises ServingError if this node cannot have it.
+            pause: accepts no new work from now on, and migrates the requests of this node.
+            resume: accepts new work again.
+            over: called when this role has ended.
+            drain_s: longest wait for the requests of this node.
         """
         self._engine = engine
         self._program_of = program_of

@@ -92,8 +92,8 @@ class ConsumerAgents:
     ) -> None:
         """
         Args:
-        kinds: paths with keys. Each consumer gets one agent for each of them.
-        max_consumers: limit of consumers that have agents.
+            kinds: paths with keys. Each consumer gets one agent for each of them.
+            max_consumers: limit of consumers that have agents.
         """
         self._kinds = kinds
         self._memory = memory
@@ -257,7 +257,7 @@ class NixlBackend:
     ) -> None:
         """
         Args:
-        paths: paths to offer. A name may occur once for each kind of memory.
+            paths: paths to offer. A name may occur once for each kind of memory.
         """
         self._paths = paths
         self._memory_of = memory_of
