@@ -35,10 +35,9 @@ _MAX_SEED = 2**64 - 1
 
 
 class SamplerFeature:
-    """Sampling parameters of requests that are not greedy. A greedy request has temperature 0 and
-    no other parameter.
+    """Sampling parameters of requests that are not greedy. Engine thread only.
 
-    Engine thread only.
+    A greedy request has temperature 0 and no other parameter.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -115,8 +115,8 @@ class LogitBias:
 class BadWordsFilter:
     """Bad words by slot. They apply to the response, not to the prompt. Engine thread only.
 
-    A word of one token is always forbidden. A longer word is forbidden once its other tokens
-    precede.
+    A word of one token is always forbidden. The last token of a longer word is forbidden after its
+    other tokens, so these must be known.
     """
 
     def __init__(self, table: SlotTable) -> None:
