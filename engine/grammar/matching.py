@@ -166,7 +166,7 @@ class Match:
         self._masks: list[NDArray[np.int32]] = []  # masks after each prefix of the path
         self._mask_s = 0.0  # CPU seconds of a token and its mask, in the last drive
         self._spent_s = 0.0
-        self._clock = 0  # of the thread that drives it, if any
+        self._clock = 0  # CPU clock of the thread that drives it, if any
         self._began_s = 0.0  # value of that clock at the start
 
     @property
