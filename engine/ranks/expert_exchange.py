@@ -14,7 +14,7 @@ from engine.ranks.group import Group
 
 
 class ExpertExchange:
-    """The place of a node in its group, and the exchange of a step. Forward stream only.
+    """The position of a node in its group, and the exchange of a step. Forward stream only.
 
     Args:
         group: the nodes. None: nothing is computed (a survey of the weights).
@@ -24,7 +24,7 @@ class ExpertExchange:
         self._rank = rank
         self._size = size
         self._group = group
-        self._num_tokens: Sequence[int] = ()  # of the current step, by node
+        self._num_tokens: Sequence[int] = ()  # number of tokens of the current step, by node
 
     def part(self, count: int) -> range:
         """Return this node's part of `count` experts.
