@@ -123,7 +123,8 @@ class HostCache:
         self.pages.hold(np.array(taken, np.int32), PageHolder.CACHE)
 
     def pin(self, kept: Sequence[HostPages]) -> Ints:
-        """Hold all pages of these entries for a copy. They must be distinct. Return them."""
+        """Hold all pages of these entries for a copy, and return them. The entries must be
+        distinct."""
         for each in kept:
             each.copies += 1
         pages = np.array([page for each in kept for page in each.present()], np.int32)
