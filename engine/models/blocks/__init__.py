@@ -1,4 +1,4 @@
-"""The blocks of native decoders, one file per mixer and feed-forward net.
+"""The blocks of native decoders: one file per kind of token mixer or feed-forward net.
 
-Each file has the spec (numbers of a configuration) and the block that computes it.
+Each file has a spec, with the numbers of a configuration, and the block that computes with them.
 """
