@@ -32,7 +32,6 @@ class CoreShape:
 
     Attributes:
         context_length: maximum tokens of a request.
-        host_pages: host pages for retracted requests.
         tier_pages: host pages for pages that the prefix cache evicts.
         chunk_tokens: maximum tokens of a chunk, page aligned. None: prompts are not split.
     """

@@ -106,7 +106,6 @@ class PartWeights:
     """The weights of a rank, see RankWeights.
 
     Attributes:
-        source: source of the current weights.
         compares: whether the files must be compared with rank 0's, because they are on another
             host.
         region: see LoadedModel.

@@ -347,11 +347,7 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_split_prefill(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support split prefill.
-
-    Args:
-        backend: backend of the model.
-    """
+    """Raise ConfigError if a feature does not support split prefill."""
     drafter, parallel = config.speculative, config.parallel
     settings = {
         f"parallel.tp: {parallel.tp}": parallel.tp > 1,
@@ -364,11 +360,7 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
 
 
 def check_routed_experts(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support routed experts.
-
-    Args:
-        backend: backend of the model.
-    """
+    """Raise ConfigError if a feature does not support routed experts."""
     split_ms = config.scheduler.split_prefill_ms
     settings = {
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
@@ -379,11 +371,7 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
 
 
 def check_input_embeddings(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support input embeddings.
-
-    Args:
-        backend: backend of the model.
-    """
+    """Raise ConfigError if a feature does not support input embeddings."""
     drafter = config.speculative
     settings = {
         # A drafter with layers reads the ids of prompt tokens.

@@ -126,7 +126,6 @@ class MemoryOccupation:
     """The memory of an engine that can be released. Engine thread only.
 
     Args:
-        memory: memory of `pages`.
         pinned: reason why the memory of pages cannot be released. Empty: it can.
         notify: called by another thread when an operation is done.
         others: pages of the other ranks. None: this process has all pages.

@@ -247,7 +247,6 @@ class FollowerJobs:
     works in order.
 
     Args:
-        share: share of this rank.
         steps: the socket to rank 0.
         pool, host_pool: this rank's pages.
         adapters: source of this rank's parts.

@@ -49,7 +49,6 @@ class AdapterBank:
 
     Args:
         num_slots: 0: no memory is allocated.
-        max_rank: maximum rank of an adapter.
     """
 
     def __init__(
@@ -229,7 +228,6 @@ class AdapterBatch:
         """Return the adapters of the step as the forward uses them. None if no token has one.
 
         Args:
-            bank: a bank with filled slots.
             sent: `tensors()`, on the device.
         """
         if self.tokens is None:
@@ -247,8 +245,6 @@ class AdapterManager:
         bank: device memory of the slots.
         num_changes: total number of requests that returned their slot.
         num_fills: total number of adapters copied into a slot.
-    Args:
-        table: table with the requests of steps.
     """
 
     def __init__(self, library: AdapterCache, bank: AdapterBank, table: SlotTable) -> None:

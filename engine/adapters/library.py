@@ -41,7 +41,6 @@ class AdapterDirectory:
 
     Args:
         directory: None: there is no directory, and no adapter can be read.
-        products, dtype: products and dtype of the model.
         pinned, elsewhere: see `read_adapter`.
     """
 

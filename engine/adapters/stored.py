@@ -95,7 +95,6 @@ def read_adapter(
     """Read an adapter.
 
     Args:
-        products: products of the model.
         dtype: compute dtype of the model.
         pinned: whether to use page-locked memory.
         elsewhere: name prefixes of modules that other ranks have. Those ranks check them.

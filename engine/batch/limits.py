@@ -236,7 +236,6 @@ class TokenBudget:
 
     Args:
         most: limit for all requests together. A single request may exceed it.
-        unit: unit of the limit, for errors.
     """
 
     def __init__(self, most: int, unit: str = "tokens") -> None:

@@ -49,7 +49,6 @@ class SlotTable:
         held: whether the row waits for the mask of its next token, and is in no forward until then.
         unchosen: whether the row's newest forward is done, but no token was chosen after it.
         deadline: time.monotonic() by which the request must end.
-        priority: priority of the request.
         routing_key: routing key of the request. 0: none.
     """
 

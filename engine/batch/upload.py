@@ -69,9 +69,6 @@ class PaddedBlock:
 
     Args:
         tensors: in host memory, contiguous. All their values are padding.
-
-    Attributes:
-        num_tensors: number of these tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -271,7 +271,6 @@ class KVLayout:
 
         Args:
             place: number of the rank among the `tp` tensor parallel ranks of its stage.
-            layers: layers of the stage.
         Raises:
             ConfigError: this number of ranks cannot serve the model. The error has the numbers.
         """

@@ -118,11 +118,7 @@ class RadixNode:
 
 
 class TreePages:
-    """The tree's holds in the pool, and its pages that have no other holder.
-
-    Attributes:
-        num_held: pages in the tree.
-    """
+    """The tree's holds in the pool, and its pages that have no other holder."""
 
     def __init__(self, pool: PageAllocator) -> None:
         self._pool = pool

@@ -26,8 +26,6 @@ class GroupedRole:
     """A role whose steps begin together with the steps of the other nodes. Engine thread only.
 
     Args:
-        scheduler: the scheduler of the role.
-        stage: returns the stage of this node.
         on_drain: called once when another node drains.
         delays: whether prompts wait for prompts of other nodes (prefill delayer).
     """

@@ -157,7 +157,6 @@ class Decoder:
 
     Args:
         stage: pipeline stage with these layers. None: these are all layers.
-        products: products of the layers.
 
     Attributes:
         drafter: drafts tokens. None: there is no drafter.

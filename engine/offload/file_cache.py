@@ -43,7 +43,6 @@ class PageRecord(NamedTuple):
     Attributes:
         key, name, place: identify the page, see HostPages.
         order: the newer of two records has the larger number.
-        checksum: checksum of the page, see `checksum`.
         width: number of places per page of tokens.
     """
 

@@ -87,7 +87,6 @@ class _Job:
     """A group of reads or writes in progress.
 
     Attributes:
-        futures: futures of all pieces, in order.
         kept: entries that stay in host memory until the job is done.
         held: all pages of these entries. This job holds them.
         age: the tier's age when the job began.

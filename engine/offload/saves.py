@@ -109,7 +109,6 @@ class TierSaves:
     """Saves the pages of the prefix tree. Engine thread only.
 
     Attributes:
-        copies: copies in progress.
         num_pages: pages saved since the start.
     Args:
         width: pages per page of tokens, see HostPages.

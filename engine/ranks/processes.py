@@ -115,7 +115,6 @@ class PingTimer:
     suspended, too.
 
     Args:
-        ranks: the followers.
         silent_s: longest time until a report, in seconds.
     """
 

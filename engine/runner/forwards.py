@@ -178,7 +178,6 @@ class BegunStep:
     """A launched forward whose tokens are sampled later.
 
     Attributes:
-        event: event of the forward.
         sample: launches the sampling.
         token_ids: waits for the tokens of the step in host memory, which may be known before the
             forward has ended. None: the device drafts none of them.

@@ -78,7 +78,6 @@ class SplitRunner:
     Engine thread only.
 
     Args:
-        forwards: the forwards of the runner.
         begin: begins a forward of the model that is computed in groups of layers.
     """
 

@@ -311,9 +311,7 @@ class SamplingFeatures:
         `build`.
 
         Args:
-            num_rows: rows of the step.
             num_tokens: tokens of a prompt in the step. 0: there is no prompt.
-            heads: the heads of the model.
         """
         pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
         pooled = [SamplingInputs(pooling=pooling)] if num_tokens else []

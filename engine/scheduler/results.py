@@ -123,7 +123,6 @@ class StepResults:
     """Applies the results of steps. Engine thread only.
 
     Attributes:
-        rule: the finish conditions.
         num_tokens: tokens reported since the start.
     """
 

@@ -93,7 +93,6 @@ class SplitSelector:
     Args:
         rows: the selector for whole forwards, without decode rows beside prompts.
         limit_s: maximum time of a group, in seconds.
-        num_layers: number of layers of the model.
         token_s: returns the seconds per prompt token through all layers. None: not measured yet.
     """
 

@@ -74,7 +74,6 @@ class Experts:
     """A mixture of experts, with the numbers of its configuration.
 
     Attributes:
-        intermediate_size: intermediate size of each expert.
         exact_router: whether router logits are computed in float32.
         choice_bias: whether a stored bias is added to the scores by which experts are chosen.
         shared: expert for all tokens.
@@ -139,7 +138,6 @@ class OwnExperts:
     """Some of a layer's experts. The sum over the ranks adds the results of the others.
 
     Attributes:
-        net: the net of these experts only.
         numbers: consecutive numbers of these experts.
     """
 

@@ -22,8 +22,6 @@ class PlacedExperts:
 
     Attributes:
         layer: prefix of the layer's names in the checkpoint.
-        net: the net of the experts in the slots.
-        num_slots: number of slots of this rank.
         table: int32 [ranks, experts], see `slot_table`. Changed in place, because graphs may
             contain its address.
         counts: int64 [experts], tokens of each expert since the counts were last read. Includes the

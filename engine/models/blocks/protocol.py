@@ -62,7 +62,6 @@ class LateStates:
 
         Args:
             rows: see ForwardBatch.states_after.
-            num_tokens: tokens of these rows.
         """
         for write in self._layers:
             write(rows, num_tokens)
@@ -132,7 +131,6 @@ class ModelStep:
         adapted: None if no row has an adapter.
         late: collects the layers' state updates if rows have drafts. Otherwise None.
         features: features of visible images, for models that add them.
-        shared: objects shared by all layers.
     """
 
     batch: ForwardBatch

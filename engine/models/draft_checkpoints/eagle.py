@@ -45,11 +45,7 @@ _MIDDLE = "midlayer.hidden_norm.weight"
 
 
 class EagleCheckpoint:
-    """The checkpoint of an EAGLE head.
-
-    Attributes:
-        spec: spec of its layer.
-    """
+    """The checkpoint of an EAGLE head."""
 
     def __init__(self, directory: Path, model: ModelSpec) -> None:
         """Read the configuration.

@@ -118,7 +118,6 @@ class DraftSpec:
     Attributes:
         prefix: prefix of the names of its tensors.
         join: module that joins the two input vectors.
-        join_bias: whether the join has a bias.
         input_norm: whether the body begins with a norm.
     """
 
@@ -158,7 +157,6 @@ class DraftBlock:
     """A draft layer, see DraftLayer.
 
     Attributes:
-        norm: norm of its output vectors.
         head_norm: norm applied only before the model's head.
     """
 

@@ -71,7 +71,6 @@ class DeviceDrafter(Protocol):
         Args:
             num_rows: number of rows with at least one draft, with at least two, and so on. Rows
                 with more drafts come first.
-            steps: the forwards of this drafter.
         """
         ...
 

@@ -156,7 +156,6 @@ class Probe(NamedTuple):
     """The operations of a class for one token.
 
     Attributes:
-        layers: attention of every layer.
         reductions: operations over a whole dimension, such as sums, norms and comparisons, and the
             sizes of their dimensions. Matrix products are not included.
     """
