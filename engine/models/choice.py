@@ -155,7 +155,7 @@ class LoadableModel(Protocol):
     def refill(self, model: Model, quantize: Quantize, share: Share = WHOLE) -> None:
         """Replace the weights of a model that was loaded with the same arguments.
 
-        The new checkpoint has the same configuration. No forward may run in the meantime.
+        The new checkpoint has the same configuration. No forward may run meanwhile.
 
         Raises:
             ConfigError: see `load`. Nothing has changed.
@@ -167,7 +167,7 @@ class LoadableModel(Protocol):
         self, model: Model, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
     ) -> None:
         """Read the experts of other slots into a model that has these weights, see ExpertPlacement.
-        No forward may run in the meantime.
+        No forward may run meanwhile.
 
         Args:
             moves: the new slots of all ranks, by layer.

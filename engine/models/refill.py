@@ -22,7 +22,7 @@ _ALIGNMENT = 512  # bytes, as in torch
 
 def refill(present: object, fresh: object) -> None:
     """Copy all tensors of `fresh` over those of `present`, which has the same structure. No forward
-    may use either in the meantime.
+    may use either meanwhile.
 
     Raises:
         EngineFault: they differ in more than values. Some may be copied already.
@@ -33,7 +33,7 @@ def refill(present: object, fresh: object) -> None:
 
 def drain(present: object) -> None:
     """Return the memory of all host tensors of `present` to the operating system. They keep their
-    addresses, and `refill` fills them again. No forward may use them in the meantime."""
+    addresses, and `refill` fills them again. No forward may use them meanwhile."""
     if isinstance(present, Tensor):
         if present.device.type == "cpu":
             give_back(present)
@@ -65,7 +65,7 @@ def relocated(tensors: Iterable[Tensor], memory: VirtualMemory) -> Region:
     """Move tensors of a device into a region, and return the region. They stay the same objects
     with the same values, and tensors that shared memory still do.
 
-    No other object may have recorded their addresses, and no forward may use them in the meantime.
+    No other object may have recorded their addresses, and no forward may use them meanwhile.
 
     Raises:
         CudaError: there is not enough memory. Some tensors are already moved.

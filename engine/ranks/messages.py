@@ -127,8 +127,7 @@ class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Replace the weights by those of a directory of the same model. No step is sent in the
-    meantime.
+    """Replace the weights by those of a directory of the same model. No step is sent meanwhile.
 
     Attributes:
         weights: WeightsId of the directory. Other hosts compare it with their files.
@@ -146,7 +145,7 @@ class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read other experts from the files of the current weights. No step is sent in the meantime.
+    """Read other experts from the files of the current weights. No step is sent meanwhile.
 
     Attributes:
         layers: new slots of all ranks (int16) by layer, see ExpertPlacement.

@@ -457,8 +457,7 @@ class PrefillAdmission:
     def _is_encoding(self, request: Request, num_cached: int) -> bool:
         """Return whether images after the cached tokens are being encoded or wait for the encoder.
 
-        Starts encoding if there is capacity. The forward encodes images that are evicted in the
-        meantime.
+        Starts encoding if there is capacity. The forward encodes images that are evicted meanwhile.
         """
         if self._encoder is None or not request.spec.images:
             return False

@@ -1,8 +1,8 @@
 """Application of a step's result to its requests: computed chunks, new tokens, ended requests.
 
-The scheduler calls it once per step. Rows of requests that have ended in the meantime are
-discarded. With overlap, this wastes one row in the forward that follows a request's last token.
-Only FinishRule decides whether a token ends a request. The event loop reports the StepOutcome.
+The scheduler calls it once per step. Rows of requests that have ended meanwhile are discarded. With
+overlap, this wastes one row in the forward that follows a request's last token. Only FinishRule
+decides whether a token ends a request. The event loop reports the StepOutcome.
 """
 
 from collections.abc import Mapping, Sequence

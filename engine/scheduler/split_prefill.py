@@ -9,8 +9,8 @@ group follows from the measured time per prompt token and layer. If even one lay
 longer than the limit, the chunk gets fewer tokens. A chunk is not split while no request runs.
 
 The slots and pages of the forward are held from the first group to the last one, as if it were one
-step. Requests that end in the meantime wait for the end of their forward. A paused scheduler
-launches the remaining layers, so that no forward is between groups once it is at rest.
+step. Requests that end meanwhile wait for the end of their forward. A paused scheduler launches the
+remaining layers, so that no forward is between groups once it is at rest.
 """
 
 import math

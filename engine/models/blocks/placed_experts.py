@@ -68,8 +68,8 @@ class PlacedExperts:
         return self.net.apply(x, weights * (slots < self.num_slots), slots)
 
     def replace(self, source: BlockWeights, before: LayerSlots, after: LayerSlots) -> None:
-        """Read the experts that are new to this rank, and use the new slots. No forward may run in
-        the meantime.
+        """Read the experts that are new to this rank, and use the new slots. No forward may run
+        meanwhile.
 
         Args:
             source: weights of the whole model.

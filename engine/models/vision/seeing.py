@@ -32,7 +32,7 @@ class VisionEncoder(Protocol):
         ...
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights. No image may be encoded in the meantime."""
+        """Replace the weights. No image may be encoded meanwhile."""
         ...
 
     def drain(self) -> None:
@@ -210,7 +210,7 @@ class VisionTower:
         *,
         for_later: bool = False,
     ) -> dict[bytes, Tensor]:
-        """Encode images by name, unless another thread has done so in the meantime.
+        """Encode images by name, unless another thread has done so meanwhile.
 
         Args:
             for_later: no forward waits for them.
