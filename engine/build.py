@@ -556,8 +556,8 @@ def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
 
 
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Share) -> int:
-    """Return the number of host pages. Raise ConfigError if the host has not enough memory for the
-    pages of all its ranks."""
+    """Return the number of host pages. Raise ConfigError if the host has not enough memory for all
+    its ranks."""
     layout = shape.layout
     num_pages = host_pages_of(config, layout, shape.device, shape.num_pages)
     wanted = num_pages * largest_page(shape.whole, share) * config.parallel.ranks_per_host
@@ -575,9 +575,8 @@ def _recorder(config: EngineConfig, device: torch.device) -> CudaRecorder | None
 
 
 def _has_graphs(config: EngineConfig) -> bool:
-    """Return whether decode steps use CUDA graphs. Nodes with pipeline stages have none, because a
-    step has parts before and after the exchange of tensors. FlashInfer has none, because it plans
-    each step on the host."""
+    """Return whether decode steps use CUDA graphs. Steps with pipeline stages cannot, because they
+    exchange tensors. FlashInfer cannot, because it plans each step on the host."""
     planned = config.attention_backend == "flashinfer"
     return config.cuda_graphs and config.parallel.pp == 1 and not planned
 
@@ -588,7 +587,7 @@ def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShap
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:
-    """Prepare everything that would otherwise delay the first requests: graphs, kernels, memory.
+    """Prepare everything that would delay the first requests: graphs, kernels, memory.
 
     Args:
         num_tokens: see `largest_forward`.

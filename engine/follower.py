@@ -203,7 +203,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
 
 def _record_experts(config: EngineConfig, model: Model, share: Share, num_tokens: int) -> None:
     """Record the experts of this pipeline stage, if they are to be returned. Without stages, rank 0
-    records those of all layers."""
+    does."""
     if config.routed_experts.enabled and share.stage is not None:
         assert isinstance(model, Decoder)
         if model.routed is None:

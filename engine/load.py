@@ -292,11 +292,8 @@ def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId
 def _check_files(
     own: Mapping[str, str], others: Sequence[Mapping[str, str]], config: ParallelConfig
 ) -> None:
-    """Raise ConfigError if another host has another model.
-
-    Args:
-        others: fingerprints of followers, by rank from 1 on. Empty ones are not compared.
-    """
+    """Raise ConfigError if another host has another model. `others`: fingerprints of followers, by
+    rank from 1 on. Empty ones are not compared."""
     for rank, other in enumerate(others, start=1):
         if differing := [name for name, value in other.items() if value != own[name]]:
             host = rank // config.ranks_per_host
@@ -382,12 +379,8 @@ def check_input_embeddings(config: EngineConfig, backend: str) -> None:
 
 
 def _refuse(settings: Mapping[str, bool], feature: str) -> None:
-    """Raise ConfigError for the first of these settings that is in use, because the feature does
-    not support it.
-
-    Args:
-        settings: name and value below `engine`, and whether it is in use.
-    """
+    """Raise ConfigError for the first of these settings that is in use. `settings`: name and value
+    below `engine`, and whether it is in use."""
     for setting, used in settings.items():
         if used:
             raise ConfigError(f"engine.{setting} is not supported with {feature}")

@@ -280,15 +280,15 @@ def _chunk_tokens(
 
 
 def _tokens_in(num_bytes: float, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a forward whose activations fit in `num_bytes`. A token's
-    activations are at most the outputs of one layer's products."""
+    """Return the tokens of a forward whose activations fit in `num_bytes`: at most the outputs of
+    one layer's products per token."""
     outputs = spec.products_per_token / (len(spec.layers) * spec.hidden_size)
     return int(num_bytes / (outputs * dtype.itemsize))
 
 
 def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
-    """Measure the FLOP/s of the model's own product on this machine, with a matrix of a layer's
-    size and this thread's number of threads. Returns the best of five runs."""
+    """Return the best FLOP/s of five runs of the model's own product, with a matrix of a layer's
+    size and this thread's number of threads."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     linear = form_of(torch.device("cpu"), dtype, quantize).hold(Matrix(weight))
     best = float("inf")

@@ -267,11 +267,8 @@ class BatchBuilder:
     def _pages(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the page ids of the rows, and where each row starts among them.
-
-        A table with a window lists only the pages inside the windows of the row's tokens. Its
-        starts are shifted back as if all earlier pages were listed.
-        """
+        """Return the page ids of the rows, and where each row starts among them. In a table with a
+        window, starts are shifted as if the pages before the window were listed."""
         if self._windows == _ONE_FULL:  # the case of most models: nothing to concatenate
             page_ids, page_starts = self._all_pages(0, slots, ends)
             return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
@@ -322,11 +319,8 @@ class BatchBuilder:
         positions: Ints,
         guessed: NDArray[np.bool_] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return ids and locations of tokens, each given by its slot and its index.
-
-        Args:
-            guessed: mask of drafts, which the table stores although they are not confirmed yet.
-        """
+        """Return ids and locations of tokens, each given by its slot and its index. `guessed` marks
+        drafts."""
         table = self._table
         unknown = positions >= table.known[slots]
         if guessed is not None:

@@ -148,8 +148,7 @@ def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.in
 
 
 def _placed(images: Sequence[Image]) -> Iterator[tuple[Image, int, int]]:
-    """Yield each image with the first position of its axes, and with position minus token index
-    after it. All patches of a video have the same first position."""
+    """Yield each image with its first position, and with position minus token index after it."""
     first = shift = 0
     for image in images:
         if image.time is None:

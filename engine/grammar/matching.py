@@ -308,12 +308,8 @@ class Match:
         return mask
 
     def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
-        """Return the token that must come next, or None if there is a choice. White space, and
-        different ways to split the same text into tokens, do not count as a choice.
-
-        Args:
-            last: the token before it, if any.
-        """
+        """Return the token that must come next, or None if there is a choice other than white space
+        or the split of a text into tokens. `last`: the token before it, if any."""
         spelling, parts = self.compiled.words, np.flatnonzero(mask)
         if len(parts) > _MAX_FORCED + 1:  # the last part may have bits without a token
             return None
@@ -332,13 +328,8 @@ class Match:
 
 
 def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
-    """Return the index of the longest word if all others are prefixes of it. White space is
-    ignored. Among equal words, the one with spaces as JSON mostly has them is chosen: after colons
-    and commas.
-
-    Args:
-        before: the previous word.
-    """
+    """Return the index of the longest word if all others are its prefixes. White space is ignored,
+    but preferred after colons and commas, as in JSON. `before`: the previous word."""
     if len(words) == 1:
         return 0
     bare = [word.translate(None, b" \t\n\r") for word in words]

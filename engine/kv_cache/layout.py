@@ -228,11 +228,8 @@ class KVLayout:
         return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, tuple(places), end))
 
     def _and_cells(self, paged: Callable[[int], "KVLayout"]) -> "KVLayout":
-        """Pack the cells of the layers into pages.
-
-        Args:
-            paged: returns such a layout for another page size. Used by the error message.
-        """
+        """Pack the cells of the layers into pages. `paged`: returns such a layout for another page
+        size, for the error."""
         packed: dict[StateCells, list[int]] = {}  # layers by the cells that they keep
         for layer, place in enumerate(self.places):
             for cells in place.state.cells:

@@ -455,8 +455,8 @@ class PrefixCache:
         return freed
 
     def _last_pages(self, leaf: RadixNode, loose: int, num_pages: int) -> tuple[int, int]:
-        """Return how many of a leaf's last `loose` pages of tokens to remove, and how many pages
-        that frees. It frees at least `num_pages` pages of all tables, if there are as many."""
+        """Return how many of a leaf's last `loose` pages to remove to free `num_pages`, if it has
+        as many, and how many pages of all tables that frees."""
         if not self._windows:
             num_tables = len(leaf.pages)
             count = min(loose, -(-num_pages // num_tables))

@@ -225,8 +225,8 @@ class TreeWindows:
         self._passed.clear()
 
     def _thin(self, node: RadixNode) -> int:
-        """Free the obsolete windows of a node. Return the number of freed pages. Pages with other
-        holders are checked again later."""
+        """Free the obsolete windows of a node, except pages with other holders, which are checked
+        again later. Return the number of freed pages."""
         below = _tokens_to_next_end(node)
         spare = np.zeros(node.pages.shape, np.bool_)
         for table, window in self._sliding:

@@ -1,7 +1,7 @@
 """The event loop of every node: poll, choose a forward, launch it, finish the previous one.
 
-With overlap, the CPU works on step N while the device runs step N+1. At most one step is in flight
-while the next one is prepared. Only the role knows the kind of node.
+With overlap, the CPU works on step N while the device runs step N+1. The pipeline is exactly one
+step deep. Only the role knows the kind of node.
 
 StepClock measures progress: a turn of the loop, the beginning or end of a launch, or the end of a
 step. The engine is late if it makes no progress for longer than the current step may take. The

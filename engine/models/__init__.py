@@ -1,4 +1,4 @@
-"""Models: load a checkpoint and compute logits with it. Used by the engine and by tools."""
+"""Models: load a checkpoint and compute logits with it."""
 
 from pathlib import Path
 

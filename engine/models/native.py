@@ -182,11 +182,8 @@ class NativeCheckpoint:
 
 
 def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
-    """Return the checkpoint's own draft layer. Raise ConfigError if it has none.
-
-    Args:
-        names: names of the stored tensors. Empty without weights.
-    """
+    """Return the checkpoint's own draft layer. Raise ConfigError if it has none. `names`: stored
+    tensors, empty without weights."""
     offered = decoder.offered
     if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
         raise ConfigError(

@@ -142,11 +142,8 @@ class _Trace:
 
 
 def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str, str]]]:
-    """Yield each product of the layers, with the names of the operation before it and of itself.
-
-    The products of experts are left out, because their rows belong to several tokens. The operation
-    after them shows a difference.
-    """
+    """Yield each product of the layers except experts, with the names of the operation before it
+    and of itself. The operation after the experts shows their difference."""
     of_experts = ""
     for number, layer in enumerate(layers):
         ffn, where = layer.ffn, f"of layer {number}"
@@ -161,11 +158,8 @@ def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str
 def _products_of(
     block: object, where: str, first: str = ""
 ) -> Iterator[tuple[Linear, tuple[str, str]]]:
-    """Yield the products of a block.
-
-    Args:
-        first: name of the operation before the first one. Empty: the name in PRODUCTS.
-    """
+    """Yield the products of a block. `first`: name of the operation before the first one. Empty: as
+    in PRODUCTS."""
     for attribute, before, name in PRODUCTS.get(type(block), ()):
         if (product := getattr(block, attribute)) is not None:
             yield product, (first or f"{before} {where}", f"{name} {where}")

@@ -135,8 +135,7 @@ def score_scale(config: Fields) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
-    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, and
-    interpolate between.
+    """Divide low frequencies by the factor, keep high ones, and interpolate between.
 
     Source: Llama 3.1 reference code, apply_scaling.
     """

@@ -326,8 +326,8 @@ class PageFiles:
 
 
 def _claim(root: Path, header: bytes) -> tuple[Path, int]:
-    """Return a subdirectory of `root` that no process uses, and its index file. The file stays
-    locked until it is closed. Subdirectories with the same header are preferred."""
+    """Return a subdirectory of `root` that no process uses, preferably with the same header, and
+    its locked index file."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_locks(root)
     places = [root / str(number) for number in range(MOST_NODES)]

@@ -145,7 +145,7 @@ class TierSaves:
 
     def _save_path(self, node: RadixNode) -> bool:
         """Save the pages of a node and of all nodes above that are not in host memory, from the
-        root down. Return False if the limit was reached. The node is then queued."""
+        root down. Return False if the limit was reached, and queue the node."""
         room, places = self._room_to_save(), self._room_of_all()
         lacking: list[_Lacking] = []
         for each in (*reversed([*node.above()]), node):
@@ -251,8 +251,8 @@ class TierSaves:
 
 
 def _pages_up_to(node: RadixNode) -> Ints:
-    """Return the cumulative number of pages of all tables up to each page of tokens. The last entry
-    includes the pages of the recurrent state."""
+    """Return the cumulative number of pages of all tables per page of tokens. The last entry
+    includes state pages."""
     counts = np.count_nonzero(node.pages != NO_PAGE, axis=0)
     counts[-1] += len(node.state)
     return np.cumsum(counts, dtype=np.int32)

@@ -96,8 +96,8 @@ class TierMatches:
     def _below(
         self, token_ids: Ints, namespace: Namespace, prefix: int, look: _Look
     ) -> tuple[list[PageKey], list[_Below]]:
-        """Return the keys of all pages that are in the tree (full tables) or, without a gap, in the
-        tiers. Also return the entries in the tiers for each of them."""
+        """Return the keys of all pages in the tree (full tables) or, without a gap, in the tiers,
+        and the tiers' entries of each."""
         keys = self._cache.keys(token_ids, namespace)[:prefix]
         below = [self._below_of(key, look) for key in keys]
         above = keys[-1] if keys else namespace

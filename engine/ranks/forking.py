@@ -46,8 +46,7 @@ def _send_pidfd(descriptor: int) -> None:
 
 
 def _wait(count: int) -> NoReturn:
-    """Exit with the exit code of a failed fork. The order of forks that end at the same time is
-    arbitrary."""
+    """Exit with the exit code of a failed fork."""
     failed = 0
     for _ in range(count):
         _, status = os.wait()

@@ -112,12 +112,8 @@ def _interface(config: ParallelConfig) -> OwnAddress:
 
 
 def _tcp_store(config: ParallelConfig, host: str, port: int, listener: int | None) -> Any:
-    """Open or connect to a TCP store.
-
-    Args:
-        listener: descriptor of the listening socket, which the store then owns. None: the store is
-            elsewhere.
-    """
+    """Open or connect to a TCP store. `listener`: descriptor that the store then owns. None: it is
+    elsewhere."""
     return _api.TCPStore(
         host,
         port,

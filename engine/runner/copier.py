@@ -1,8 +1,7 @@
 """Copies of pages between device and host memory, concurrent with steps. The offload tiers use
 them.
 
-Each direction has a thread, and with CUDA a stream. The copies depend neither on the content nor on
-the holders of pages.
+Each direction has a thread, and with CUDA a stream. It knows neither content nor holders of pages.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
-"""Forwards: runs the steps of a model on the forward stream without waiting for them.
-
-ModelRunner on rank 0 and `follow` on other ranks use it. It has no requests, only steps.
-"""
+"""Forwards: runs the steps of a model on the forward stream without waiting for them. It knows no
+requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy

@@ -300,8 +300,8 @@ class StepGraphs:
         insort(self._captured[_kind(shape)], shape)
 
     def _capture_choice(self, num_rows: int) -> None:
-        """Capture the choice of the tokens of this many rows, unless the head waits for the device
-        or copies to the host."""
+        """Capture the choice of the tokens of `num_rows` rows, unless the head waits for the
+        device."""
         try:
             self._choice.capture(num_rows)
         except Uncapturable as error:
@@ -473,8 +473,8 @@ class StepGraphs:
 
 
 def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
-    """Return the tensors of a step whose sizes follow from the shape, without padding. Tensors that
-    equal the padding of the shape are empty."""
+    """Return the tensors of a step whose sizes follow from the shape, without padding. Empty if
+    equal to the padding."""
     if shape.is_ragged:
         starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
         return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]

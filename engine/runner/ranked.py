@@ -381,8 +381,8 @@ def largest_step(
 def _ended(
     step: Step, event: StreamEvent, forwards: Forwards | StagedForwards, ranks: RankGroups
 ) -> StreamEvent:
-    """Return an event of a step after which each rank has begun the end of the step. A step without
-    rows has no collective of its own."""
+    """Return an event of a step after which each rank has begun the step's end. A step without rows
+    needs a collective for this."""
     if step.rows is not None:
         return event
     return forwards.enqueue(lambda: ranks.meet(forwards.device))

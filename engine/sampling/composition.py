@@ -331,12 +331,7 @@ class SamplingFeatures:
     def _works(
         self, wanted: NDArray[np.uint32], which: int, samples: Samples
     ) -> tuple[FeatureInput, ...]:
-        """Return the work of the features whose bits are in `which`.
-
-        Args:
-            wanted: bits of each row.
-            samples: samples of the step, with the row of each.
-        """
+        """Return the work of the features with bits in `which`. `wanted`: bits of each row."""
         wanted = wanted[samples.rows]
         works = []
         for bit, feature in self._features:

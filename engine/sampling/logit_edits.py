@@ -309,12 +309,8 @@ class Penalties:
         self, slots: NDArray[np.intp], ends: Ints, alone: NDArray[np.bool_]
     ) -> tuple[NDArray[np.intp], dict[str, Tensor]]:
         """Return the slots whose counts are rebuilt, and the columns of tokens that this step
-        counts before it samples. Tokens that the CPU does not know were counted when they were
-        sampled.
-
-        Args:
-            alone: rows without drafts, whose sampled token the step counts itself.
-        """
+        counts before it samples. Tokens unknown to the CPU were counted when they were sampled.
+        `alone`: rows without drafts, which count their sample themselves."""
         starts, known = self._counted[slots], self._table.known[slots] >= ends
         self._counted[slots] = ends + alone
         slots, starts, ends = slots[known], starts[known], ends[known]

@@ -187,10 +187,8 @@ class PrefillAdmission:
         self.admitted_tokens = 0
 
     def max_length(self, request: Request) -> int:
-        """Return the maximum length of the request in tokens.
-
-        The request sets it. The context length and the size of the page pool limit it.
-        """
+        """Return the maximum tokens of the request, which the context length and the page pool
+        limit."""
         return min(request.num_prompt + request.sampling.max_tokens, self._max_length)
 
     def growth_pages(self, request: Request) -> int:
@@ -447,18 +445,16 @@ class PrefillAdmission:
         return request.brought is False
 
     def _outside_images(self, request: Request, start: int, end: int) -> int:
-        """Return the end of a chunk, moved so that it does not split an image. This applies if
-        image tokens attend to their whole image. The chunk may then exceed the budgets."""
+        """Return the end of a chunk, moved out of images whose tokens attend to the whole image.
+        May exceed the budgets."""
         images = request.spec.images
         if not self._whole_images or not images or end == start:
             return end
         return end_outside(images, start, end, len(request.token_ids), self._table.page_size)
 
     def _is_encoding(self, request: Request, num_cached: int) -> bool:
-        """Return whether images after the cached tokens are being encoded or wait for the encoder.
-
-        Starts encoding if there is capacity. The forward encodes images that are evicted meanwhile.
-        """
+        """Return whether images after the cached tokens are being encoded or queued. Queue them if
+        there is capacity. The forward encodes images that are evicted meanwhile."""
         if self._encoder is None or not request.spec.images:
             return False
         if request.encoding is None:
@@ -476,8 +472,8 @@ class PrefillAdmission:
         return self._cache.match(request.reusable_tokens, request.namespace)
 
     def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
-        """Return the available pages that the request takes: new pages, plus the evictable pages of
-        its cached prefix, which it will hold."""
+        """Return the available pages that the request takes: new ones, and evictable ones of its
+        cached prefix."""
         if not match.num_tokens:
             return self._fresh_pages(request, match)
         loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)

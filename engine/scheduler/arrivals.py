@@ -454,13 +454,12 @@ class WaitingQueue:
 
 
 class ActivePrefills:
-    """Admitted prompts whose prefill is not finished, by namespace and first page.
-
-    Requests with the same prefix wait for them instead of computing it again.
+    """Admitted prompts whose prefill is not finished, by namespace and first page. Requests with
+    the same prefix wait for them.
 
     Args:
-        states: whether the model has recurrent states. Other requests can then continue only from
-            positions at which these prompts store a state.
+        states: whether the model has recurrent states, so that others can only continue where these
+            prompts store a state.
     """
 
     def __init__(self, page_size: int, *, states: bool = False) -> None:

@@ -116,11 +116,7 @@ class Speculation:
 
     def _drafts(self, slots: NDArray[np.intp], foreseen: set[int]) -> Ints | None:
         """Write drafts to the slot table. Return the number of drafts per row, or None if no row
-        has any.
-
-        Args:
-            foreseen: output. Receives the slots whose drafts are from a client's prediction.
-        """
+        has any. Adds slots with drafts from a client's prediction to `foreseen`."""
         table = self._table
         room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
         able = np.flatnonzero(room > 0)
@@ -152,12 +148,8 @@ class Speculation:
         guided: Sequence[tuple[int, Match]],
         foreseen: set[int],
     ) -> None:
-        """Write drafts that the rows' grammars allow. If the grammar allows none of the drafter's
-        tokens, the drafts are the tokens that the grammar forces.
-
-        Args:
-            drafts: maximum number of drafts per row. Replaced by the actual number.
-        """
+        """Write drafts that the grammars allow, or tokens that they force. `drafts`: maximum number
+        per row, replaced by the actual number."""
         table, asked = self._table, list[tuple[int, Match, Ints]]()
         for row, match in guided:
             slot, count = int(slots[row]), int(drafts[row])
@@ -409,10 +401,8 @@ class StepAssembler:
     def _spans(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
     ) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Return slots and places of all pages that rows with several tokens may write.
-
-        The places cover every position at which a row may begin.
-        """
+        """Return slots and places of all pages that rows with several tokens may write, wherever
+        each row begins."""
         firsts = (starts if early is None else starts - early) >> self._shift
         counts = ((ends - self._one) >> self._shift) - firsts + self._one
         behind = np.cumsum(counts) - counts
@@ -427,8 +417,7 @@ class StepAssembler:
 
 
 def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
-    """Return a column with the values of the prompt rows, followed by the values of the decode
-    rows."""
+    """Return a column of prompt rows, followed by the values of decode rows."""
     prompts = np.array(values, decodes.dtype)
     return np.concatenate((prompts, decodes)) if len(decodes) else prompts
 
@@ -436,10 +425,8 @@ def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
 def _without_tokens(
     forward: ScheduledStep, batch: ScheduleBatch, swaps: HostSwaps
 ) -> ScheduledStep:
-    """Return the step that ends a split prefill before all layers are computed.
-
-    Its rows end where they started. It holds all pages of the forward.
-    """
+    """Return the step that ends a split prefill early. Its rows have no tokens. It holds all pages
+    of the forward."""
     kept = [row.kept for row in forward.extends]
     rows = [
         replace(row, end=row.start, last=False, kept=NO_STATE, keep=0) for row in forward.extends

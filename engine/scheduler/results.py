@@ -90,7 +90,7 @@ def _fault(sentence: str) -> RequestEnd:
 
 
 class FinishRule:
-    """Decides whether a token ends a request. Has the finish conditions of one model."""
+    """The finish conditions of one model."""
 
     def __init__(self, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
         self._eos = frozenset(eos_token_ids)
@@ -309,7 +309,7 @@ class StepResults:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
 
-        A row may have several tokens, in order. Only its last one may end its request.
+        Only the last of a row's tokens may end its request.
 
         Args:
             inserted: number of tokens that this step has inserted into the prefix cache, by slot.
@@ -347,13 +347,8 @@ class StepResults:
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
-    """Return the computed chunk of row `place` of the step.
-
-    A prompt that is recomputed discards its earlier logprobs and pooled vector.
-
-    Args:
-        token: the token chosen after the chunk, or None.
-    """
+    """Return the computed chunk of row `place`. A recomputed prompt discards its earlier logprobs
+    and pooled vector. `token`: chosen after the chunk, or None."""
     request, prompt = row.request, result.prompt_logprobs
     sampling = request.sampling
     if row.start < sampling.first_prompt_logprob:

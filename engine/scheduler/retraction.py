@@ -336,11 +336,8 @@ class Retraction:
             device_empty = False
 
     def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
-        """Append a page in each page table to as many rows of `full` as possible. Return their
-        number.
-
-        Free and evictable pages are used first, then `spare`, which only steps hold.
-        """
+        """Append a page per table to as many rows of `full` as possible, and return their number.
+        Uses free and evictable pages, then `spare`, which only steps hold."""
         num_available = self._cache.num_available
         num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
         num_pages = num_grown * self._num_tables
@@ -361,11 +358,8 @@ class Retraction:
         )
 
     def _growth_after(self, slot: int, had: PageHolding) -> int:
-        """Return the pages to keep free for a request once it is back with as many pages as it had.
-
-        It may have had more pages than its tokens need, if drafts were rejected after its
-        retraction.
-        """
+        """Return the pages to keep free for a request that returns with as many pages as it had.
+        These may be more than its tokens need, if drafts were rejected since."""
         table, size = self._table, self._table.page_size
         length = int(table.length[slot])
         missing = missing_pages_of_one(

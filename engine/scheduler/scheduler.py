@@ -1,15 +1,13 @@
 """The scheduler: decides which requests each step computes, and applies the results of steps.
-
-It owns the waiting queue, the partly computed prompt, the running batch, and the retracted
-requests. next_rows.py decides which rows the next step has.
+next_rows.py decides which rows the next step has.
 
     add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
     join (KV is there already) ------------------------------>     |  ^
                                                         retracted <+--+
 
-The scheduler knows nothing of nodes, transfers or sockets, and never blocks. A launched step holds
-its slots and the pages that it may write until `finish`. A request may therefore end, and its pages
-be released, while a forward on the device still writes them.
+It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots and the
+pages that it may write until `finish`. A request may therefore end, and its pages be released,
+while a forward still writes them.
 """
 
 from collections import Counter, deque

@@ -171,8 +171,8 @@ class SplitSelector:
         return LayerGroup(0, num_layers, self._num_layers)
 
     def _group_size(self, num_tokens: int) -> int:
-        """Return the number of layers of a group: as many as the limit allows, at least one.
-        Returns one if the time per token is not measured yet."""
+        """Return the layers of a group: as many as the limit allows, at least one. One while the
+        time is not measured."""
         if not self._delays:
             return self._num_layers
         token_s = self._token_s()

@@ -286,12 +286,8 @@ def _reduced(x: Tensor, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _attending(call: _Call, name: str, first: dict[int, int]) -> AttentionProbe:
-    """Return the attention of one call.
-
-    Args:
-        first: key tensor's identity -> the first layer that used it for attention. Updated here. A
-            layer that shares KV gets the same tensors as that layer.
-    """
+    """Return the attention of one call. `first`: key tensor's identity -> the first layer with this
+    tensor, updated here. Layers that share KV get the same tensor."""
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModel(f"{name} has no layer_idx")

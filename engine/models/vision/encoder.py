@@ -99,16 +99,16 @@ class VisionInput:
 
 
 def _stored_name(name: str, stored: Collection[str]) -> str:
-    """Return the stored name of a tensor of the transformers class, or `name`. Checkpoints of older
-    versions of transformers have other prefixes."""
+    """Return the stored name of a tensor of the transformers class, or `name`. Old checkpoints have
+    other prefixes."""
     tower = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
     spellings = (f"{model}{each}" for each in (name, tower) for model in ("", "model."))
     return next((each for each in spellings if each in stored), name)
 
 
 def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Return the class without weights and without its decoder, which Baton replaces. Imported
-    here, because transformers takes a second to import and text models do not need it."""
+    """Return the class without weights and without its decoder. Imported here, because transformers
+    takes a second to import."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
