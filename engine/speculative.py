@@ -2,13 +2,12 @@
 
 A rejected draft costs time, but never changes the response. `NgramDrafter` repeats earlier text
 (prompt lookup): it proposes the tokens that followed an earlier occurrence of the newest tokens, in
-the prompt or in the response. It needs no model and no state, so that a request may come from any
-node. `HeadDrafter` stands for a draft layer or a draft model. The device computes its drafts at the
-beginning of the step that verifies them.
+the prompt or in the response. It needs no model and no state. `HeadDrafter` stands for a draft
+layer or a draft model. The device computes its drafts at the beginning of the step that verifies
+them.
 
-Predicted outputs are texts that clients expect as their responses. They are the best source of
-drafts. A prediction is searched as if it followed its prompt, so that even the first tokens of a
-response can match.
+Predicted outputs are texts that clients expect as their responses, the best source of drafts. A
+prediction is searched as if it followed its prompt, so that even the first tokens can match.
 
 The number of drafts: an accepted draft saves a step of its row. A rejected draft costs one token's
 share of a step. In a small batch this share is small, because a step reads all weights anyway. In a

@@ -1,7 +1,7 @@
 """Images and input embeddings in the rows of a step, and the rotary positions of image tokens.
 
 In some models, image tokens have positions like text. In others, positions are axial: tokens of an
-image differ by row and column, and the image takes as many positions as its longer side has tokens.
+image differ by row and column. The image takes as many positions as its longer side has tokens.
 Positions after an image are therefore smaller than token indices. Tokens of a video also differ by
 time, and a video takes as many positions as its longest axis.
 

@@ -12,9 +12,8 @@ Guides that name tokens also use their own vocabulary. xgrammar accepts no token
 if a guide names it. Tokens that are not part of any text therefore get a byte that occurs in no
 text. Token syntax in xgrammar's EBNF is rejected.
 
-xgrammar imports torch and transformers, which takes seconds of CPU time and hundreds of MiB. It
-needs them for masks on devices and for their tokenizers, and Baton uses neither. Stand-ins replace
-them, unless they are already imported.
+xgrammar imports torch and transformers, which takes seconds of CPU time and hundreds of MiB, for
+functions that Baton does not use. Stand-ins replace them, unless they are already imported.
 """
 
 import re

@@ -11,8 +11,8 @@ the rejection. This process ends when its descriptors are closed.
 
 Walks measure the later cost of a grammar's tokens. A walk feeds a matcher with tokens that its mask
 allows, and does not end the response while anything else is allowed. The cost of an ambiguous
-grammar grows with the number of parses of the text so far. Different grammars have most parses for
-different texts, so there are several walks: random tokens, random tokens of one byte, and one token
+grammar grows with the number of parses of the text so far. Which texts have most parses depends on
+the grammar. The walks therefore differ: random tokens, random tokens of one byte, and one token
 repeated for as long as it is allowed.
 """
 

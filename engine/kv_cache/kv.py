@@ -3,8 +3,8 @@
 This module does not know the holders of pages. Only the layout knows the contents of a page. Pools
 are not zeroed: if attention read a stale key, zeros would hide the error.
 
-Pinned memory has exactly the requested size. torch's allocator of pinned memory is only used for
-the small buffers of a step, because it rounds up to a power of two (35 GiB would take 64 GiB).
+Pinned memory has exactly the requested size. torch's allocator would round it up to a power of two
+(35 GiB to 64 GiB).
 """
 
 import weakref
@@ -46,14 +46,11 @@ def pin(memory: Tensor, owner: object) -> None:
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: keys and values of each layer, see KVLayout.view.
-    tables: the page table of each layer.
-    cells: state cells of each layer, by name.
-    draft: the drafter's part, if there is a drafter.
+    layers: keys and values of each layer, see KVLayout.view. tables: the page table of each layer.
+    cells: state cells of each layer, by name. draft: the drafter's part, if there is a drafter.
     region: the memory of `tensor` if it can be released. None for host memory, for example.
 
-    Forwards and swaps write the pool on the forward stream. Reads from other nodes write it at any
-    time.
+    Forwards and swaps write it on the forward stream. Reads from other nodes write it, too.
 
     Args:
         memory: virtual memory of the device, for a region.

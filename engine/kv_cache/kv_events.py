@@ -1,6 +1,6 @@
 """KV cache events: pages that were added to or removed from the prefix cache, for its subscribers.
 
-    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
+    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> subscribers, once a step
     PrefixCache --stored, removed--> KvEventLog --take--> payloads, once a step
 
 Without a subscriber there is no journal, and the cost is one check for None. The name of a page

@@ -3,7 +3,7 @@
 Layers that keep the same data for the same tokens form a kind. Each kind is divided into page
 tables, and a page of a table contains the KV of that table's layers. Pages of all tables have the
 same size, so that there is one pool, one allocator and one transfer descriptor per page. The head
-is the outermost dimension of a page, so that the part of a tensor parallel rank is one descriptor,
+is the outermost dimension of a page, so that the part of a tensor-parallel rank is one descriptor,
 too.
 
 The layers of a drafter come after the others in the pages of the first table. Drafter layers of
@@ -16,7 +16,7 @@ crosses a page boundary.
 
 Tables are chosen once, for the whole model. Each rank keeps these tables, so that a page number
 means the same on all ranks, but packs its own heads and layers into them. The page size in bytes
-and the number of state pages therefore differ between ranks.
+and the number of state pages may therefore differ between ranks.
 """
 
 import math
@@ -267,7 +267,7 @@ class KVLayout:
         has the drafter.
 
         Args:
-            place: number of the rank among the `tp` tensor parallel ranks of its stage.
+            place: number of the rank among the `tp` tensor-parallel ranks of its stage.
         Raises:
             ConfigError: this number of ranks cannot serve the model. The error has the numbers.
         """

@@ -1,11 +1,11 @@
 """The prefix cache: a radix tree over token ids, in whole pages of every page table.
 
-common/page_tables.py explains page tables. The scheduler matches and inserts prefixes.
+common/page_tables.py explains page tables.
 
 In a table with a sliding window, the tree keeps only the pages inside the window at the end of each
-inserted prefix, from which a request may continue. If layers have recurrent states, the tree keeps
-the states that callers insert. A prefix may therefore be present in full tables although no request
-can continue from it. Callers that get windows and states from another source can still use it.
+inserted prefix. If layers have recurrent states, the tree keeps the states that callers insert. A
+prefix may therefore be present in full tables although no request can continue from it. Callers
+that get windows and states from another source can still use it.
 
 Namespaces branch at the root: the key of a branch there is its namespace and its first page of
 tokens. All namespaces share one clock, so that eviction takes the least recently used pages of all
@@ -455,8 +455,8 @@ class PrefixCache:
         return freed
 
     def _last_pages(self, leaf: RadixNode, loose: int, num_pages: int) -> tuple[int, int]:
-        """Return how many of a leaf's last `loose` pages to remove to free `num_pages`, if it has
-        as many, and how many pages of all tables that frees."""
+        """Return how many of a leaf's last `loose` pages to remove, and how many pages of all
+        tables that frees: `num_pages`, if there are as many."""
         if not self._windows:
             num_tables = len(leaf.pages)
             count = min(loose, -(-num_pages // num_tables))

@@ -1,23 +1,20 @@
-"""The nodes of the prefix tree and their keys, and the pages, windows and states that the tree
-keeps.
+"""The nodes of the prefix tree, and the pages, windows and recurrent states that it keeps.
 
-The offload tiers find a node's pages by key: a 128-bit hash of the namespace and of all tokens up
-to the page's end, equal in every process. A lookup by key returns KV without comparing tokens. The
-hash is therefore cryptographic, unlike the page names that are reported to routers
-(common/requests/namespace.py).
+Offload tiers find a page by key, a 128-bit hash of the namespace and of all tokens up to the page's
+end. The lookup does not compare tokens. The hash is therefore cryptographic, unlike the page names
+that are reported to routers (common/requests/namespace.py).
 
 Windows: the tree keeps the pages before each end from which a request continued, or may continue.
 Pages that a longer prefix made obsolete are evicted first.
 
-Recurrent states: requests can continue from a state in the tree, in layers without KV. A state is
-always at a node's end, since a prefix inserted with a state ends there. It is as large as the KV of
-many tokens. States from which no request continued, and that are followed by a deeper one, are
-therefore evicted first.
+Recurrent states: a state is always at a node's end, since a prefix inserted with a state ends
+there. It is as large as the KV of many tokens. States from which no request continued, and that are
+followed by a deeper one, are therefore evicted first.
 
-A state is kept at the last page boundary from which the same prompt could continue if it is
-repeated, because it then matches all but its last token. Another state is kept where the prompt
-branches off a cached one, since more prompts with that common prefix are likely. A chunk ends at
-such a branch instead of passing it.
+A state is kept at the last page boundary from which the same prompt can continue if it is repeated,
+one token before its end or earlier. Another state is kept where the prompt branches off a cached
+one, since more prompts with that common prefix are likely. A chunk ends at such a branch instead of
+passing it.
 """
 
 import math

@@ -10,11 +10,11 @@ limit is five times the average duration of such steps. Until a step of its kind
 `first_step_s`, and its end is progress. Without a current step the limit is 0. The engine thread
 writes the clock by replacing one immutable record, so that any other thread may read it.
 
-The rehearsal compiles all kernels that serving is known to launch. Triton compiles a missing kernel
-during a step, which then takes seconds longer (`Compiles`).
+The warmup compiles the known kernels. A missing kernel makes a step take seconds longer
+(`Compiles`).
 
-`StepMeter` counts steps for the metrics, but nothing per token. Decode steps are counted in groups,
-because counting each would cost about 3 % of a small batch's step.
+`StepMeter` counts decode steps in groups, because counting each would cost about 3 % of a small
+batch's step.
 """
 
 import logging

@@ -1,5 +1,4 @@
-"""The offload tiers below the prefix tree: host memory and files. The nodes load prefixes from
-them.
+"""The offload tiers below the prefix tree: host memory and files.
 
     the tree learns a page --save--> host memory too --write--> a file too
     ... evicted when space is needed: tree first, host memory next, files last ...

@@ -4,9 +4,8 @@ Data is used only if its checksum is correct. Each directory belongs to one proc
 module does not know the contents of a page or the choice of slots. Any thread may call it, but
 calls for the same slot must not overlap.
 
-An attacker with write access to a shared directory may create a symbolic link, a hard link or a
-file under a name that is opened later. Each is checked on the open descriptor, before anything is
-read or truncated.
+In a shared directory, an attacker may create a link or a file under a name that is opened later.
+Files are therefore checked on the open descriptor, before anything is read or truncated.
 
 Nodes on several hosts may share a directory. Each locks its own subdirectory by flock. Some mounts
 keep these locks on one host only, so that two nodes could write the same files. `check_locks`

@@ -3,7 +3,7 @@
 Each rank has a counter and two buffers, which alternate. In call number n, a rank writes its part
 into buffer n % 2 and sets its counter to n. It reads the part of another rank once that rank's
 counter is at least n. Call n + 2 reuses the buffer. Its writer first waits until all counters are
-at least n + 1, because a rank that has begun call n + 1 has read all parts of call n.
+at least n + 1. A rank that has begun call n + 1 has read all parts of call n.
 
 A waiting rank yields its core for a moment and then sleeps on the counter (futex).
 """

@@ -1,13 +1,12 @@
-"""Steps on ranks of a pipeline with two stages: while the last stage computes a step, the first
-stage begins the next one.
+"""Steps of a node with two pipeline stages, on a rank of the first stage.
 
     this stage:  layers 1, send 1, layers 2, sample 1, send 2, layers 3, sample 2, send 3, ...
     last stage:                    layers 1, back 1,   layers 2,         back 2, ...
 
-The hidden states of a step come back after the layers of the next step. The first stage samples its
-tokens then, and sends the next step afterwards, because the last stage receives nothing else in
-between. It samples at once if the next step needs the tokens as input, or if they are needed before
-there is a next step.
+While the last stage computes a step, the first stage begins the next one. The hidden states of a
+step come back after the first stage's layers of the next step. The first stage samples them before
+it sends the next step, because the last stage receives nothing else in between. It samples at once
+if the next step needs the tokens as input, or if they are needed before there is a next step.
 """
 
 from collections.abc import Callable, Sequence

@@ -348,7 +348,7 @@ class SamplingFeatures:
 
     def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], any_wanted: int) -> int:
         """Return the bits of the features whose work is built after the previous step: the first
-        one that must wait for a token, and all later ones."""
+        one that must wait, and all later ones."""
         has_drafts = batch.mode is ForwardMode.VERIFY or batch.early is not None
         if not any_wanted & (_FOLLOWING if has_drafts else _WAITING):
             return 0

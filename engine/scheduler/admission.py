@@ -1,4 +1,4 @@
-"""Admission of waiting requests to the rows of a prefill forward. The scheduler uses it.
+"""Admission of waiting requests to the rows of a prefill forward (chunked prefill).
 
 Admission is all or nothing. An admitted request holds its cached prefix, the pages of its whole
 prompt, and a slot. Its prompt is then computed in one or more chunks, one chunk per forward. At

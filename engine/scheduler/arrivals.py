@@ -1,18 +1,16 @@
-"""Waiting queues, their order, and the limit on overtaking. The scheduler and the nodes use them.
+"""Waiting queues, their order, and the limit on overtaking.
 
 Capacity is given in order of arrival. A higher priority counts as an earlier arrival
 (common/queueing.py). Smaller requests may overtake a request that does not fit yet, so that no
-capacity is idle. After SKIP_AHEAD_S, no request behind it may overtake it. If clients are known,
-clients with requests of equal priority take turns. The same rules hold for prompts to be computed
-and for KV to be read from another node.
+capacity is idle, but not after SKIP_AHEAD_S. Known clients take turns with requests of equal
+priority. The same rules hold for prompts to be computed and for KV to be read.
 
 Requests that wait for prefill are in a `WaitingQueue`. A request is held back while a running
-prefill will soon add a good part of its prefix to the prefix cache. Of several requests with a
-common prefix in one namespace, one is therefore computed first.
+prefill will soon add a good part of its prefix to the prefix cache. Requests with a common prefix
+therefore do not compute it twice.
 
-A schedule policy decides the order in which this queue is tried. Higher priorities go first, and
-the policy orders requests of equal priority. A waiting request rises by one level per STEP_S. slack
-and fcfs apply the same levels as seconds.
+A schedule policy orders requests of equal priority in this queue. A waiting request rises by one
+level per STEP_S. slack and fcfs apply the same levels as seconds.
 
 slack       earliest start deadline first, equal ones in order of arrival
 fcfs        order of arrival
@@ -20,8 +18,7 @@ lpm         longest cached prefix first, or fcfs while the queue is long, becaus
 dfs-weight  depth first through the prefix tree, branches with most requests first
 lof         longest output first
 random      any
-routing-key requests whose key is most frequent on the device first, requests without such a key
-last
+routing-key requests whose key is most frequent on the device first, then those without a key
 """
 
 import heapq
@@ -378,7 +375,8 @@ def _urgent_first(order: _Order, clock: Callable[[], float]) -> _Order:
 
 
 class WaitingQueue:
-    """The requests that wait for prefill, by key. Retracted requests come first."""
+    """The requests that wait for prefill, by key. Requests that were on the device before come
+    first."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy

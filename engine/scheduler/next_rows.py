@@ -1,4 +1,4 @@
-"""Choice of the rows of the next forward. The scheduler uses it.
+"""Choice of the rows of the next forward.
 
 A forward has prompt rows, optionally with decode rows, or only decode rows if there are no prompts.
 If a decode row lacks a page, another request is retracted. If the step computes prompts, the row

@@ -4,8 +4,8 @@ Schemas and expressions inside tags are rewritten like standalone ones. Unknown 
 rejected.
 
 Tokens in a tag are given by id, including special tokens. All other parts are text, without special
-tokens. Free text next to tokens must be an expression: xgrammar searches for the end of free text
-in bytes, and any token could be part of these.
+tokens. Free text next to tokens must be an expression, because xgrammar would otherwise allow any
+token in it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

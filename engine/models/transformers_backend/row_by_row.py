@@ -1,8 +1,8 @@
 """Computation of a class row by row, for `engine.batch_invariant`.
 
-Most functions of torch compute other bits for a number at another place of a tensor: the last
-numbers are computed without vector instructions, and threads divide large tensors. The bits of a
-class do not depend on the batch if each operation is of one of these kinds:
+In most functions of torch, the bits of a result depend on its place in the tensor. The last numbers
+are computed without vector instructions, and threads divide large tensors. The bits of a class do
+not depend on the batch if each operation is of one of these kinds:
 
 - moves, and operations that round an exact result once. They are called as they are.
 - functions of the last dimension. They are called for each row alone, which has the same shape in
