@@ -28,13 +28,11 @@ def end_outside(
 ) -> int:
     """Return the end of a chunk that begins at `start` and does not end within an image.
 
-    The end is the last such page boundary up to `end`. If there is none, it is the next one, or the
-    end of the prompt.
+    It is the last such page boundary up to `end`, or else the next one, or the end of the prompt.
 
     Args:
         start: page aligned.
-        end: page aligned, or num_tokens.
-        num_tokens: length of the prompt.
+        end: page aligned, or num_tokens, the length of the prompt.
     """
 
     def within(token: int) -> bool:

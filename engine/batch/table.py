@@ -31,10 +31,10 @@ class SlotTable:
     finished (`drop_step`) in the order of their numbers.
 
     Columns, [num_slots] unless stated otherwise:
-        tokens [num_slots, context_length]: prompt, then generated tokens. The first `known` ones
-            are valid. Drafts may follow.
-        page_table [num_slots, tables, max_pages]: pages of the request in order, by table. The
-            first `num_pages` ones are valid. Pages that left a window are NO_PAGE.
+        tokens [num_slots, context_length]: prompt, then generated tokens. `known` of them are
+            valid, drafts may follow.
+        page_table [num_slots, tables, max_pages]: pages in order, by table. `num_pages` of them are
+            valid. Pages that left a window are NO_PAGE.
         known: number of tokens that the CPU knows.
         length: `known` plus tokens in flight, including drafts that may be rejected. A decode row
             computes token index length - 1.

@@ -46,8 +46,10 @@ def pin(memory: Tensor, owner: object) -> None:
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: keys and values of each layer, see KVLayout.view. tables: the page table of each layer.
-    cells: state cells of each layer, by name. draft: the drafter's part, if there is a drafter.
+    layers: keys and values of each layer, see KVLayout.view.
+    tables: the page table of each layer.
+    cells: state cells of each layer, by name.
+    draft: the drafter's part, if there is a drafter.
     region: the memory of `tensor` if it can be released. None for host memory, for example.
 
     Forwards and swaps write it on the forward stream. Reads from other nodes write it, too.

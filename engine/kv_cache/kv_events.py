@@ -237,7 +237,7 @@ class KvEventLog:
         self._next = journal
 
     def page_names(self) -> list[int]:
-        """Return the names of all pages in the cache."""
+        """See RecordedChange."""
         return self._cache.page_names()
 
     def take(self) -> Iterator[bytes]:

@@ -195,9 +195,8 @@ class PrefixCache:
         """Insert the whole pages of `token_ids`: all pages of full tables, and in other tables the
         pages inside the window at the end.
 
-        The tree adds a CACHE hold on each page that it adds. If the tree already has other pages
-        for the same tokens, these stay, and the caller's pages are ignored. All arguments are
-        copied.
+        Holds each added page for CACHE. Pages that the tree already has for the same tokens stay.
+        All arguments are copied.
 
         Args:
             state: pages of the state after all of `token_ids`, which must be whole pages. The tree

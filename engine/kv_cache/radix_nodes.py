@@ -12,8 +12,8 @@ there. It is as large as the KV of many tokens. States from which no request con
 followed by a deeper one, are therefore evicted first.
 
 A state is kept at the last page boundary from which the same prompt can continue if it is repeated,
-one token before its end or earlier. Another state is kept where the prompt branches off a cached
-one, since more prompts with that common prefix are likely. A chunk ends at such a branch instead of
+at least one token before its end. Another state is kept where the prompt branches off a cached one,
+since more prompts with that common prefix are likely. A chunk ends at such a branch instead of
 passing it.
 """
 

@@ -244,8 +244,7 @@ class Decoder:
         self._run(layers)
 
     def compute_in_one_way(self) -> None:
-        """Compute a token in the same way in every step from now on, even if another way is
-        faster."""
+        """See Model."""
         layers = [
             replace(layer, mixer=layer.mixer.in_one_way())
             if isinstance(layer.mixer, LatentAttentionBlock)

@@ -174,8 +174,7 @@ class CacheTiers:
         self.saves.learnt(node)
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """Record that the tree has evicted these pages. Return the names of the pages that are in
-        no tier either."""
+        """See LowerTier."""
         self._brought.left(keys)
         return self.host.left_tree(keys, names)
 
@@ -186,15 +185,14 @@ class CacheTiers:
         self.host.journal = journal
 
     def forget(self, keys: Collection[PageKey]) -> None:
-        """Remove these keys from all tiers. The results of loads in progress are discarded, since
-        they may contain some of them."""
+        """See LowerTier. Discards the results of loads in progress, since they may contain such
+        pages."""
         self._age += 1
         self.host.forget(keys)
         self.files.forget(keys)
 
     def clear(self) -> None:
-        """Remove everything, because the tree is being emptied. The results of loads in progress
-        are discarded."""
+        """See LowerTier. Discards the results of loads in progress."""
         self._age += 1
         self._brought.clear()
         self.saves.clear()
@@ -217,7 +215,7 @@ class CacheTiers:
 
         Args:
             way: a current result of `way`.
-            room: number of pages that may be allocated now.
+            room: pages that may be allocated now.
             then: called by `poll` at the end of the load, if this returns True.
         """
         coming = self._coming.get(way.key)

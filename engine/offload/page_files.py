@@ -238,8 +238,7 @@ class PageFiles:
         self._logged: set[FileFault] = set()
 
     def found(self) -> Iterator[tuple[int, PageRecord]]:
-        """Yield slots and records of an earlier process. Must be exhausted before the first
-        write."""
+        """See PageStore."""
         index = bytearray(max(0, os.fstat(self._index).st_size - HEADER_BYTES))
         num_read = _read_all(self._index, memoryview(index), HEADER_BYTES)
         num_pages = os.fstat(self._pages).st_size // self._page_bytes

@@ -1,7 +1,7 @@
 """A step as bytes, from rank 0 to other ranks: a small header, and one block with its tensors.
 
-The bytes have everything that a rank needs to run the step. Adapters are sent by identity, because
-each rank has its own copies. Images are sent by position only, because another rank encodes them.
+A rank needs nothing else to run the step. Adapters are sent by identity, because each rank has its
+own copies. Images are sent by position only, because another rank encodes them.
 """
 
 import math

@@ -27,17 +27,16 @@ class ModelRunner:
         self.forwards = forwards
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "ModelRunner":
-        """Return a runner of the same model and requests over another host pool. Use only one of
-        the two at a time."""
+        """See Forwards."""
         return ModelRunner(self.builder, self.forwards.with_host_pool(host_pool, recorder))
 
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes of the graphs to `capture`, in descending order."""
+        """See Forwards."""
         return self.forwards.graph_shapes
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture one of `graph_shapes`, and wait until it is done."""
+        """See Forwards."""
         self.forwards.capture(shape)
 
     def rehearse(self, num_tokens: int) -> None:

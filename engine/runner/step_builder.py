@@ -100,10 +100,7 @@ class StepBuilder:
 
     def rehearsals(self, num_tokens: int, spec: ModelSpec) -> Iterator[tuple[Step, SamplingInputs]]:
         """Yield the largest steps of a model, over dummy tokens, for warmup. They write no page.
-
-        Args:
-            num_tokens: tokens of the largest forward, at least one per slot.
-        """
+        `num_tokens`: see ModelRunner.rehearse."""
         num_slots, tables = self._table.num_slots, self._table.tables
         num_tables, state_pages = tables.num_tables, tables.state_pages
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)

@@ -112,7 +112,7 @@ class SamplingInputs:
 
     Attributes:
         columns: sampling parameters in host memory. None: every row is greedy.
-        works: work of the features, in the order in which they change the logits.
+        works: in the order in which they change the logits.
         late: bits of features that must know more tokens first, see `build_late`. 0: none.
         prompt: logprobs of prompt tokens.
         pooling: rows that generate no token.

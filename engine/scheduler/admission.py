@@ -46,9 +46,9 @@ class PrefillAdder:
 
     Args:
         reserved_pages: pages kept free for the growth of other requests.
-        input_tokens: limit of the prompt tokens of all rows together. The first row may exceed it.
-        chunk_tokens: limit of all tokens of the forward. None: prompts are not split into chunks.
-        max_requests: limit of the number of rows. 0: no limit.
+        input_tokens: limit of prompt tokens, which the first row may exceed.
+        chunk_tokens: limit of all tokens. None: prompts are not split into chunks.
+        max_requests: limit of rows. 0: no limit.
     """
 
     def __init__(

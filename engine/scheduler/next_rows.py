@@ -305,7 +305,7 @@ MAX_PASSES = 30
 
 
 class PrefillCounts(NamedTuple):
-    """Numbers of nodes of a data-parallel group, by what their prompts and rows do.
+    """Numbers of nodes of a data-parallel group.
 
     Attributes:
         with_room: nodes that could admit a prompt.
@@ -321,11 +321,8 @@ class PrefillCounts(NamedTuple):
 
 
 def prefills_now(counts: PrefillCounts, waited: int) -> bool:
-    """Return whether the nodes of a data-parallel group compute prompts in the next step.
-
-    Args:
-        waited: number of steps that prompts have waited so far for prompts of other nodes.
-    """
+    """Return whether the group computes prompts in the next step. `waited`: number of steps that
+    prompts have waited for each other."""
     costs_nothing = not counts.decoding or counts.chunking > 0
     return costs_nothing or 2 * counts.ready > counts.with_room or waited >= MAX_PASSES
 

@@ -6,8 +6,8 @@
 
 A retracted request keeps its slot, its tokens, and a token that may still be in flight. Copies and
 forwards run in order on one stream, so neither waits for the other. Rows of a batch may therefore
-reuse the pages that the swap_out of the same batch saves. For all other requests, the step's STEP
-hold keeps these pages allocated until the step is finished.
+reuse the pages that the swap_out of the same batch saves. For all others, the STEP hold keeps these
+pages allocated until the step is finished.
 """
 
 import math

@@ -220,8 +220,7 @@ class Scheduler:
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
         return self._results.rule.decide(request, token, at_limit)
 
-    # Live migration of running requests
-    # -------------------------------------------------------------
+    # Live migration of running requests -----------------------------------------------------------
 
     def tokens_of(self, request: Request) -> Ints | None:
         """Return all known tokens of a running request, or None if it does not run or is ending."""
@@ -282,8 +281,7 @@ class Scheduler:
         """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
         self._residents.end(request, learn=True)
 
-    # Paused scheduler
-    # ------------------------------------------------------------------------------
+    # Paused scheduler -----------------------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
@@ -309,8 +307,7 @@ class Scheduler:
         `requeue_all`."""
         self._cache.flush()
 
-    # Capacity, for the admission of joining requests
-    # ------------------------------------------------
+    # Capacity, for the admission of joining requests ----------------------------------------------
 
     def free_capacity(self) -> FreeCapacity:
         """Return the capacity for joining requests of at least the priority `min_priority`.
@@ -374,8 +371,7 @@ class Scheduler:
             )
         return self._cache.flush()
 
-    # Prompts in a data-parallel group
-    # --------------------------------------------------------------
+    # Prompts in a data-parallel group -------------------------------------------------------------
 
     @property
     def is_chunking(self) -> bool:

@@ -185,11 +185,8 @@ class LatentAttentionBlock:
     def _attend_to_latents(
         self, queries: Tensor, q: Tensor, kept: KeptStates, plan: AttentionPlan, out: Tensor
     ) -> None:
-        """Attend from queries to latents, and write the result to `out`.
-
-        Args:
-            q: buffer for queries with the width of a latent.
-        """
+        """Attend from queries to latents, and write the result to `out`. `q`: buffer with the width
+        of a latent."""
         spec = self.spec
         self.keys.multiply(queries[..., : spec.key_dim], q[..., : spec.rank])
         seen = paged_attention(q, kept.view, plan, Scoring(spec.scale))

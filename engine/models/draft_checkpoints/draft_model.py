@@ -79,18 +79,17 @@ class DraftModelCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> int:
-        """Return the bytes that `load` allocates. Raise ConfigError if the checkpoint is
-        incomplete."""
+        """See LoadableModel."""
         checkpoint = Checkpoint(self._directory)
         return weight_bytes(checkpoint, self._spec, device, dtype, quantize, _part(share))
 
     def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":
-        """Load the draft model for a target model. Raise ConfigError as `weight_bytes` does."""
+        """Load the draft model for a target model. See LoadableModel."""
         read = Checkpoint(self._directory), self._spec
         return DraftModel(load_weights(*read, model.device, model.dtype, quantize, _part(share)))
 
     def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
-        """Read the weights of the model's drafter again, after `drain`."""
+        """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftModel)
         read = Checkpoint(self._directory), self._spec
         refill_weights(model.drafter.decoder, *read, quantize, _part(share))

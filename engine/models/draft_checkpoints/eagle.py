@@ -68,16 +68,15 @@ class EagleCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """Return the bytes that `load` allocates. Raise ConfigError if the checkpoint is
-        incomplete."""
+        """See LoadableModel."""
         return self._survey(device, dtype, quantize, share).num_bytes
 
     def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
-        """Load the layer for a target model. Raise ConfigError as `weight_bytes` does."""
+        """Load the layer for a target model. See LoadableModel."""
         return model.drafting(self._layer(model, quantize, share))
 
     def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
-        """Read the weights of the model's drafter again, after `drain`."""
+        """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftHead)
         refill(model.drafter.layer, self._layer(model, quantize, share))
 

@@ -169,7 +169,6 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
 
     Args:
         model: on the meta device.
-        num_layers: number of layers according to the configuration.
     Raises:
         UnsupportedModel: the class cannot be served with paged attention.
     """

@@ -40,7 +40,7 @@ class MetaModel:
         model: on the meta device.
         plan: how ranks divide the class.
         config: configuration of the text model.
-        attending: attention of every layer.
+        attending: the layers' attention.
         reductions: see Probe.
         context_length: number of tokens up to which results equal those of the class.
         limited: reason why that is less than in the configuration, or "".

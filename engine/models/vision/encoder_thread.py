@@ -44,13 +44,9 @@ class QueuedImages:
 
 
 class EncoderThread:
-    """Encodes images on a thread that starts with the first image. All methods are called on the
-    engine thread.
+    """Encodes images on a thread that starts with the first image, see InputEncoder. Engine thread
+    only.
 
-    Attributes:
-        notify: called from the thread whenever images are encoded.
-        batches: number of calls of the encoder so far.
-        token_bytes: bytes of an image token's embedding.
     Args:
         pool: pages from which `copy` reads, uint8 [num_pages, page_bytes].
         token_size, dtype: size and dtype of an image token's embedding.
@@ -77,7 +73,7 @@ class EncoderThread:
         return len(self._queue)
 
     def begin(self, images: Sequence[Image]) -> QueuedImages | None:
-        """Encode the images that are not cached. Return None if the queue is full."""
+        """See InputEncoder."""
         if self._queue and len(self._queue) + len(images) > MAX_QUEUED:
             return None
         missing = self._tower.missing(images)
@@ -93,7 +89,7 @@ class EncoderThread:
         return job
 
     def missing(self, images: Sequence[Image]) -> list[Image]:
-        """Return the images whose embeddings are not cached, without duplicates."""
+        """See InputEncoder."""
         return self._tower.missing(images)
 
     @property
@@ -101,8 +97,7 @@ class EncoderThread:
         return self._tower.epoch
 
     def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
-        """Cache the embeddings whose parts are in these pages, on another thread. The pages must
-        not change until the copy is done."""
+        """See InputEncoder. Runs on another thread."""
         if self._copies is None:
             self._copies = ThreadPoolExecutor(1, "image copies")
         copying = self._copies.submit(self._copy, image, pages, piece_bytes, epoch)

@@ -230,13 +230,8 @@ def refill_weights(
     quantize: Quantize,
     share: Share = WHOLE,
 ) -> None:
-    """Replace the weights of a decoder by others of the same configuration. Only one part at a time
-    is in memory twice.
-
-    Raises:
-        ConfigError: see `load_weights`. Nothing has changed.
-        EngineFault: the weights differ in more than values. Some are already replaced.
-    """
+    """Replace the weights of a decoder. See LoadableModel. Only one part at a time is in memory
+    twice."""
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
     needs = survey(checkpoint, spec, form, decoder.dtype, share)
     with OpenFiles() as files:
@@ -256,11 +251,8 @@ def move_experts(
     quantize: Quantize,
     share: Share,
 ) -> None:
-    """Read the experts of other slots of a rank, from the checkpoint of its current weights.
-
-    Args:
-        moves: new slots by layer, see ExpertPlacement.
-    """
+    """Read the experts of other slots of a rank, from the checkpoint of its current weights. See
+    LoadableModel."""
     placement, dtype = share.placement, decoder.dtype
     assert placement is not None
     form = form_for(spec, decoder.device, dtype, quantize)
