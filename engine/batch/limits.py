@@ -52,11 +52,16 @@ class StateLimit:
 class RequestLimits:
     """Limits of the model and of the page pool.
 
-    context_length: prompt and output tokens. num_pages: the whole pool. generates, num_labels: the
-    heads of the model. image_token_side: pixels per side of an image token. 0: no image input.
-    image_tokens_per_side: rows and columns of every image. 0: any. video_frames: frames of a
-    temporal patch. 0: no video input. whole_images: see ModelSpec. eos_token_ids: tokens that end a
-    response. embedding_size: numbers per input embedding. 0: none are accepted.
+    Attributes:
+        context_length: prompt and output tokens.
+        num_pages: the whole pool.
+        generates, num_labels: the heads of the model.
+        image_token_side: pixels per side of an image token. 0: no image input.
+        image_tokens_per_side: rows and columns of every image. 0: any.
+        video_frames: frames of a temporal patch. 0: no video input.
+        whole_images: see ModelSpec.
+        eos_token_ids: tokens that end a response.
+        embedding_size: numbers per input embedding. 0: none are accepted.
     """
 
     context_length: int

@@ -36,11 +36,13 @@ _ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkDone:
     """A computed chunk. The KV of token indices [start, end) is final, in the request's own pages
-    unless it has been retracted since. The last chunk has the token sampled after it, or the pooled
-    vector.
+    unless it has been retracted since.
 
-    logprobs: logprobs of that token, if requested. prompt_logprobs: logprobs of the prompt tokens
-    from the first requested one on.
+    Attributes:
+        first_token, pooled: result of the last chunk: the token sampled after it, or the pooled
+            vector.
+        logprobs: of the first token, if requested.
+        prompt_logprobs: logprobs of the prompt tokens from the first requested one on.
     """
 
     request: Request
@@ -68,12 +70,13 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """The results of one step.
+    """The results of one step. New tokens come in columns with one entry per token, including the
+    token that ends a request.
 
-    New tokens come in columns with one entry per token, including the token that ends a request.
-    `streams` and `requests` identify the origin. `logprobs`: logprobs of the tokens by origin, for
-    requests that asked for them. `predicted`: accepted and rejected tokens of clients' predictions,
-    by origin.
+    Attributes:
+        streams, requests: origin of each token.
+        logprobs: by origin, for requests that asked for them.
+        predicted: by origin, accepted and rejected tokens of clients' predictions.
     """
 
     streams: NDArray[np.uint64]
