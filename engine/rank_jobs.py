@@ -212,11 +212,11 @@ class RankWeights(Protocol):
     """The weights of this rank."""
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
-        """Replace them by those of a directory of the same model."""
+        """Replace the weights by those of a directory of the same model."""
         ...
 
     def drain(self) -> None:
-        """Return their memory to the operating system."""
+        """Return the memory of the weights to the operating system."""
         ...
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:

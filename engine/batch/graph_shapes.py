@@ -53,8 +53,8 @@ class GraphShape(NamedTuple):
     def fits(self, batch: ForwardBatch) -> bool:
         """Return whether a step without images can be padded to this shape.
 
-        A ragged step needs a padding row with at least one token. Recurrent layers use different
-        kernels for long and short rows, and padding must not change the kernel.
+        A ragged step needs a padding row with at least one token. Recurrent layers compute long
+        rows in another way than short ones, and padding must not change that.
         """
         num_tokens, num_rows = batch.token_ids.shape[0], batch.num_rows
         if not self.is_ragged:

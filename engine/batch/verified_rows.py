@@ -36,8 +36,8 @@ class VerifiedDrafts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRows:
-    """The rows of one step to verify. The step's samples are first those after each row's last
-    token, then the others, row by row (ForwardBatch.sampled)."""
+    """The rows of one step to verify. The step's samples begin with one after each row's last
+    token. The others follow, row by row (ForwardBatch.sampled)."""
 
     counts: Tensor  # int32 [num_rows], number of tokens
     samples: Tensor  # int64 [num_rows, most]: index of the sample after each token

@@ -1,6 +1,7 @@
 """Wrappers of role and runner for a data-parallel group, whose nodes begin each step together.
 
-The event loop is the same as in any node. It gets an idle batch if only other nodes have rows.
+The event loop is the same as in any node. The role returns an idle batch if only other nodes have
+rows.
 """
 
 from collections.abc import Callable, Sequence

@@ -69,7 +69,7 @@ class Compiles:
         return {}
 
     def _begin(self, **_: Any) -> bool:
-        """Note a start. Return False, so that Triton compiles."""
+        """Record a start. Return False, so that Triton compiles."""
         self._under_way[threading.get_ident()] = self._now()
         return False
 

@@ -1,4 +1,4 @@
-"""Messages between rank 0 of a node and its followers, except those of steps.
+"""Messages between rank 0 of a node and its followers, except steps.
 
 A job is work other than steps. All followers do it, and each one replies.
 

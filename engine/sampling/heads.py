@@ -39,8 +39,8 @@ class HeadInputs:
     Attributes:
         chosen: whether a token is sampled after each of the step's samples. If not, their states do
             not go through the head.
-        num_prompt: number of prompt tokens with log-probabilities. Their states follow those of the
-            samples.
+        num_prompt: number of prompt tokens with log-probabilities. Their states follow the samples'
+            states.
         scored: int64 [any], rows with token scores.
     """
 

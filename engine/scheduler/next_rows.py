@@ -289,7 +289,7 @@ class RowSelector:
         return slots
 
     def _decodes(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return those of `slots` that can continue."""
+        """Return the slots among `slots` that can continue."""
         full = self._running.full(slots)
         due = len(slots) > 0 and self._retraction.is_due()
         if due or (len(full) and not self._running.grow(full)):

@@ -66,8 +66,8 @@ class TransformersModel:
         return self._decoder, self._head
 
     def compute_in_one_way(self) -> None:
-        """Compute each token alone from now on, if torch's functions depend on the batch. The next
-        calls raise ConfigError if other operations depend on it."""
+        """Compute each token alone from now on, where torch's functions depend on the batch. The
+        next calls raise ConfigError if other operations depend on it."""
         name = type(self._head).__name__
         self._call_decoder = partial(RowByRow(name).call, self._decoder)
         self._call_head = partial(RowByRow(name).call, self._head)
