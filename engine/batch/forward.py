@@ -145,7 +145,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
-# the last `tensors`: their sizes depend on more than the numbers of tokens and rows
+# The last `tensors`: their sizes depend on more than the numbers of tokens and rows.
 NUM_VARYING = 2
 
 

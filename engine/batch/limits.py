@@ -161,7 +161,7 @@ class RequestLimits:
                 f"input_embeddings: rows of {size} numbers, the model's hidden size is "
                 f"{self.embedding_size}"
             )
-        # also rejects NaN
+        # Also rejects NaN.
         if not (np.abs(np.frombuffer(given.values, np.float32)) <= LARGEST).all():
             raise InvalidRequest(
                 f"input_embeddings: a number is not in [-{LARGEST:g}, {LARGEST:g}]"

@@ -83,7 +83,7 @@ class Request:
     arrived: float  # time.monotonic()
     # time.monotonic() by which the first forward of its prompt must begin
     start_by: float = math.inf
-    # if set, it returns a vector instead of tokens and ends with its prompt
+    # If set, it returns a vector instead of tokens and ends with its prompt.
     pooling: PoolingParams | None = None
     namespace: Namespace = SHARED  # part of the prefix cache where its KV is looked up and stored
     weights: WeightsId = UNNAMED  # version of the weights that compute it
@@ -92,7 +92,7 @@ class Request:
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     brought: bool | None = None  # result of the offload tier's lookup; False: the load is under way
-    # times when loads began and ended, alternating
+    # Times when loads began and ended, alternating.
     bringing: list[float] = field(default_factory=list)
     encoding: Any = None  # core.EncodingJob of its images; None: not looked up yet
     encoded: list[float] = field(default_factory=list)  # times when their encoding began and ended

@@ -91,7 +91,7 @@ class SlotTable:
         self.origin_stream = np.zeros(num_slots, np.uint64)
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
-        # the newest launched step that has the slot
+        # The newest launched step that has the slot.
         self._last_step = np.zeros(num_slots, np.int64)
         self.finished_step = 0  # all steps up to this one are finished
         self._leaving: list[int] = []  # released, but still in a launched step

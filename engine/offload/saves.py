@@ -88,11 +88,11 @@ class TierCopies:
         return (job.host for job in self._jobs)
 
 
-SAVING_SHARE = 16  # divisor: at most one 16th of either memory is being saved at a time,
+SAVING_SHARE = 16  # at most 1 / SAVING_SHARE of either memory is being saved,
 LEAST_SAVING = 8  # but at least this number of pages,
 MOST_SAVING = 128  # and at most this many: larger saves delay the engine thread's step
 MAX_BEHIND = 1024  # limit of queued nodes; beyond it the oldest are not saved
-# divisor: used pages are marked as used again once one 8th of the keys may have been evicted.
+# Used pages are marked as used again once 1 / SLACK_SHARE of the keys may have been evicted.
 SLACK_SHARE = 8
 
 

@@ -99,7 +99,7 @@ def _copies(
     done."""
     device = pool.tensor.device
     if device.type == "cpu":
-        # numpy copies, because the threads of torch would take cores from the computation.
+        # Copies by numpy, because the threads of torch would take cores from the computation.
         here, there = pool.tensor.numpy(), host_pool.tensor.numpy()
         return (
             lambda copies: _copy_runs(here, copies.device_pages, there, copies.host_pages),

@@ -36,7 +36,7 @@ from engine.scheduler.arrivals import (
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
 
-# with more decode rows than this, chunks are small, because all these rows wait for the chunk
+# With more decode rows than this, chunks are small, because all these rows wait for the chunk.
 MANY_DECODE_ROWS = 10
 SMALL_CHUNK_TOKENS = 512
 
@@ -135,7 +135,7 @@ class _Full:
     """The result of a failed admission pass: no request fits with fewer than `num_pages` free
     pages."""
 
-    # inputs of the pass: queue changes, cached pages, barrier, min_priority
+    # Inputs of the pass: queue changes, cached pages, barrier, min_priority.
     of: tuple[int, int, float, float]
     num_pages: float
 

@@ -292,7 +292,7 @@ class StepAssembler:
         self._shift = np.array(self._page_bits, np.int32)
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
-        # decode rows of the previous step, in both index types
+        # Decode rows of the previous step, in both index types.
         self._decodes = np.empty(0, np.intp)
         self._decodes_in_batch = np.empty(0, np.int32)
         # A slot is in flight if its step number is above `finished_step`. The numbers therefore

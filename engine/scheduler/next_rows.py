@@ -60,9 +60,9 @@ class Preemption:
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        # minimum difference of priorities; 0: preemption is disabled
+        # Minimum difference of priorities; 0: preemption is disabled.
         self._by = config.preemption_threshold
-        # no preemption while this many requests are swapped out
+        # No preemption while this many requests are swapped out.
         self._most = config.max_preempted_requests
         self._table = core.table
         self._pages = core.pages

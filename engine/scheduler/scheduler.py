@@ -177,7 +177,7 @@ class Scheduler:
             return FinishedRequest(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
-            # no further row is scheduled, and the next result is its last
+            # No further row is scheduled, and the next result is its last.
             self._table.max_length[slot] = 0
         return None
 
@@ -209,7 +209,7 @@ class Scheduler:
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
         if not self._residents and not self.paused:
-            # requests that wait for the encoder are checked next
+            # Requests that wait for the encoder are checked next.
             waiting = [each for each in waiting if each.is_encoding]
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
@@ -427,7 +427,7 @@ class Scheduler:
             rows = self._next_rows.choose(alone)
             if rows is not None:
                 return self._launch(rows, alone)
-        # no rows to compute, but requests wait for pages that this step saves
+        # No rows to compute, but requests wait for pages that this step saves.
         if self._retracted.saving:
             return self._launch(NO_ROWS, alone=False)
         return None
