@@ -1,1 +1,1 @@
-"""The engine that prefill and decode nodes share: loop, batches, KV pages, prefix cache, model."""
+"""The engine of prefill and decode nodes: event loop, scheduler, KV cache, and model."""

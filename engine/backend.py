@@ -1,4 +1,5 @@
-"""The memory of an engine on its device and in host memory, and the stream of its forwards."""
+"""The memory of an engine's pages on the device and in host memory, and the stream of its
+forwards."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from kernels.cuda.virtual_memory import VirtualMemory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchBackend:
-    """Pages, their copies, and a forward stream."""
+    """Page pools, their copies, and a forward stream."""
 
     shape: EngineShape
     pool: KVPool
@@ -38,7 +39,7 @@ class TorchBackend:
         """Allocate all pages.
 
         Args:
-            stream: of the forwards; None: one of the device.
+            stream: stream of the forwards. None: a new stream of the device.
             memory: see KVPool.
         Raises:
             ConfigError: there is not enough memory.
@@ -49,7 +50,7 @@ class TorchBackend:
         return cls(shape, pool, host_pool, copier, stream or open_stream(shape.device))
 
     def with_host_pages(self, num_pages: int) -> Self:
-        """Return this backend with this many other host pages for retracted requests.
+        """Return this backend with a new pool of `num_pages` host pages for retracted requests.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -60,7 +61,7 @@ class TorchBackend:
         return replace(self, shape=shape, host_pool=host_pool, copier=copier)
 
     def open_files(self, root: Path, version: bytes, num_bytes: int) -> FileThreads:
-        """Open the files below host memory, see PageFiles."""
+        """Open the files of the file tier, see PageFiles."""
         memory = self.host_pool.tensor.numpy()
         files = PageFiles(root, memory, version=version, num_bytes=num_bytes)
         return FileThreads(files, lambda: self.copier.notify())

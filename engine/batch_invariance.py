@@ -1,12 +1,12 @@
-"""`engine.batch_invariant`: what it does not support, how this process computes, and its probe.
+"""`engine.batch_invariant`: unsupported settings, computation in this mode, and its self-test.
 
-With it, the bits of a request's tokens and logprobs do not depend on anything around the request. A
-node that cannot keep this promise does not start.
+In this mode, the bits of a request's tokens and logprobs do not depend on other requests. A node
+that cannot guarantee this does not start.
 
 A GPU must first pass `python -m tools.bench.gpu --parts compile bits`, which compares rows alone
-with the same rows in batches. If no bit differs, it records the GPU as a file in the user's cache.
+with the same rows in batches. If no bit differs, it records the GPU in a file in the user's cache.
 The file's name depends on everything that can change the bits. A record is therefore valid only for
-this kind of GPU, these kernels and these releases of torch and Triton.
+the same kind of GPU, kernels and releases of torch and Triton.
 """
 
 import functools
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 def check(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, servable: LoadableModel
 ) -> None:
-    """Raise ConfigError if this process cannot keep the promise for the model.
+    """Raise ConfigError if this process cannot guarantee batch invariance for the model.
 
     Args:
-        device, dtype: that the model is computed on and in.
+        device, dtype: device and compute dtype of the model.
     """
     parallel = config.parallel
     for problem, found in {
@@ -115,11 +115,11 @@ def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableM
 
 
 def keep(model: Model, layout: KVLayout) -> None:
-    """Have a loaded model compute each token in one way, and probe it. All ranks of a node call
-    this at the same time.
+    """Make a loaded model compute each token in one way, and test it. All ranks of a node call this
+    at the same time.
 
     Args:
-        layout: of this rank's pages.
+        layout: layout of this rank's pages.
     Raises:
         ConfigError: the model has unsupported layers, or an operation gives other bits in another
             batch.
@@ -146,11 +146,11 @@ def _is_supported(layer: Layer) -> bool:
 
 
 def arithmetic(ranks: int, backend: str, device: torch.device) -> str:
-    """Return a name of how a node computes. Nodes with the same one compute the same bits.
+    """Return a name for the arithmetic of a node. Nodes with the same name compute the same bits.
 
     Args:
-        ranks: whose sums make a layer's output.
-        backend: of the model, see LoadableModel.
+        ranks: number of ranks whose outputs are summed per layer.
+        backend: backend of the model, see LoadableModel.
     """
     if device.type != "cpu":
         return gpu_arithmetic(device)
@@ -168,8 +168,8 @@ def arithmetic(ranks: int, backend: str, device: torch.device) -> str:
 
 
 def gpu_arithmetic(device: torch.device) -> str:
-    """Return a name for everything that determines the bits of a GPU: its kind, the kernels, and
-    the releases of torch and Triton. GPUs with equal names compute equal bits."""
+    """Return a name for everything that determines the bits on a GPU: its kind, the kernels, and
+    the releases of torch and Triton."""
     major, minor = torch.cuda.get_device_capability(device)
     return " ".join(
         (
@@ -183,12 +183,12 @@ def gpu_arithmetic(device: torch.device) -> str:
 
 
 def has_passed(device: torch.device) -> bool:
-    """Return whether the comparison has passed on this GPU."""
+    """Return whether this GPU has passed the comparison."""
     return _record(gpu_arithmetic(device)).is_file()
 
 
 def record(device: torch.device, *, passed: bool) -> Path:
-    """Record the result of a comparison on this GPU, and return the record's path. A failure
+    """Record the result of a comparison on this GPU. Return the path of the record. A failure
     removes an earlier record."""
     name = gpu_arithmetic(device)
     path = _record(name)

@@ -1,4 +1,4 @@
-"""The construction of an engine: load the model (load.py), plan the sizes, assemble the parts."""
+"""Construction of an engine: load the model (load.py), determine the sizes, assemble the parts."""
 
 import logging
 import time
@@ -71,15 +71,15 @@ from engine.sizing import (
 from engine.speculative import Speculator
 from engine.update import WeightUpdater
 
-PROGRESS_S = 1.0  # between two log lines about captured graphs
-EQUIP_S = 60.0  # for the allocation of host pages
+PROGRESS_S = 1.0  # seconds between two log lines about captured graphs
+EQUIP_S = 60.0  # seconds for the allocation of host pages
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """The parts that a role and a loop are built on."""
+    """The parts of an engine, for a role and its event loop."""
 
     core: EngineCore
     loaded: LoadedModel
@@ -89,8 +89,8 @@ class Engine:
     loader: AdapterLoader
     guides: GrammarCache
     weights: WeightUpdater
-    group: NodeGroup | None = None  # with which this node shares experts
-    balancer: ExpertBalancer | None = None  # moves experts between the ranks of this node
+    group: NodeGroup | None = None  # data-parallel group in which this node shares experts
+    balancer: ExpertBalancer | None = None  # moves experts between the ranks of this node (EPLB)
 
     @property
     def shape(self) -> EngineShape:
@@ -150,12 +150,12 @@ class Engine:
 
     @property
     def follower_pids(self) -> tuple[int, ...]:
-        """The processes of the other ranks."""
+        """Process ids of the other ranks."""
         followers = self.loaded.followers
         return () if followers is None else followers.pids
 
     def devices(self, config: EngineConfig) -> tuple[str, ...]:
-        """Return the devices by rank, each as named on the host of the rank."""
+        """Return the device of each rank, as named on the rank's host."""
         places = map(config.parallel.place, range(self.loaded.share.num_ranks))
         return tuple(str(resolve_device(config.device, place)) for place in places)
 
@@ -164,7 +164,7 @@ class Engine:
         body: bytes,
         on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
-        """Have all other ranks do a part of hand-offs, see TransferJob and Followers.ask."""
+        """Make all other ranks do a part of hand-offs, see TransferJob and Followers.ask."""
         followers = self.loaded.followers
         assert followers is not None
         steps = followers.steps_done
@@ -172,27 +172,27 @@ class Engine:
 
     @property
     def other_pools(self) -> PoolsOfRanks | None:
-        """The pages of the other ranks; None: this process has all."""
+        """Pages of the other ranks. None: there are no other ranks."""
         followers = self.loaded.followers
         return None if followers is None else PoolsOfRanks(followers)
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """The values that must be equal on a peer, field by field, before one computes on the
-        other's KV."""
+        """Values that must be equal on another node, by field, before one uses the KV of the
+        other."""
         return {**self.loaded.fingerprint(self.shape), "weights": self.weights.id.hex()}
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
     ) -> Scheduler:
-        """Create the scheduler of this engine; see Scheduler for `on_admit`."""
+        """Create the scheduler of this engine. See Scheduler for `on_admit`."""
         return Scheduler(config.scheduler, self.core, on_admit)
 
     def split_runner(
         self, config: SchedulerConfig, scheduler: Scheduler, clock: StepClock
     ) -> SplitRunner:
-        """Have a scheduler of this engine compute prompts in groups of layers, whose sizes follow
-        from the clock of its loop. Return the runner of its steps."""
+        """Make a scheduler of this engine compute prompts in groups of layers (split prefill). The
+        clock of its loop determines their sizes. Return the runner of its steps."""
         model, forwards = self.model, self.runner.forwards
         assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
         limit_s = config.split_prefill_ms / 1000
@@ -205,17 +205,17 @@ class Engine:
         return Profiler(config.profile_dir, name, self.stream, device, num_steps)
 
     def equipped(self, config: EngineConfig) -> "Engine":
-        """Return this engine with the host pages and the decode graphs of another role in place of
-        its own.
+        """Return this engine with the host pages and the CUDA graphs of another role instead of its
+        own.
 
-        All other parts, including cached pages, are the same objects. The two engines must not be
-        used at the same time, and this one must be idle. Host memory that is a tier is kept:
-        retracted requests may use its pages, and the contents of the others are not lost.
+        All other parts, including cached pages, are the same objects. Use only one of the two
+        engines at a time, and only while this one is idle. Host memory of an offload tier is kept,
+        because its content must not be lost, and retracted requests may use its pages.
 
         Args:
-            config: as this engine's, except for those two.
+            config: equal to this engine's, except for host pages and graphs.
         Raises:
-            ConfigError: there is not enough memory for them.
+            ConfigError: there is not enough memory.
         """
         core, backend, device = self.core, self.backend, self.shape.device
         if not self.shape.tier_pages:
@@ -238,15 +238,15 @@ class Engine:
         return replace(self, core=core, backend=backend, runner=runner)
 
     def equip_followers(self) -> None:
-        """Give the other ranks as many host pages as this one has, see `equipped`. No step is under
-        way."""
+        """Make the other ranks allocate as many host pages as this rank, see `equipped`. No step
+        may be in flight."""
         followers, num_pages = self.loaded.followers, self.host_pool.num_pages
         if followers is not None and not self.shape.tier_pages:
             asked = followers.ask(lambda number: ReplaceHostPages(number, num_pages))
             asked.result(EQUIP_S)
 
     def close(self) -> None:
-        """End the threads and processes of the engine and of its parts, in order."""
+        """End the threads and processes of the engine and its parts, in order."""
         self.stream.close()
         self.guides.close()
         self.loader.close()
@@ -271,10 +271,10 @@ def build(
 
     Args:
         follower_program: module that the other ranks run, if there are any.
-        relay: the process with the ranks of other hosts, see Followers.
-        group: nodes with which this one shares experts.
+        relay: the process that connects the ranks of other hosts, see Followers.
+        group: data-parallel group of this node.
     Raises:
-        ConfigError: the model is not supported, or does not fit.
+        ConfigError: the model is not supported, or is too large.
     """
     exchange = None if group is None else group.exchange
     loaded = load(config, follower_program, relay, exchange)
@@ -322,7 +322,7 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     before the rest is measured.
 
     Raises:
-        ConfigError: the model does not fit, or has no experts although they are to be returned.
+        ConfigError: the model is too large, or has no experts although they are to be returned.
     """
     model, share, followers = loaded.model, loaded.share, loaded.followers
     free = usable_bytes(model.device, config)
@@ -346,7 +346,7 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
 
 
 def record_experts(config: EngineConfig, model: Model, shape: EngineShape) -> None:
-    """Have the model record the experts of the tokens of each forward. Raise ConfigError if it has
+    """Make the model record the experts of the tokens of each forward. Raise ConfigError if it has
     no experts."""
     num_slots = config.scheduler.num_slots
     num_drafts = num_slots * config.speculative.num_speculative_tokens
@@ -358,11 +358,11 @@ def record_experts(config: EngineConfig, model: Model, shape: EngineShape) -> No
 def measured_room(
     config: EngineConfig, model: Model, bank: AdapterBank, share: Share, shape: EngineShape
 ) -> int:
-    """Return the bytes of a GPU that steps leave for the pages of a rank. All ranks measure at the
-    same time.
+    """Return the GPU bytes that remain for the pages of a rank after the memory of steps. All ranks
+    measure at the same time.
 
     Args:
-        shape: with the sizes of steps.
+        shape: has the sizes of steps.
     """
     seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
     footprint = measure_footprint(
@@ -394,10 +394,10 @@ def _version_of_pages(loaded: LoadedModel, shape: EngineShape) -> bytes:
 def _open_files(
     config: EngineConfig, loaded: LoadedModel, backend: TorchBackend
 ) -> FileThreads | None:
-    """Open this rank's files below host memory, if there are any.
+    """Open this rank's files of the file tier, if it is configured.
 
     Raises:
-        ConfigError: they cannot be created where configured.
+        ConfigError: the files cannot be created in the configured place.
     """
     if config.offload.disk_dir is None or not backend.shape.tier_pages:
         return None
@@ -409,7 +409,7 @@ def _open_files(
 def _files_of_ranks(
     config: EngineConfig, loaded: LoadedModel, backend: TorchBackend, own: FileThreads | None
 ) -> FilesOfRanks | None:
-    """Return the files of all ranks, if there are several. They are not open yet."""
+    """Return the files of all ranks, or None with one rank. They are not open yet."""
     if loaded.followers is None or own is None:
         return None
     return FilesOfRanks(
@@ -430,7 +430,7 @@ def make_core(
     """Create the core over the pages of `backend`.
 
     Args:
-        store: the files below host memory.
+        store: files of the file tier.
     """
     shape = backend.shape
     return EngineCore.make(
@@ -450,10 +450,10 @@ def assemble(
     backend: TorchBackend,
     verifier: GrammarVerifier | None = None,
 ) -> Engine:
-    """Assemble an engine, ready to run.
+    """Assemble an engine that is ready to run.
 
     Args:
-        verifier: of grammars; None: a process of its own.
+        verifier: verifies grammars. None: start a process for it.
     """
     model, spec = loaded.model, loaded.model.spec
     of_tokens = loaded.directory, spec.vocabulary_size, spec.eos_token_ids
@@ -499,7 +499,8 @@ def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
 def _balancer(
     config: EngineConfig, loaded: LoadedModel, weights: WeightUpdater, stream: DeviceStream
 ) -> ExpertBalancer | None:
-    """Return what moves the experts of the layers, which have counted only the warm-up so far."""
+    """Return the balancer that moves the experts of the layers. The layers have counted only the
+    warmup so far."""
     placement, model = loaded.share.placement, loaded.model
     if placement is None or not config.parallel.rebalance_steps:
         return None
@@ -511,7 +512,7 @@ def _balancer(
 def _leading(
     runner: ModelRunner, config: EngineConfig, followers: Followers, backend: TorchBackend
 ) -> ModelRunner:
-    """Return the runner with its steps sent to followers, which are started."""
+    """Return a runner that sends its steps to the followers, and start them."""
     shape, forwards = backend.shape, runner.forwards
     assert isinstance(forwards, Forwards)
     sizes = runner.builder.sizes(forwards.spec)
@@ -521,7 +522,7 @@ def _leading(
         shape.tables.num_tables,
         sizes.num_slots,
         sizes.max_pages,
-        2 * shape.num_pages,  # all are swapped out, and others in
+        2 * shape.num_pages,  # all pages are swapped out, and others in
         forwards.spec.hidden_size if config.input_embeddings.enabled else 0,
     )
 
@@ -555,8 +556,8 @@ def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
 
 
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Share) -> int:
-    """Return the number of host pages. Raise ConfigError if the host does not have enough
-    memory for those of all its ranks."""
+    """Return the number of host pages. Raise ConfigError if the host has not enough memory for all
+    its ranks."""
     layout = shape.layout
     num_pages = host_pages_of(config, layout, shape.device, shape.num_pages)
     wanted = num_pages * largest_page(shape.whole, share) * config.parallel.ranks_per_host
@@ -574,8 +575,8 @@ def _recorder(config: EngineConfig, device: torch.device) -> CudaRecorder | None
 
 
 def _has_graphs(config: EngineConfig) -> bool:
-    """Return whether decode steps have graphs on a GPU. With stages they have none, because a step
-    has parts before and after the exchange of tensors. FlashInfer plans each step on the host."""
+    """Return whether decode steps use CUDA graphs. Steps with pipeline stages cannot, because they
+    exchange tensors. FlashInfer cannot, because it plans each step on the host."""
     planned = config.attention_backend == "flashinfer"
     return config.cuda_graphs and config.parallel.pp == 1 and not planned
 
@@ -586,7 +587,7 @@ def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShap
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:
-    """Prepare everything that would otherwise delay the first requests: graphs, kernels, memory.
+    """Prepare everything that would delay the first requests: graphs, kernels, memory.
 
     Args:
         num_tokens: see `largest_forward`.

@@ -1,6 +1,7 @@
-"""The core of an engine: slots, pages, prefix cache and tiers. It needs no torch and no model.
+"""The core of an engine: slots, pages, prefix cache and offload tiers. It needs no torch and no
+model.
 
-A scheduler works on a core. Tests and benchmarks make their cores here as well.
+A scheduler works on a core. Tests and benchmarks also create their cores here.
 """
 
 import time
@@ -31,9 +32,8 @@ class CoreShape:
 
     Attributes:
         context_length: maximum tokens of a request.
-        host_pages: for retracted requests.
-        tier_pages: for pages that the prefix cache evicts.
-        chunk_tokens: page aligned; None: prompts are never cut.
+        tier_pages: host pages for pages that the prefix cache evicts.
+        chunk_tokens: maximum tokens of a chunk, page aligned. None: prompts are not split.
     """
 
     tables: PageTables
@@ -51,19 +51,19 @@ class CoreShape:
 class EncodingJob(Protocol):
     """Images of one request that are being encoded."""
 
-    cancelled: bool  # set by the engine thread if nothing needs them any more
+    cancelled: bool  # set by the engine thread if no request needs them any more
 
     @property
     def done(self) -> bool: ...
 
 
 class InputEncoder(Protocol):
-    """Encodes images beside the steps of the engine.
+    """Encodes images concurrently with the steps of the engine.
 
     Attributes:
         notify: called from any thread whenever images are encoded.
-        batches: number of the encoder's calls.
-        num_waiting: images in the queue.
+        batches: number of calls of the encoder so far.
+        num_waiting: number of queued images.
         token_bytes: bytes of an image token's embedding.
     """
 
@@ -79,7 +79,7 @@ class InputEncoder(Protocol):
         ...
 
     def missing(self, images: Sequence[Image]) -> Sequence[Image]:
-        """Return the images whose embeddings are not cached, each content once."""
+        """Return the images whose embeddings are not cached, without duplicates."""
         ...
 
     @property
@@ -88,8 +88,10 @@ class InputEncoder(Protocol):
         ...
 
     def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
-        """Cache the embeddings whose pieces are in these pages of the engine's pool. The pages must
-        not change until it is done. Embeddings of an older epoch are dropped."""
+        """Cache the embeddings whose parts are in these pages of the engine's pool.
+
+        The pages must not change until the copy is done. Embeddings of an older epoch are dropped.
+        """
         ...
 
     def close(self) -> None: ...
@@ -97,11 +99,11 @@ class InputEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineCore:
-    """The state that a scheduler works on.
+    """The state on which a scheduler works.
 
     Attributes:
-        speculator: proposes draft tokens; None: no speculation.
-        clock: seconds, as in the times of requests.
+        speculator: proposes drafts. None: no speculative decoding.
+        clock: returns seconds, on the time scale of requests.
         encoder: None: the model has no image input.
     """
 
@@ -131,8 +133,8 @@ class EngineCore:
         """Create an empty core.
 
         Args:
-            copier: copies pages to host memory and back; None: there are no tiers.
-            store: the files below host memory.
+            copier: copies pages to host memory and back. None: there are no offload tiers.
+            store: files of the file tier.
             lifo: whether freed pages are reused first, which exposes premature releases.
         """
         tables = shape.tables
@@ -146,8 +148,8 @@ class EngineCore:
         return cls(shape, limits, table, pages, cache, tiers, speculator, clock)
 
     def with_host_pages(self, shape: CoreShape, copier: TierCopier) -> Self:
-        """Return this core with other host pages for retracted requests. There must be no tiers,
-        and no request on the device."""
+        """Return this core with new host pages for retracted requests. There must be no offload
+        tiers, and no request on the device."""
         tiers = make_tiers(shape, self.pages, self.cache, copier)
         return replace(self, shape=shape, tiers=tiers)
 
@@ -159,7 +161,7 @@ def make_tiers(
     copier: TierCopier | None,
     store: PageStore | None = None,
 ) -> CacheTiers:
-    """Create the tiers below a prefix cache. For the arguments see EngineCore.make."""
+    """Create the offload tiers of a prefix cache. For the arguments, see EngineCore.make."""
     tables, index = shape.tables, None
     if store is not None:
         index = FileCache(store.num_slots, tables.width, store.found())

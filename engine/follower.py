@@ -1,6 +1,6 @@
-"""The process of a rank that follows rank 0 of its node.
+"""The process of a follower, that is, of any rank except rank 0.
 
-It has a part of the weights and pages, and no requests. `node.follower` is its program.
+It has a part of the weights and pages, and no requests. `node.follower` is its entry point.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ from engine.sizing import resolve_shape, whole_layout
 from engine.update import WeightSource
 from kernels.cuda.virtual_memory import Region
 
-_MAX_FILES = 130  # the pidfds of all other ranks, and two memories
+_MAX_FILES = 130  # the pidfds of all other ranks, and two shared memories
 
-# Takes the rank, its pages, and the layout of the whole model.
+# Arguments: the rank's share, its pages, and the layout of the whole model.
 OpenTransfer: TypeAlias = Callable[[Share, KVPool, KVLayout], TransferTaker]
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FollowerStream:
-    """A stream that reports failed steps. No caller waits for most of its steps.
+    """A stream that reports failed steps, because no caller waits for most of its steps.
 
     Args:
         on_error: called on the stream's thread if a step fails.
@@ -106,8 +106,8 @@ class PartWeights:
     """The weights of a rank, see RankWeights.
 
     Attributes:
-        source: of the current weights.
-        compares: the files may be others than rank 0's, because they are on another host.
+        compares: whether the files must be compared with rank 0's, because they are on another
+            host.
         region: see LoadedModel.
     """
 
@@ -152,7 +152,7 @@ class PartWeights:
 
 
 def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
-    """Load, then run steps until rank 0 closes its end."""
+    """Load the model, then run steps until rank 0 closes its end."""
     message, files = _receive(steps)
     if not isinstance(message, StartRank):
         return
@@ -184,7 +184,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
     sizes = ForwardSizes(message.num_slots, message.max_pages)
     stream = FollowerStream(open_stream(model.device), partial(_fail_at, steps))
-    # Rank 0 decides whether there are graphs, which may be another role's.
+    # Rank 0 decides whether there are graphs, because another role may need them.
     has_graphs = model.device.type == "cuda" and share.stage is None
     recorder = CudaRecorder() if has_graphs else None
     forwards = Forwards(model, pool, host_pool, bank, stream, sizes, recorder)
@@ -202,8 +202,8 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
 
 
 def _record_experts(config: EngineConfig, model: Model, share: Share, num_tokens: int) -> None:
-    """Record the experts of this stage, if they are to be returned. Without stages, rank 0 has
-    those of all layers."""
+    """Record the experts of this pipeline stage, if they are to be returned. Without stages, rank 0
+    does."""
     if config.routed_experts.enabled and share.stage is not None:
         assert isinstance(model, Decoder)
         if model.routed is None:
@@ -211,13 +211,13 @@ def _record_experts(config: EngineConfig, model: Model, share: Share, num_tokens
 
 
 def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
-    """Serve until rank 0 ends. This process ends then.
+    """Serve until rank 0 ends, then end this process.
 
     Args:
-        descriptors: of the sockets to rank 0. With several, each is served by a fork.
-        open_transfer: opens the part of hand-offs over this rank's pages.
+        descriptors: descriptors of the sockets to rank 0. If there are several, a fork serves each.
+        open_transfer: opens this rank's part of hand-offs.
     """
-    # Only rank 0 decides when to end. Both may be sent to the whole process group.
+    # Only rank 0 decides when to end. Both signals may be sent to the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for each in descriptors:
@@ -237,26 +237,26 @@ def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
 
 
 def _fail_at(steps: socket.socket, error: Exception) -> NoReturn:
-    # Where the loss of another rank was noticed says nothing.
+    # A traceback of where another rank was lost does not help.
     log.error("the rank failed", exc_info=None if isinstance(error, RankLost) else error)
     _fail(steps, RankFailed(f"{type(error).__name__}: {error}"[:2000], config=False), 1)
 
 
 def _fail(steps: socket.socket, last: RankFailed, exit_code: int) -> NoReturn:
-    with contextlib.suppress(OSError):  # rank 0 may be what failed
+    with contextlib.suppress(OSError):  # rank 0 itself may have failed
         _send(steps, last)
     _leave(exit_code)
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End the process, whatever its forward stream does."""
+    """End the process without waiting for its forward stream."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
 def _receive(steps: socket.socket) -> tuple[ToFollower | None, Sequence[int]]:
-    """Return a message and its files. None: rank 0 has ended."""
+    """Return a message and its descriptors. None: rank 0 has ended."""
     packet, files, _, _ = socket.recv_fds(steps, MAX_PACKET_BYTES, _MAX_FILES)
     for file in files:
         os.set_inheritable(file, False)

@@ -1,8 +1,7 @@
-"""The GPU memory that serving needs in addition to weights and pages, measured before the pool is
-sized.
+"""Measurement of the GPU memory that serving needs in addition to weights and pages.
 
-Only this process's allocator is asked. The free memory of the whole device is not used, because
-another node may start on it at the same time.
+The result determines the size of the page pool. Only this process's allocator is asked. The free
+memory of the whole device is not used, because another node may start on it at the same time.
 """
 
 import gc
@@ -28,19 +27,19 @@ from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
 
-# Memory of the driver per graph (some hundred launches and their arguments), in addition to torch's
+# Driver memory per graph (some hundred launches and their arguments), in addition to torch's
 # allocations. An upper bound that was not measured on a GPU yet: see docs/gpu.md.
 DRIVER_BYTES_PER_GRAPH = 4 << 20
-DRIVER_BYTES_PER_CHOICE = 1 << 19  # the same for a graph that chooses tokens, in ten launches
-SEGMENT_BYTES = 2 << 20  # the smallest part of the device that torch's allocator takes
+DRIVER_BYTES_PER_CHOICE = 1 << 19  # the same for a graph that chooses tokens, with ten launches
+SEGMENT_BYTES = 2 << 20  # the smallest block that torch's allocator gets from the device
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFootprint:
     """Measured memory in bytes."""
 
-    state: int  # permanent memory of a runner: counts for penalties, the inputs of graphs
-    forward: int  # of the largest forward, and the sampling after it
+    state: int  # permanent memory of a runner: counts for penalties, inputs of graphs
+    forward: int  # the largest forward, and the sampling after it
     graphs: int
 
     @property
@@ -68,13 +67,13 @@ def measure_footprint(
     graphs: bool,
     stage: Stage | None = None,
 ) -> MemoryFootprint:
-    """Run the largest forward and capture the largest graphs over a pool of one page, then release
+    """Run the largest forward and capture the largest graphs with a pool of one page, then release
     all their memory. The kernels stay compiled.
 
     Args:
-        stage: of this rank. Its peer measures at the same time.
+        stage: pipeline stage of this rank. The other stage measures at the same time.
     Raises:
-        ConfigError: the memory does not suffice even for that; the error has the numbers.
+        ConfigError: the memory is too small even for that. The error has the numbers.
     """
     device, layout = model.device, shape.layout
     free = torch.cuda.mem_get_info(device)[0]
@@ -119,8 +118,7 @@ def measure_footprint(
 
 
 def largest_forward(shape: EngineShape, max_running: int) -> int:
-    """Return the tokens of the largest forward: those of prompts, and one per decode row beside
-    them."""
+    """Return the tokens of the largest forward: prompt tokens, and one token per decode row."""
     return shape.prefill_tokens + max_running
 
 
@@ -133,19 +131,19 @@ def footprint_of(
     runner = make_runner()
     state = _in_use(device) - before
     runner.rehearse(num_tokens)
-    # Includes memory that the forward has freed, which the allocator keeps for the next one.
+    # Includes memory that the forward has freed, because the allocator keeps it for the next one.
     forward = torch.cuda.memory_reserved(device) - before - state
-    # The largest graph allocates the memory that all graphs share, and the largest choice of tokens
-    # adds to it for logits. Each graph also needs some of its own.
+    # The largest graph allocates the memory that all graphs share. The largest choice of tokens
+    # adds memory for logits. Each graph also needs some of its own.
     shapes = runner.graph_shapes
     choosing = [shape for shape in shapes if shape.chooses]
     taken = []
     measured = dict.fromkeys((*shapes[:2], *choosing[:1]))
     for shape in measured:
-        before = _in_use(device)  # a capture also returns memory left by the forward
+        before = _in_use(device)  # a capture also returns memory that the forward left
         runner.capture(shape)
         taken.append(max(0, _in_use(device) - before))
-    # A shape with drafts has a second graph, for the drafter.
+    # A shape with drafts has a second graph for the drafter.
     graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
     graphs += DRIVER_BYTES_PER_CHOICE * len(choosing)
     for shape in shapes:

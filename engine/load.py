@@ -1,4 +1,4 @@
-"""From a configuration to a model in memory, or to the part of it that a rank has."""
+"""Loading: from a configuration to a model in memory, or to the part of it that a rank has."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedModel:
-    """A checkpoint that is to be loaded in a process that is set up for its device."""
+    """A checkpoint to be loaded, in a process that is set up for its device."""
 
     directory: Path
     servable: LoadableModel
@@ -76,10 +76,10 @@ class LoadedModel:
 
     Attributes:
         constants: the model's part of the fingerprint.
-        weights_id: of the files in `directory`; computed in parallel to loading.
-        bank: the device memory of its adapters.
-        followers: the processes with the other parts. None: this one has the whole model.
-        region: memory of the weights that can be released. None: it cannot, or is host memory.
+        weights_id: id of the files in `directory`, computed while the model is loaded.
+        bank: device memory of LoRA adapters.
+        followers: processes with the other parts. None: this process has the whole model.
+        region: memory of the weights if it can be released. None for host memory, for example.
     """
 
     directory: Path
@@ -94,7 +94,7 @@ class LoadedModel:
     region: Region | None = None
 
     def limits(self, shape: EngineShape, config: EngineConfig) -> RequestLimits:
-        """Return the limits of an engine of these sizes."""
+        """Return the limits of requests for an engine of these sizes."""
         spec, routed = self.model.spec, self.model.routed
         return RequestLimits(
             context_length=shape.context_length,
@@ -116,7 +116,7 @@ class LoadedModel:
         )
 
     def fingerprint(self, shape: EngineShape) -> dict[str, str]:
-        """Return the constant part of the fingerprint, see Engine.fingerprint."""
+        """Return the fingerprint without the weights. See Engine.fingerprint."""
         return {**self.constants, **layout_fields(shape.whole)}
 
 
@@ -126,14 +126,14 @@ def load(
     relay: Sequence[str] = (),
     exchange: ExpertExchange | None = None,
 ) -> LoadedModel:
-    """Load the model, and set up this process for its device. Starts the followers of a node with
-    several ranks, and waits until they have loaded their parts.
+    """Load the model, and set up this process for its device. For a node with several ranks, start
+    the followers, and wait until they have loaded their parts.
 
     Args:
         follower_program, relay: see Followers.
-        exchange: with the nodes that share the experts of the model.
+        exchange: exchange with the nodes that share the experts of the model.
     Raises:
-        ConfigError: the model is not supported, or its weights do not fit.
+        ConfigError: the model is not supported, or its weights are too large.
     """
     opened = open_model(config)
     if config.batch_invariant:
@@ -182,7 +182,7 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
         threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
         use_cpu(threads, config.cpu_kernels)
     else:
-        use_gpu(device)  # in this thread, which launches kernels
+        use_gpu(device)  # in this thread, because it launches kernels
         choose_early_launch(device, wanted=config.early_launch)
         devices.use_batch_invariant(config.batch_invariant)
     directory = model_directory(config.model, weights=True)
@@ -199,7 +199,7 @@ def load_part(
     the region of the weights as in LoadedModel.
 
     Raises:
-        ConfigError: the weights do not fit.
+        ConfigError: the weights are too large.
     """
     device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
     needed = opened.servable.weight_bytes(device, dtype, quantize, share)
@@ -224,7 +224,7 @@ def load_part(
 
 def keep_invariance(config: EngineConfig, model: Model, share: Share) -> None:
     """Prepare a loaded part for `engine.batch_invariant`, if it is set. All ranks of a node call
-    this at the same time. Raise ConfigError as `batch_invariance.keep`."""
+    this at the same time. Raise ConfigError as `batch_invariance.keep` does."""
     if config.batch_invariant:
         whole = whole_layout(config, model.spec, model.dtype, model.device)
         batch_invariance.keep(model, part_of(whole, share))
@@ -267,14 +267,14 @@ def _loaded(
 
 
 def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
-    """Return the part of the fingerprint that says how the model is computed."""
+    """Return the part of the fingerprint that describes how the model is computed."""
     rounding = rounding_of(
         opened.device,
         config.quantize,
         opened.servable.spec.format,
         ranks=config.parallel.tp,
     )
-    # Nodes without the promise may compute on each other's KV whatever their arithmetic.
+    # Nodes without batch invariance may use each other's KV, even if their arithmetic differs.
     arithmetic = {}
     if config.batch_invariant:
         arithmetic["arithmetic"] = batch_invariance.arithmetic(
@@ -285,18 +285,15 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
 
 
 def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:
-    """Return what must be equal on all hosts of a node, whose files may differ."""
+    """Return the values that must be equal on all hosts of a node, whose files may differ."""
     return {**model_fields(config, opened), "weights": weights.hex()}
 
 
 def _check_files(
     own: Mapping[str, str], others: Sequence[Mapping[str, str]], config: ParallelConfig
 ) -> None:
-    """Raise ConfigError if another host has another model.
-
-    Args:
-        others: fingerprints of followers, by rank from 1 on. Empty ones are not compared.
-    """
+    """Raise ConfigError if another host has another model. `others`: fingerprints of followers, by
+    rank from 1 on. Empty ones are not compared."""
     for rank, other in enumerate(others, start=1):
         if differing := [name for name, value in other.items() if value != own[name]]:
             host = rank // config.ranks_per_host
@@ -317,8 +314,8 @@ def layout_fields(whole: KVLayout) -> dict[str, str]:
 
 
 def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConfig:
-    """Return the configuration of several ranks on such devices, with their collectives in place of
-    auto. Raise ConfigError if they do not support the devices or a feature."""
+    """Return the configuration of several ranks on such devices, with the chosen collectives
+    instead of auto. Raise ConfigError if they do not support the devices or a feature."""
     _check_stages(config)
     on_gpus, wanted = device.type == "cuda", config.parallel.collectives
     on_cpus = "gloo" if config.parallel.hosts > 1 else "shm"
@@ -335,7 +332,7 @@ def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConf
 
 
 def check_group(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if a node of a group does not support the device or a feature."""
+    """Raise ConfigError if a data-parallel group does not support the device or a feature."""
     drafter, collectives = config.speculative, config.parallel.collectives
     settings = {
         f"device: {device}": device.type != "cpu",
@@ -347,11 +344,7 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_split_prefill(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support split prefill.
-
-    Args:
-        backend: of the model.
-    """
+    """Raise ConfigError if a feature does not support split prefill."""
     drafter, parallel = config.speculative, config.parallel
     settings = {
         f"parallel.tp: {parallel.tp}": parallel.tp > 1,
@@ -364,11 +357,7 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
 
 
 def check_routed_experts(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support routed experts.
-
-    Args:
-        backend: of the model.
-    """
+    """Raise ConfigError if a feature does not support routed experts."""
     split_ms = config.scheduler.split_prefill_ms
     settings = {
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
@@ -379,14 +368,10 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
 
 
 def check_input_embeddings(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support input embeddings.
-
-    Args:
-        backend: of the model.
-    """
+    """Raise ConfigError if a feature does not support input embeddings."""
     drafter = config.speculative
     settings = {
-        # A drafter with layers reads the ids of the prompt's tokens.
+        # A drafter with layers reads the ids of prompt tokens.
         f"speculative.method: {drafter.method}": drafter.has_layers,
         "model_backend: transformers": backend == "transformers",
     }
@@ -394,12 +379,8 @@ def check_input_embeddings(config: EngineConfig, backend: str) -> None:
 
 
 def _refuse(settings: Mapping[str, bool], feature: str) -> None:
-    """Raise ConfigError for the first of these settings that is used, as the feature does not
-    support it.
-
-    Args:
-        settings: name and value below `engine`, and whether it is used.
-    """
+    """Raise ConfigError for the first of these settings that is in use. `settings`: name and value
+    below `engine`, and whether it is in use."""
     for setting, used in settings.items():
         if used:
             raise ConfigError(f"engine.{setting} is not supported with {feature}")
@@ -415,14 +396,14 @@ def _check_stages(config: EngineConfig) -> None:
     if config.parallel.pp == 1:
         return
     drafter = config.speculative.method
-    # Of those that have keys and values, others need layers of both stages or ids of tokens.
+    # Drafters with KV other than MTP layers need layers of both stages or token ids.
     settings = {f"speculative.method: {drafter}": drafter not in ("none", "mtp")}
     _refuse(settings, "engine.parallel.pp 2")
 
 
 def usable_bytes(device: torch.device, config: EngineConfig) -> int:
     """Return the free memory for a rank. Ranks on a CPU share its memory, and ranks on GPUs need
-    some for NCCL."""
+    some of it for NCCL."""
     free = free_bytes(device, config.cache.memory_fraction)
     if device.type == "cpu":
         return free // config.parallel.ranks_per_host
@@ -430,7 +411,7 @@ def usable_bytes(device: torch.device, config: EngineConfig) -> int:
 
 
 def named_weights(opened: OpenedModel) -> Future[WeightsId]:
-    """Compute the weights' id in parallel to loading, so that each file is read from the disk
+    """Compute the id of the weights while they are loaded, so that each file is read from disk
     once."""
     stored = stored_of(opened.servable, opened.directory)
     worker = ThreadPoolExecutor(1, "weights")

@@ -1,11 +1,11 @@
-"""Release of the memory of a paused engine to the system, and its reallocation.
+"""Release of the memory of a paused engine to the operating system, and its reallocation.
 
-The addresses do not change. Everything that refers to them stays valid, such as reads across
-process boundaries, compiled code and CUDA graphs. Only the contents are lost.
+Addresses do not change, so that all references stay valid: reads across process boundaries,
+compiled code and CUDA graphs. Only the contents are lost.
 
-Released host memory may be accessed: the system allocates it again. Released memory of a GPU must
-not. So other nodes lose their access to its pages before it is released, and get it back after it
-is allocated.
+Released host memory may be accessed, because the system then allocates it again. Released GPU
+memory must not be accessed. Other nodes therefore lose their access to its pages before it is
+released, and get it back after it is reallocated.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,14 +29,14 @@ _RANKS_S = 60.0  # seconds to wait for the other ranks
 
 
 class PageMemory(Protocol):
-    """The memory of the pages of a rank. One thread may use it at a time."""
+    """The memory of the pages of a rank. Only one thread may use it at a time."""
 
     def release(self) -> None:
         """Return the memory to the system. Nothing may use the pages until `restore`."""
         ...
 
     def restore(self) -> None:
-        """Allocate the memory again. Raises FailedPrecondition, without any change, if there is not
+        """Allocate the memory again. Raise FailedPrecondition, without any change, if there is not
         enough."""
         ...
 
@@ -45,7 +45,7 @@ class HostMemory:
     """Pages in host memory, which the system allocates one by one when they are written.
 
     Args:
-        num_ranks: ranks of the node on this host. Each has as many pages as this one.
+        num_ranks: ranks of the node on this host. Each has the same number of pages.
     """
 
     def __init__(self, pools: Sequence[Tensor], num_ranks: int) -> None:
@@ -67,7 +67,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Pages in a region of a GPU. Pinned host pages are not released."""
+    """Pages in a region of GPU memory. Pinned host pages are not released."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -106,24 +106,26 @@ class OtherPools(Protocol):
 
 
 class PeerAccess(Protocol):
-    """The access of other nodes to the pages of this one, and of this node to theirs. Both calls
-    block, and may be made by any thread, one at a time."""
+    """The access of other nodes to the pages of this node, and of this node to theirs. Both calls
+    block. Any thread may make them, one at a time."""
 
     def close(self) -> None:
-        """End all access. Afterwards no byte is read or lands, and no mapping or registration of
-        the pages is left. Raises FailedPrecondition, without any change, if that takes too long."""
+        """End all access. Raise FailedPrecondition, without any change, if that takes too long.
+
+        Afterwards no transfer reads or writes the pages, and no mapping or registration of them
+        exists.
+        """
         ...
 
     def open(self) -> None:
-        """Allow access again. Raises ServingError, without any change, if that fails."""
+        """Allow access again. Raise ServingError, without any change, if that fails."""
         ...
 
 
 class MemoryOccupation:
-    """The releasable memory of an engine. Engine thread only.
+    """The memory of an engine that can be released. Engine thread only.
 
     Args:
-        memory: the memory of `pages`.
         pinned: reason why the memory of pages cannot be released. Empty: it can.
         notify: called by another thread when an operation is done.
         others: pages of the other ranks. None: this process has all pages.
@@ -167,22 +169,23 @@ class MemoryOccupation:
             self._weights.check_drainable()
 
     def isolate(self) -> Future[None]:
-        """End the access of other nodes to the pages, until `take_again`. The future fails with
-        FailedPrecondition, without any change, if that takes too long. Requires `isolates`."""
+        """End the access of other nodes to the pages, until `take_again`. Requires `isolates`. The
+        future fails with FailedPrecondition, without any change, if that takes too long."""
         assert self._peers is not None
         return self._begin(self._peers.close)
 
     def give_back(self, tag: str) -> Future[Any]:
-        """Release the memory. Requires `check`. Raise Overloaded while a weight update is in
-        progress."""
+        """Release the memory. Requires `check`. Raise Overloaded during a weight update."""
         if tag == WEIGHTS:
             return self._weights.give_back()
         return self._begin(self._release)
 
     def take_again(self, tag: str) -> Future[Any]:
-        """Reallocate the memory. The future fails with FailedPrecondition, without any change, if
-        there is not enough memory or the weights are no longer available. Raise Overloaded as
-        `give_back` does."""
+        """Reallocate the memory. Raise Overloaded during a weight update.
+
+        The future fails with FailedPrecondition, without any change, if there is not enough memory
+        or the weights are no longer available.
+        """
         if tag == WEIGHTS:
             return self._weights.bring_back()
         return self._begin(self._restore)

@@ -13,7 +13,7 @@ from engine.ranks.processes import Followers
 
 
 class RankMeter:
-    """Metrics by rank, see Meter. None with one rank."""
+    """Metrics by rank, see Meter. Empty with one rank."""
 
     def __init__(self, followers: Followers | None) -> None:
         self._followers = followers
@@ -32,7 +32,7 @@ class RankMeter:
 
 
 class PageMeter:
-    """A meter of the pages of requests. Engine thread only. See Meter."""
+    """Metrics of the pages of requests, see Meter. Engine thread only."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -46,7 +46,7 @@ class PageMeter:
 
 
 class GroupMeter:
-    """Metrics of a node in its group, see Meter. None without a group."""
+    """Metrics of a node in its data-parallel group, see Meter. Empty without a group."""
 
     def __init__(self, group: NodeGroup | None) -> None:
         self._lockstep = None if group is None else group.lockstep
@@ -65,7 +65,7 @@ class GroupMeter:
 
 
 class ExpertMeter:
-    """Metrics of moved experts, see Meter. None if experts do not move."""
+    """Metrics of moved experts, see Meter. Empty if experts do not move."""
 
     def __init__(self, balancer: ExpertBalancer | None) -> None:
         self._balancer = balancer
@@ -84,7 +84,7 @@ class ExpertMeter:
 
 
 class AdapterMeter:
-    """Adapter metrics, see Meter. Engine thread only."""
+    """Metrics of adapters, see Meter. Engine thread only."""
 
     def __init__(self, adapters: AdapterManager) -> None:
         self._adapters = adapters
@@ -104,7 +104,7 @@ class AdapterMeter:
 
 
 class VisionMetrics:
-    """Image metrics, see Meter."""
+    """Metrics of images, see Meter."""
 
     def __init__(self, seeing: VisionTower | None, encoder: InputEncoder | None) -> None:
         self._seeing = seeing

@@ -13,9 +13,10 @@ _ASKED = "OMP_NUM_THREADS"
 
 
 def threads_at_hand(environment: Mapping[str, str]) -> int:
-    """Return the number of threads to compute with: OMP_NUM_THREADS if `environment` has it, as in
-    any OpenMP process, else one per usable core."""
-    first = environment.get(_ASKED, "").partition(",")[0].strip()  # the rest is for nested teams
+    """Return the number of compute threads: OMP_NUM_THREADS from `environment` if it is set, as in
+    any OpenMP process. Otherwise one per usable core."""
+    # Further numbers are for nested teams.
+    first = environment.get(_ASKED, "").partition(",")[0].strip()
     if first.isascii() and first.isdigit() and int(first) > 0:
         return int(first)
     return usable_cores()
@@ -28,7 +29,7 @@ def usable_cores() -> int:
 
 
 def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of cores of these CPUs. A CPU without topology information counts as a
+    """Return the number of cores of these CPUs. A CPU without topology information counts as one
     core."""
     cores = set()
     for cpu in cpus:
@@ -44,7 +45,7 @@ def cgroup_cpus(
     mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float:
     """Return the lowest CPU limit (cgroup v2) of this process's cgroup and its ancestors, or
-    infinity without a limit. In a container the mount is its cgroup, whatever `own` contains."""
+    infinity without a limit. In a container the mount is its cgroup, and `own` is ignored."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -55,8 +56,8 @@ def cgroup_cpus(
 
 
 def _limit(file: Path) -> float:
-    """Return the CPUs of a cpu.max file: microseconds of CPU time or `max`, then the period in
-    microseconds."""
+    """Return the number of CPUs of a cpu.max file: microseconds of CPU time or `max`, then the
+    period in microseconds."""
     try:
         quota, period = file.read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)
@@ -64,13 +65,13 @@ def _limit(file: Path) -> float:
         return math.inf
 
 
-# Flags in /proc/cpuinfo on x86 and ARM. i8mm multiplies int8, the other names are self-explanatory.
+# Flags in /proc/cpuinfo on x86 and ARM. i8mm multiplies int8.
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 INT8 = frozenset({"avx_vnni", "avx512_vnni", "amx_int8", "i8mm"})
 
 
 def matrix_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return those of BFLOAT16 and INT8 that the first core of `cpuinfo` has, sorted."""
+    """Return the flags of BFLOAT16 and INT8 that the first core of `cpuinfo` has, sorted."""
     for line in cpuinfo.read_text().splitlines():
         name, _, features = line.partition(":")
         if name.strip() in ("flags", "Features"):

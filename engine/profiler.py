@@ -1,8 +1,8 @@
-"""torch's profiler over some steps, on an operator's request. The trace is for Perfetto and
-chrome://tracing.
+"""Profiling of some steps with torch's profiler, when an operator requests it.
 
-Profiling starts and stops on the forward stream, between two steps, where the profiled operations
-run. A separate thread writes the trace. Profiling ends after its number of steps or its time limit.
+The trace is for Perfetto and chrome://tracing. Profiling starts and stops on the forward stream,
+between two steps. A separate thread writes the trace. Profiling ends after its number of steps or
+its time limit.
 """
 
 import os
@@ -24,9 +24,9 @@ class Profiler:
     """The profiler of an engine. Engine thread only.
 
     Args:
-        directory: of the traces. None: profiling is disabled.
+        directory: directory of the traces. None: profiling is disabled.
         name: prefix of the file names.
-        num_steps: returns the steps finished since the start.
+        num_steps: returns the number of steps finished since the start.
     Attributes:
         notify: called by another thread when a trace is written.
     """
@@ -49,9 +49,9 @@ class Profiler:
         self._writer = ThreadPoolExecutor(1, "profiler")
         self._running: profile | None = None
         self._begun: StreamEvent
-        self._until = (0, 0.0)  # steps, time.monotonic()
+        self._until = (0, 0.0)  # step number, time.monotonic()
         self._path = ""
-        self._written: Future[str] | None = None  # of the latest trace
+        self._written: Future[str] | None = None  # the latest trace
         self.notify: Callable[[], None] = lambda: None
 
     @property

@@ -1,7 +1,7 @@
-"""Page files of a node with several ranks. Each rank has files of its own, with the same slots.
+"""Page files of a node with several ranks. Each rank has its own files, with the same slots.
 
-Rank 0 knows which page is in which slot. If a node ends while it writes, a rank may lack a page. So
-a read names the record that it expects, and a rank with another one reports a damaged page.
+Rank 0 knows the slot of each page. If a node ends during a write, a rank may lack a page. A read
+therefore names the record that it expects. A rank with another record reports a damaged page.
 """
 
 import threading
@@ -48,7 +48,7 @@ def version_of_rank(version: bytes, share: Share) -> bytes:
 
 
 def _identity(record: PageRecord) -> int:
-    """Return a number of the page that a record names, whatever its bytes are."""
+    """Return a number that identifies the page of a record, independent of its bytes."""
     return xxh3_64_intdigest(packed(record._replace(checksum=0), 0))
 
 
@@ -56,12 +56,12 @@ def _identity(record: PageRecord) -> int:
 
 
 class FilesOfRanks:
-    """A PageStore of every rank's files.
+    """A PageStore over the files of all ranks.
 
     Args:
-        own: of rank 0. Owned by this object.
-        version: of the whole pages.
-        num_bytes: of the files of one rank.
+        own: files of rank 0. Owned by this object.
+        version: version of whole pages.
+        num_bytes: size of the files of one rank.
         notify: called when a job of all ranks is done.
     """
 
@@ -85,10 +85,10 @@ class FilesOfRanks:
         return self._own.num_slots
 
     def open(self) -> None:
-        """Have all followers open their files. Called when they take jobs, before all others.
+        """Make all followers open their files. Called before all other jobs.
 
         Raises:
-            ConfigError: a rank cannot.
+            ConfigError: a rank cannot open its files.
         """
         where = str(self._own.directory), self._version, self._num_bytes
         try:
@@ -131,7 +131,7 @@ class FilesOfRanks:
         self._followers.ask(lambda number: EraseSlots(number, slots))
 
     def _joined(self, own: Future[Faults], make: Callable[[int], FileJob]) -> Future[Faults]:
-        """Return a future with the first fault of each page on any rank."""
+        """Return a future with the first error of each page on any rank."""
         whole: Future[Faults] = Future()
         asked = self._followers.ask(make)
         left, lock = 2, threading.Lock()
@@ -173,7 +173,7 @@ class RankFiles:
         self._identities = np.zeros(0, np.uint64)
 
     def take(self, job: FileJob, reply: Callable[[bytes], None]) -> None:
-        """Begin a job. The reply has a number for each page, see FileFault.
+        """Start a job. The reply has a number for each page, see FileFault.
 
         Raises:
             ConfigError: the files cannot be opened.

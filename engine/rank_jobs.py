@@ -1,6 +1,6 @@
 """Work of all ranks other than steps: copies of pages, adapters, new weights, release of memory.
 
-Rank 0 does its part, asks the followers for theirs, and continues when all are done.
+Rank 0 does its part, sends a job to the followers, and continues when all are done.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
 
-_READ_S = 600.0  # for an adapter on a slow disk
-_MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # of the slots in one MoveExperts
+_READ_S = 600.0  # seconds for an adapter on a slow disk
+_MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # the slots in one MoveExperts
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -69,7 +69,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class AdaptersOfRanks:
-    """An AdapterSource that has every rank read its part.
+    """An AdapterSource that makes every rank read its part.
 
     Args:
         own: source of rank 0's part.
@@ -97,15 +97,15 @@ class AdaptersOfRanks:
         return adapter
 
     def _drop(self, reading: int) -> None:
-        with contextlib.suppress(EngineFault):  # they may have ended
+        with contextlib.suppress(EngineFault):  # the followers may have ended
             self._followers.ask(lambda number: DropAdapter(number, reading))
 
 
 class CopierOfRanks:
-    """A Copier of every rank's pages.
+    """A Copier of the pages of all ranks.
 
     Args:
-        own: of rank 0's pages. Owned by this object.
+        own: copier of rank 0's pages. Owned by this object.
     """
 
     def __init__(self, own: Copier, followers: Followers) -> None:
@@ -160,7 +160,7 @@ class WeightsOfRanks:
 
 
 def _in_packets(layers: Mapping[str, bytes]) -> Iterator[Sequence[tuple[str, bytes]]]:
-    """Divide layers so that each part fits into a packet."""
+    """Divide layers so that each part fits in a packet."""
     some: list[tuple[str, bytes]] = []
     for each in layers.items():
         if some and sum(len(slots) for _, slots in (*some, each)) > _MOST_MOVED_BYTES:
@@ -184,7 +184,7 @@ class PoolsOfRanks:
 
 
 def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
-    """Return a future that completes when all others have, with an error of one of them."""
+    """Return a future that completes when all others have, with the error of one of them."""
     whole: Future[None] = Future()
     left, lock = len(futures), threading.Lock()
 
@@ -212,42 +212,41 @@ class RankWeights(Protocol):
     """The weights of this rank."""
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
-        """Replace them by those of a directory of the same model."""
+        """Replace the weights by those of a directory of the same model."""
         ...
 
     def drain(self) -> None:
-        """Return their memory to the system."""
+        """Return the memory of the weights to the operating system."""
         ...
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
-        """Take the experts of other slots, by layer."""
+        """Read the experts of other slots, by layer."""
         ...
 
 
 class JobReply(Protocol):
-    """Ends a job. Any thread, once."""
+    """Reports the end of a job. Any thread, once."""
 
     def __call__(self, result: bytes = b"", error: str = "") -> None: ...
 
 
 class TransferTaker(Protocol):
-    """The part of hand-offs of a follower."""
+    """A follower's part of hand-offs."""
 
     def take(self, body: bytes, steps: StreamEvent | None, reply: JobReply) -> None:
         """Begin a TransferJob, without waiting."""
         ...
 
     def close(self) -> None:
-        """End it soon."""
+        """Start to close. Does not wait."""
         ...
 
 
 class FollowerJobs:
-    """The jobs of a follower. Copies have one thread, hand-offs have theirs, and all others have
-    another one. Each works in order.
+    """The jobs of a follower. Copies, hand-offs and all other jobs have one thread each, which
+    works in order.
 
     Args:
-        share: of this rank.
         steps: the socket to rank 0.
         pool, host_pool: this rank's pages.
         adapters: source of this rank's parts.
@@ -277,10 +276,10 @@ class FollowerJobs:
         self._copying = ThreadPoolExecutor(1, "copy-pages", use)
         self._working = ThreadPoolExecutor(1, "jobs", use)
         self._readings: dict[int, LoraAdapter] = {}
-        self._adapters: dict[AdapterId, list[LoraAdapter]] = {}  # one for each reading
+        self._adapters: dict[AdapterId, list[LoraAdapter]] = {}  # one entry per reading
 
     def adapter(self, identity: AdapterId) -> LoraAdapter:
-        """Return an adapter that was read."""
+        """Return an adapter that was read before."""
         return self._adapters[identity][0]
 
     def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
@@ -364,7 +363,7 @@ class FollowerJobs:
     def _drop(self, reading: int) -> None:
         adapter = self._readings.pop(reading, None)
         if adapter is None:
-            return  # it could not be read
+            return  # the adapter could not be read
         others = self._adapters[adapter.id]
         others.remove(adapter)
         if not others:

@@ -1,7 +1,6 @@
-"""The size of the engine on this machine: device, dtype, pool and chunk, decided once.
+"""The sizes of the engine on this machine: device, dtype, page pool and chunk, decided once.
 
-The configuration contains the requested values, an EngineShape the actual ones. Neither changes
-afterwards.
+The configuration has the requested values, an EngineShape the actual ones. Both are immutable.
 """
 
 import math
@@ -23,19 +22,19 @@ from engine.runner.gpu import check_allocator, has_gpu
 from kernels.cuda.virtual_memory import VirtualMemory, virtual_memory
 from kernels.narrow import FIRST_ARCHITECTURE
 
-# A CPU's pool, unless num_pages is set. It shares memory with the other processes here: another
-# engine or two of `baton up`, and the same number of host pages for retracted requests.
+# A CPU's page pool, unless num_pages is set. Other processes share the memory: another engine or
+# two of `baton up`, and the same number of host pages for retracted requests.
 CPU_POOL_BYTES = 1 << 30
-CPU_POOL_FRACTION = 0.125  # of the free memory, if that is more
+CPU_POOL_FRACTION = 0.125  # share of the free memory, if that is more
 DEVICE_CHUNK_TOKENS = 2048
-ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a larger chunk
+ROOM_FRACTION = 1 / 16  # share of free memory for the activations of a larger chunk
 CUDA_CONTEXT_BYTES = 1 << 29  # memory of driver and libraries outside torch's allocator
-NCCL_BYTES = 1 << 30  # of a rank. An upper bound that was not measured yet: see docs/gpu.md.
-PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages is set:
-# limited to this part of the free host memory, since other nodes start here too
+NCCL_BYTES = 1 << 30  # memory of a rank. An upper bound that was not measured yet: see docs/gpu.md.
+PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages is set
+# Limits PINNED_BYTES to this share of free host memory, since other nodes start here, too.
 PINNED_FRACTION = 0.25
 _NARROW = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-CPU_CHUNK_S = 0.4  # maximum duration of a chunk on a CPU: cancels take effect between chunks
+CPU_CHUNK_S = 0.4  # maximum seconds of a chunk on a CPU: cancellation takes effect between chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class EngineShape(CoreShape):
     """The actual sizes of an engine.
 
     Attributes:
-        layout: of this rank's pages.
+        layout: layout of this rank's pages.
         whole: layout of the whole model, which nodes compare.
         prefill_tokens: prompt tokens of the largest forward.
     """
@@ -56,11 +55,11 @@ class EngineShape(CoreShape):
 
 
 def resolve_device(name: str, rank: int = 0) -> torch.device:
-    """Return the device of a rank. Raise ConfigError if it does not exist, or cannot be used as it
-    is set up.
+    """Return the device of a rank. Raise ConfigError if it does not exist, or cannot be used in its
+    current setup.
 
     Args:
-        name: as in EngineConfig. With auto and cuda, the ranks have the first GPUs.
+        name: name in EngineConfig. With auto and cuda, the ranks use the first GPUs.
     """
     device = _device_named(name, rank)
     if device.type == "cuda":
@@ -83,7 +82,7 @@ def _device_named(name: str, rank: int) -> torch.device:
         raise ConfigError(f"engine.device: {device.type} is not supported, only cpu and cuda")
     if device.type == "cpu":
         return device
-    has_gpu()  # raises with the reason if there is a GPU that cannot be used
+    has_gpu()  # raises an error with the reason if there is a GPU that cannot be used
     if device.index >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.device: {name} does not exist, this machine has "
@@ -93,11 +92,11 @@ def _device_named(name: str, rank: int) -> torch.device:
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:
-    """Return the memory that this process may still allocate.
+    """Return the bytes that this process may still allocate.
 
     Args:
-        fraction: of a GPU's whole memory, this process's share, including what it has already
-            allocated; of a host's memory, the share of the memory available now.
+        fraction: this process's share. Of a GPU's whole memory, including memory that it has
+            already allocated. Of the available memory of a host.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -116,7 +115,7 @@ def _available_bytes() -> int:
 
 
 def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the memory that this process's container has left (cgroup v2); infinity without a
+    """Return the free memory of this process's container (cgroup v2), or infinity without a
     limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -127,13 +126,13 @@ def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def releasable_memory(config: EngineConfig, device: torch.device) -> VirtualMemory | None:
-    """Return the virtual memory of a GPU if pages and weights are to be allocated there, so that
-    their memory can be released."""
+    """Return virtual memory of a GPU, if pages and weights are to be allocated there so that they
+    can be released. Otherwise None."""
     return virtual_memory(device.index or 0) if config.memory_saver else None
 
 
 def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of `engine.cache.dtype`; None: the dtype that is computed in.
+    """Return the dtype of `engine.cache.dtype`. None: the compute dtype.
 
     Raises:
         ConfigError: this GPU does not support the dtype.
@@ -166,7 +165,7 @@ def part_of(whole: KVLayout, share: Share) -> KVLayout:
 
 
 def largest_page(whole: KVLayout, share: Share) -> int:
-    """Return the bytes of a page of the rank with the largest ones."""
+    """Return the page size in bytes of the rank with the largest pages."""
     return max(part.page_bytes for part in whole.by_stage(share.node))
 
 
@@ -181,11 +180,11 @@ def resolve_shape(
     """Determine the actual sizes for the model on this machine.
 
     Args:
-        dtype: that the model is computed in.
-        free: bytes of device memory for this rank's pages, after the weights, the largest forward
-            and the graphs.
+        dtype: compute dtype of the model.
+        free: bytes of device memory for this rank's pages, after weights, the largest forward and
+            graphs.
     Raises:
-        ConfigError: the model does not fit; the error has the numbers.
+        ConfigError: the model is too large. The error has the numbers.
     """
     device = resolve_device(config.device, config.parallel.place(share.node_rank))
     context_length = config.context_length or spec.context_length
@@ -230,7 +229,8 @@ def resolve_shape(
 def host_pages_of(
     config: EngineConfig, layout: KVLayout, device: torch.device, num_pages: int
 ) -> int:
-    """Return the number of host pages of a rank for retracted requests of a pool of `num_pages`."""
+    """Return the number of host pages of a rank for retracted requests, given a pool of
+    `num_pages`."""
     if config.cache.swap_pages >= 0:
         return config.cache.swap_pages
     if device.type == "cpu":
@@ -241,8 +241,8 @@ def host_pages_of(
 
 
 def _held_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
-    """Return the bytes of the activations that split prefill holds between two groups of layers:
-    two of each token."""
+    """Return the bytes of the activations that split prefill keeps between two groups of layers:
+    two per token."""
     if not config.scheduler.split_prefill_ms:
         return 0
     return 2 * num_tokens * spec.hidden_size * dtype.itemsize
@@ -280,15 +280,15 @@ def _chunk_tokens(
 
 
 def _tokens_in(num_bytes: float, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a forward whose activations fit into `num_bytes`. A token's
-    activations are at most the outputs of one layer's products."""
+    """Return the tokens of a forward whose activations fit in `num_bytes`: at most the outputs of
+    one layer's products per token."""
     outputs = spec.products_per_token / (len(spec.layers) * spec.hidden_size)
     return int(num_bytes / (outputs * dtype.itemsize))
 
 
 def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
-    """Measure the FLOP/s that the model's own product reaches here with a matrix of a layer's size,
-    in this thread and with its threads: the best of five runs."""
+    """Return the best FLOP/s of five runs of the model's own product, with a matrix of a layer's
+    size and this thread's number of threads."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     linear = form_of(torch.device("cpu"), dtype, quantize).hold(Matrix(weight))
     best = float("inf")

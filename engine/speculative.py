@@ -1,22 +1,20 @@
 """Speculative decoding: drafters that propose tokens, and the number of drafts that pays off.
 
-A wrong draft costs time, but never changes the response. `HeadDrafter` stands for a layer after the
-model, or for a draft model. The device computes its drafts at the beginning of the step that
-verifies them. `NgramDrafter`
-repeats (prompt lookup): it proposes the tokens that followed an earlier occurrence of the newest
-tokens, in the prompt or in the response. It needs no model and no state, so that a request may come
-from any node.
+A rejected draft costs time, but never changes the response. `NgramDrafter` repeats earlier text
+(prompt lookup): it proposes the tokens that followed an earlier occurrence of the newest tokens, in
+the prompt or in the response. It needs no model and no state. `HeadDrafter` stands for a draft
+layer or a draft model. The device computes its drafts at the beginning of the step that verifies
+them.
 
-Predicted outputs are texts that clients expect as their responses, used as the best source of
-drafts. A prediction is searched as if it followed its prompt. The first tokens of a response that
-begins as predicted therefore match as well.
+Predicted outputs are texts that clients expect as their responses, the best source of drafts. A
+prediction is searched as if it followed its prompt, so that even the first tokens can match.
 
-The number of drafts: an accepted draft saves a step of its row. A rejected one costs a token's
-share of a step. In a small batch that share is small, since a step reads the weights whatever it
-computes. In a large batch it is most of the step. StepCosts fits the cost of a decode step over
-past steps: a fixed part and a part per token. Both change with the batch's contexts and with the
-machine's other load, so older steps count less. Steps with the same number of tokens as usual give
-no information about the cost per token. The estimate stays until a step differs.
+The number of drafts: an accepted draft saves a step of its row. A rejected draft costs one token's
+share of a step. In a small batch this share is small, because a step reads all weights anyway. In a
+large batch it is most of the step. StepCosts fits the cost of past decode steps: a fixed part and a
+part per token. Both change with the contexts and with other load of the machine, so older steps
+count less. Steps with the same number of tokens as usual give no information about the cost per
+token. The estimate then stays unchanged.
 
 Source: prompt lookup decoding, Saxena 2023.
 """
@@ -33,28 +31,28 @@ from engine.batch.request import Request
 
 
 class Drafter(Protocol):
-    """A drafter of one node. Engine thread only. Called for every request and step: some
-    microseconds each."""
+    """A drafter of one node. Engine thread only. Called for every request and step, so it may take
+    only some microseconds."""
 
     def propose(self, tokens: Ints, count: int) -> Ints:
         """Return the most likely continuation.
 
         Args:
-            tokens: all tokens of a request that the CPU knows, at least one; a view. With
-                overlap the request is already one step further.
+            tokens: all tokens of a request that the CPU knows, at least one, as a view. With
+                overlap, the request is already one step further.
             count: number of tokens wanted.
         Returns:
-            At most `count` tokens, in order; none if there is no proposal.
+            At most `count` tokens, in order. Empty without a proposal.
         """
         ...
 
 
-LONGEST_MATCH = 16  # maximum tokens compared: of several occurrences the longest match counts
+LONGEST_MATCH = 16  # maximum tokens compared; the occurrence with the longest match counts
 NOTHING = np.empty(0, np.int32)
 
 
 class NgramDrafter:
-    """A drafter that searches for the newest tokens in the request's own text.
+    """Searches the request's own text for the newest tokens (prompt lookup).
 
     Args:
         min_match: minimum number of newest tokens that must match.
@@ -64,20 +62,22 @@ class NgramDrafter:
         self._min_match = min_match
 
     def propose(self, tokens: Ints, count: int) -> Ints:
-        """Return the tokens after the longest match, or after the last of equally long ones. A
-        continuation that reaches the newest token wraps around, because a repeated text is expected
-        to repeat again."""
+        """Return the tokens after the longest match, or after the last of equally long ones.
+
+        A continuation that reaches the newest token wraps around, because a repeated text is
+        expected to repeat again.
+        """
         followed = self.found_in(tokens, tokens, count)
         return followed if len(followed) in (0, count) else np.resize(followed, count)
 
     def found_in(self, text: Ints, tokens: Ints, count: int) -> Ints:
-        """Return the tokens after the best match in another text, as far as that text goes."""
+        """Return the tokens after the best match in another text, up to the end of that text."""
         places = self._places(text, tokens)
         return text[places[-1] : places[-1] + count] if len(places) else NOTHING
 
     def _places(self, text: Ints, tokens: Ints) -> NDArray[np.intp]:
-        """Return the positions in the text after matches of the newest tokens, where something
-        follows."""
+        """Return the positions after matches of the newest tokens in the text, except at its
+        end."""
         least = self._min_match
         if len(tokens) < least:
             return np.empty(0, np.intp)
@@ -94,19 +94,19 @@ class NgramDrafter:
 
 
 _NEWEST_STEP_WEIGHT = 0.05
-# Assumed while all steps had the same number of tokens: the token's share of a one-token step. It
-# keeps large batches from drafting, which costs most there, before drafting is known to pay off.
+# Assumed until step sizes differ: the token's share of a one-token step. Drafts cost most in large
+# batches. This value prevents them there until drafting is known to pay off.
 _FIRST_SHARE = 0.15
-_FIRST_WEIGHT = 0.5  # of this assumption, in tokens squared
+_FIRST_WEIGHT = 0.5  # weight of this assumption, in tokens squared
 _LEAST_DIFFERENCE = 0.5  # tokens
-_NEWEST_WEIGHT = 0.15  # of one draft, in its request's acceptance rate
-_TYPICAL_WEIGHT = 0.02  # of one verified row, in the rate assumed for new requests
+_NEWEST_WEIGHT = 0.15  # of one draft, in the acceptance rate of its request
+_TYPICAL_WEIGHT = 0.02  # of one verified row, in the acceptance rate assumed for new requests
 _FIRST_LIKELY = 0.7
-# While drafts do not pay off, their estimated rate rises a little with every step, so that they are
-# tried again: a response may begin to quote at any time.
+# While drafts do not pay off, their estimated acceptance rate rises a little with every step, so
+# that they are tried again: a response may begin to quote at any time.
 _HOPE, _HOPE_WEIGHT = 0.9, 0.003
-# After this many steps without drafts, one request in _TRIED_OF gets some regardless, to measure
-# their cost. In a busy batch such a step takes a third longer. The first trial is early, since
+# After this number of steps without drafts, one request in _TRIED_OF gets some anyway, to measure
+# their cost. In a busy batch, such a step takes a third longer. The first trial is early, because
 # nothing is known yet.
 _TRIED_AFTER, _TRIED_OF, _FIRST_TRIED_AFTER = 96, 16, 3
 
@@ -152,10 +152,10 @@ def _first_step(num_tokens: float) -> float:
 
 
 class DraftPolicy(Protocol):
-    """The policy for the number of drafts. Engine thread only."""
+    """Decides the number of drafts. Engine thread only."""
 
     def acquired(self, slot: int) -> None:
-        """Note that the slot has a new request."""
+        """Record that the slot has a new request."""
         ...
 
     def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
@@ -172,7 +172,7 @@ class DraftPolicy(Protocol):
 
 
 class AllDrafts:
-    """A policy without adaptation: always the maximum number."""
+    """A policy without adaptation, which always allows the maximum number."""
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -191,11 +191,12 @@ class AllDrafts:
 
 
 class AdaptiveDrafts:
-    """An adaptive policy: the number that gives the most tokens per second if every row had it."""
+    """An adaptive policy. Chooses the number of drafts that gives the most tokens per second if
+    every row has it."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._costs = StepCosts()
-        # probability that a draft is accepted, given that those before it are
+        # Probability that a draft is accepted, if the drafts before it are.
         self._likely = np.zeros(num_slots)
         self._typical = _FIRST_LIKELY
         self._counts = np.arange(max_drafts + 1)
@@ -208,7 +209,7 @@ class AdaptiveDrafts:
     def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
         likely = self._likely[slots]
         tokens = np.cumsum(likely[:, None] ** self._counts, axis=1)  # expected tokens of a row
-        steps = 1 + self._costs.share(num_rows) * self._counts  # their cost
+        steps = 1 + self._costs.share(num_rows) * self._counts  # cost of these tokens
         limits: Ints = np.argmax(tokens / steps, axis=1).astype(np.int32)
         none = slots[limits == 0]
         self._likely[none] += _HOPE_WEIGHT * (_HOPE - self._likely[none])
@@ -233,10 +234,10 @@ class AdaptiveDrafts:
 
 
 class Predictions:
-    """The predictions by slot. Engine thread only.
+    """Predicted outputs by slot. Engine thread only.
 
     Args:
-        min_match: as in NgramDrafter.
+        min_match: see NgramDrafter.
     """
 
     def __init__(self, min_match: int) -> None:
@@ -244,7 +245,7 @@ class Predictions:
         self._texts: dict[int, Ints] = {}
 
     def acquired(self, slot: int, request: Request) -> None:
-        """Note that the slot has a new request."""
+        """Record that the slot has a new request."""
         self._texts.pop(slot, None)
         if request.spec.prediction:
             predicted = np.frombuffer(request.spec.prediction, np.int32)
@@ -252,13 +253,13 @@ class Predictions:
             self._texts[slot] = np.concatenate((prompt[-LONGEST_MATCH:], predicted))
 
     def propose(self, slot: int, tokens: Ints, count: int) -> Ints:
-        """Return drafts for the request in a slot, as Drafter.propose does."""
+        """Return drafts for the request in a slot, like Drafter.propose."""
         text = self._texts.get(slot)
         return NOTHING if text is None else self._drafter.found_in(text, tokens, count)
 
 
 class HeadDrafter:
-    """A drafter that returns placeholders. See Drafter."""
+    """A drafter that returns placeholders, because the device draws the drafts. See Drafter."""
 
     def propose(self, tokens: Ints, count: int) -> Ints:
         return np.full(count, TO_GUESS, np.int32)
@@ -266,7 +267,7 @@ class HeadDrafter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculator:
-    """The parts of speculation. max_drafts: per row and step, fewer than a page has tokens."""
+    """The parts of speculative decoding. max_drafts: per row and step, less than the page size."""
 
     drafter: Drafter
     policy: DraftPolicy
@@ -275,7 +276,7 @@ class Speculator:
 
     @classmethod
     def of(cls, config: SpeculativeConfig, num_slots: int) -> Self | None:
-        """Create the parts, or return None if speculation is disabled."""
+        """Create the parts. Return None if speculative decoding is disabled."""
         if config.method == "none":
             return None
         most = config.num_speculative_tokens

@@ -1,9 +1,8 @@
-"""Weight updates of the served model: other weights of the same shape replace the current ones.
-They are read from a directory while the engine serves, or received from another node. They are
-applied while the engine is paused. The weights' memory can also be released then.
+"""Weight updates: other weights of the same shape replace the weights of the served model.
 
-All work is done on a separate thread, so that the loop continues. Weights are named by their
-content.
+They are read from a directory while the engine serves, or received from another node, and applied
+while the engine is paused. The memory of the weights can also be released then. A separate thread
+does all work, so that the event loop continues. Weights are identified by their content.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,13 @@ _UNREADABLE = (
     SafetensorError,
 )
 _FLAG = "engine.weights_dir"
-_NAMED = "model_path"  # the field name that clients use for a directory of weights
+_NAMED = "model_path"  # the field with which clients name a directory of weights
 _NOWHERE = (
     "weights: these came from another node and were replaced by newer ones, so they cannot be read "
     "again"
 )
-_RANKS_S = 3600.0  # for the other ranks, from a slow disk
-# Numbers that are not tensors of the model: values derived from them are not recomputed.
+_RANKS_S = 3600.0  # seconds to wait for the other ranks, whose disks may be slow
+# Numbers that are not tensors of the model. Values derived from them are not recomputed.
 _FIXED = (".k_scale", ".v_scale")
 
 T = TypeVar("T")
@@ -48,10 +47,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The place from which weights are read.
+    """The location from which weights are read.
 
-    stamps: of their files when this was made.
-    received: file of weights from another node; it exists until it is closed.
+    stamps: file stamps when this object was created.
+    received: file of weights from another node. It exists until it is closed.
     """
 
     directory: Path
@@ -67,7 +66,8 @@ class WeightSource:
 
     @property
     def is_unchanged(self) -> bool:
-        """Return whether the files are the same as when this was made, by size and time."""
+        """Return whether size and time of the files have not changed since this object was
+        created."""
         return file_stamps(self.directory) == self.stamps
 
     def close(self) -> None:
@@ -77,31 +77,31 @@ class WeightSource:
 
 
 class OtherRanks(Protocol):
-    """The weights of the other ranks. Calls complete in parallel to this rank's part."""
+    """The weights of the other ranks. Calls run concurrently with this rank's part."""
 
     @property
     def share(self) -> Share:
-        """The part of this rank."""
+        """The share of this rank."""
         ...
 
     def refill(self, directory: Path, weights: WeightsId) -> Future[Any]:
-        """Replace the weights by the weights of a directory.
+        """Replace the weights by those of a directory.
 
-        The future fails with EngineFault if one rank cannot.
+        The future fails with EngineFault if a rank cannot.
         """
         ...
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> Sequence[Future[Any]]:
-        """Give them the experts of other slots. The futures fail as that of `refill`."""
+        """Make the other ranks read the experts of other slots. The futures fail as in `refill`."""
         ...
 
     @property
     def on_other_hosts(self) -> bool:
-        """Return whether some are on other hosts."""
+        """Return whether some ranks are on other hosts."""
         ...
 
     def drain(self) -> Future[Any]:
-        """Return their memory to the system."""
+        """Return their memory to the operating system."""
         ...
 
 
@@ -112,9 +112,9 @@ class WeightUpdater:
         others: None: this process has the whole model.
         region: see LoadedModel.
     Attributes:
-        id: of the weights that are computed with.
-        whole: False: the weights are a mix of two versions, or were released. Both attributes
-            are changed by the other thread, while the engine is paused.
+        id: id of the weights in use.
+        whole: False: the weights are a mix of two versions, or were released. Another thread
+            changes `id` and `whole`, while the engine is paused.
         notify: called by another thread when an operation is done.
     """
 
@@ -139,9 +139,9 @@ class WeightUpdater:
         self._under_way = False
         self._prepared: tuple[WeightsId, WeightSource] | None = None
         self._directory = directory
-        # Source of the current weights; None: no longer available.
+        # Source of the current weights. None: not available any more.
         self._source: WeightSource | None = WeightSource.of(directory, served)
-        # Used by the thread that reads them.
+        # Only for the thread that reads them.
         self._exported: tuple[WeightSource, OneFile] | None = None
         self.id = weights
         self.whole = True
@@ -149,10 +149,11 @@ class WeightUpdater:
 
     def prepare(self, path: str) -> Future[WeightsId]:
         """Read and check all bytes of the weights at `path`, and return their id. `put` may follow.
+
         The future fails with InvalidRequest if they do not exist or belong to another model.
 
         Raises:
-            InvalidRequest: the path leads outside, or this node has no directory of weights.
+            InvalidRequest: the path is outside the directory of weights, or this node has none.
             Overloaded: another update is in progress.
         """
         if self._root is None:
@@ -164,8 +165,9 @@ class WeightUpdater:
 
     def receive(self) -> ReceivedFile:
         """Create a file for weights that are read from another node. The caller passes it to
-        `prepare_received`, or closes it. If the current weights were received too, their file is
-        released.
+        `prepare_received`, or closes it.
+
+        If the current weights were also received, their file is released.
 
         Raises:
             Overloaded: another update is in progress.
@@ -192,7 +194,7 @@ class WeightUpdater:
         Args:
             named: the node that exported them.
         Raises:
-            Overloaded: another update is in progress, and `received` is closed.
+            Overloaded: another update is in progress. `received` is then closed.
         """
         if self._under_way:
             received.close()
@@ -200,9 +202,11 @@ class WeightUpdater:
         return self._begin(lambda: self._look_through_received(received, named))
 
     def exported(self) -> OneFile:
-        """Return the current weights as one file, as another node reads them. May be called on one
-        thread, which may be any. Reads the headers of files. Raise FailedPrecondition if the
-        weights cannot be read."""
+        """Return the current weights as one file, for another node. Reads the headers of files.
+
+        May be called on any thread, but always on the same one. Raise FailedPrecondition if the
+        weights cannot be read.
+        """
         source = self._source
         if source is None or not self.whole:
             raise FailedPrecondition(_NOWHERE if self.whole else "weights: they are incomplete")
@@ -218,9 +222,10 @@ class WeightUpdater:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
-        """Apply the weights that were prepared last. The future fails with FailedPrecondition if
-        they can no longer be read. `whole` then states whether the current weights are still
-        complete.
+        """Apply the weights that were prepared last.
+
+        The future fails with FailedPrecondition if they can no longer be read. `whole` then states
+        whether the current weights are still complete.
 
         Raises:
             FailedPrecondition: other weights were prepared last, or none.
@@ -234,7 +239,7 @@ class WeightUpdater:
         return self._begin(lambda: self._put(*prepared))
 
     def check_drainable(self) -> None:
-        """Raise FailedPrecondition if their memory cannot be released."""
+        """Raise FailedPrecondition if the memory of the weights cannot be released."""
         if self._model.device.type != "cpu" and self._region is None:
             raise FailedPrecondition(
                 "weights: GPU memory is released only with --engine.memory-saver"
@@ -243,7 +248,8 @@ class WeightUpdater:
             raise FailedPrecondition(_NOWHERE)
 
     def give_back(self) -> Future[None]:
-        """Release their memory to the system, until `bring_back`. Requires `check_drainable`.
+        """Release the memory of the weights to the operating system, until `bring_back`. Requires
+        `check_drainable`.
 
         Raises:
             Overloaded: another update is in progress, or the weights are not whole.
@@ -254,7 +260,7 @@ class WeightUpdater:
 
     def bring_back(self) -> Future[None]:
         """Read the weights again from their source. The future fails with FailedPrecondition if the
-        source has other weights, or none.
+        source now has other weights, or none.
 
         Raises:
             Overloaded: another update is in progress.
@@ -264,12 +270,13 @@ class WeightUpdater:
         return self._begin(self._bring_back)
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> Future[None] | None:
-        """Give all ranks the experts of other slots, which they read from the source of the current
-        weights. No step may be under way or begin until the future is done.
+        """Make all ranks read the experts of other slots from the source of the current weights. No
+        step may be in flight or begin until the future is done.
 
         Returns:
-            None: the weights are being updated, are not whole, or cannot be read again. Nothing has
-            changed. The future fails if the experts are incomplete now, and the node must end.
+            None if the weights are being updated, are not whole, or cannot be read again. Nothing
+                has changed then. The future fails if the experts are incomplete. Then the node must
+                end.
         """
         source = self._source
         if self._under_way or not self.whole or source is None or not source.is_unchanged:
@@ -328,7 +335,7 @@ class WeightUpdater:
             return self._fitting(directory)
         except (ConfigError, InvalidRequest) as error:
             raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
-        except _UNREADABLE as error:  # the engine continues, whatever is wrong with a file
+        except _UNREADABLE as error:  # no defect of a file may stop the engine
             kind = type(error).__name__
             raise InvalidRequest(f"{named}: it cannot be read ({kind})") from error
 
@@ -355,7 +362,8 @@ class WeightUpdater:
             source.close()
 
     def _check_room(self, there: LoadableModel) -> None:
-        """Raise InvalidRequest if they must fit beside the current ones, and do not."""
+        """Raise InvalidRequest if the new weights must be in memory beside the current ones, and
+        there is not enough."""
         if not there.refilled_whole:
             return
         device, config = self._model.device, self._config

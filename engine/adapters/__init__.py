@@ -1,1 +1,1 @@
-"""LoRA adapters: from their files to their contribution to a step's products."""
+"""LoRA adapters: loading, host memory, device slots, and their part in a step."""

@@ -1,14 +1,14 @@
-"""The adapters of one engine: in host memory, held by requests, in device slots, and in steps.
+"""The adapters of one engine: held by requests, in device slots, and in steps.
 
     requested --hold--> in host memory --take_slot--> may be computed --release--> done
 
-A request holds its adapter from admission until its end, and later also a slot. Unloading the
-adapter meanwhile does not affect the request. A slot is filled on the forward stream before the
-step that needs it. So the fill comes after all steps that used another adapter in that slot.
+A request holds its adapter from admission until its end, and from some point on also a device slot.
+Unloading the adapter does not affect the request. A slot is filled on the forward stream before the
+step that needs it, and therefore after all steps that used another adapter in that slot.
 
-`tokens_by_slot` groups a step's tokens by adapter, as the low-rank products need it.
+`tokens_by_slot` groups a step's tokens by adapter for the low-rank products.
 
-An adapter keeps its device slot while a request uses it. After that the slot may be reassigned, the
+An adapter keeps its device slot while a request uses it. After that, the slot may be reassigned,
 least recently used first. `AdapterBank` has a pair of matrices per slot for each of the model's
 products. It is used on the forward stream only, and does not know which adapter is in which slot.
 """
@@ -36,7 +36,7 @@ from kernels.adapters.low_rank import LEAST_RANK, TILE_ROWS, TokensBySlot, add_l
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """The matrices for one product, as `add_low_rank` takes them."""
+    """The matrices of all slots for one product, as arguments of `add_low_rank`."""
 
     modules: tuple[str, ...]
     parts: tuple[int, ...]
@@ -49,7 +49,6 @@ class AdapterBank:
 
     Args:
         num_slots: 0: no memory is allocated.
-        max_rank: of an adapter.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class AdapterBank:
             )
 
     def fill(self, slot: int, adapter: LoraAdapter) -> None:
-        """Copy an adapter into a slot, in place of the previous one."""
+        """Copy an adapter into a slot. It replaces the previous one."""
         rank = self._rank
         for place in self._places.values():
             place.down[slot].zero_()
@@ -94,7 +93,7 @@ class AdapterBank:
         """Return the adapters of a step as the forward uses them.
 
         Args:
-            tokens: of a step, on the device.
+            tokens: tokens of a step, on the device.
         """
         return AdapterStep(self._places, tokens)
 
@@ -129,17 +128,17 @@ def bank_bytes(
 
 
 class AdapterSlots:
-    """The device slots. Engine thread only."""
+    """The assignment of adapters to device slots. Engine thread only."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[AdapterId, int] = {}
         self._users: dict[AdapterId, int] = {}  # requests per adapter in use
-        self._idle: dict[AdapterId, None] = {}  # adapters not in use, the least recently used first
+        self._idle: dict[AdapterId, None] = {}  # adapters not in use, least recently used first
 
     @property
     def num_used(self) -> int:
-        """Number of slots that requests use."""
+        """Number of slots in use by requests."""
         return len(self._users)
 
     def slot_of(self, adapter: AdapterId) -> int:
@@ -147,8 +146,12 @@ class AdapterSlots:
         return self._slots[adapter]
 
     def take(self, adapter: AdapterId) -> tuple[int, bool] | None:
-        """Assign a slot for one more request. Return the slot, and whether the adapter must still
-        be copied into it. None if all slots are in use."""
+        """Assign a slot for one more request.
+
+        Returns:
+            The slot, and whether the adapter must still be copied into it. None if all slots are in
+                use.
+        """
         if adapter in self._users:
             self._users[adapter] += 1
             return self._slots[adapter], False
@@ -178,7 +181,7 @@ def tokens_by_slot(slots: NDArray[np.integer], num_slots: int) -> TokensBySlot:
     """Return the tokens grouped by slot, in host memory. O(tokens).
 
     Args:
-        slots: of each token. -1: it has no adapter.
+        slots: slot of each token. -1: the token has no adapter.
     """
     present = np.flatnonzero(slots >= 0)
     order = present[np.argsort(slots[present], kind="stable")].astype(np.int32)
@@ -205,7 +208,7 @@ class AdapterBatch:
     """The adapters of one step.
 
     Attributes:
-        tokens: of the step, in host memory. None: no token has an adapter.
+        tokens: tokens of the step, in host memory. None: no token has an adapter.
         fills: slots to fill before the step.
     """
 
@@ -225,7 +228,6 @@ class AdapterBatch:
         """Return the adapters of the step as the forward uses them. None if no token has one.
 
         Args:
-            bank: with filled slots.
             sent: `tensors()`, on the device.
         """
         if self.tokens is None:
@@ -240,11 +242,9 @@ class AdapterManager:
     """The adapters of an engine's requests. Engine thread only.
 
     Attributes:
-        bank: the device memory of the slots.
-        num_changes: total requests that returned their slot.
-        num_fills: total adapters loaded into a slot.
-    Args:
-        table: of the requests that steps consist of.
+        bank: device memory of the slots.
+        num_changes: total number of requests that returned their slot.
+        num_fills: total number of adapters copied into a slot.
     """
 
     def __init__(self, library: AdapterCache, bank: AdapterBank, table: SlotTable) -> None:
@@ -268,14 +268,14 @@ class AdapterManager:
         """Hold the request's adapter until `release`.
 
         Raises:
-            AdapterNotLoaded: its adapter is not loaded.
+            AdapterNotLoaded: the adapter is not loaded.
         """
         if request.spec.adapter:
             self._held[request.key] = self.library.hold(request.spec.adapter)
 
     def take_slot(self, request: Request) -> bool:
-        """Assign a device slot to a request that holds its adapter. Return False if it must wait
-        until the last request of another adapter has ended."""
+        """Assign a device slot to a request that holds its adapter. Return False if all slots are
+        in use by other adapters."""
         if not request.spec.adapter or request.key in self._with_slot:
             return True
         taken = self._slots.take(request.spec.adapter)
@@ -300,7 +300,8 @@ class AdapterManager:
         self.library.drop(adapter.id)
 
     def build(self, batch: ScheduleBatch) -> AdapterBatch:
-        """Return the adapters of a step, at its launch. Costs nothing if no row has an adapter."""
+        """Return the adapters of a step when it is launched. Costs nothing if no row has an
+        adapter."""
         if not self._held:
             return NO_ADAPTERS
         fills, self._fills = self._fills, []
@@ -311,8 +312,8 @@ class AdapterManager:
         return AdapterBatch(tokens_by_slot(of_tokens, self.bank.num_slots), fills)
 
     def rehearsal(self, num_tokens: int) -> AdapterBatch:
-        """Return work in which all tokens have an adapter, which needs the most memory, for
-        warm-up."""
+        """Return work for warmup in which all tokens have an adapter, which needs the most
+        memory."""
         num_slots = self.bank.num_slots
         if not num_slots:
             return NO_ADAPTERS
@@ -325,18 +326,18 @@ class AdapterManager:
 
 
 def no_adapters(table: SlotTable) -> AdapterManager:
-    """Return an empty set, for requests without adapters."""
+    """Return a manager without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
     return AdapterManager(AdapterCache(0, 0), bank, table)
 
 
 def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
-    """Return the bank for a model.
+    """Return the adapter bank of a model.
 
     Args:
-        free: bytes of the device that it may use.
+        free: bytes of device memory that it may use.
     Raises:
-        ConfigError: it would need more, or the model supports no adapters.
+        ConfigError: it needs more memory, or the model supports no adapters.
     """
     num_slots = 0 if config.adapter_dir is None else config.max_loras
     if num_slots and not model.products:
@@ -370,7 +371,7 @@ def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) ->
     """Load the configured adapters at start.
 
     Raises:
-        ConfigError: one of them is invalid, or there are too many.
+        ConfigError: an adapter is invalid, or there are too many.
     """
     for each in config.preload:
         name, _, path = each.partition("=")

@@ -1,9 +1,9 @@
-"""The adapters that a node has loaded in host memory, and their loading while it serves.
+"""The adapters that a node has loaded in host memory, and loading of adapters while it serves.
 
-The number and bytes of adapters are limited. To add one, the least recently used idle ones are
-evicted. An adapter held by a request stays until the request releases it, even if its names are
-removed. Adapters are read only below one directory that the operator configured. Another thread
-reads files one after the other, and the engine adds the results between two steps.
+The number and bytes of adapters are limited. To add one, the least recently used idle adapters are
+evicted. An adapter stays until all requests have released it, even if its names are removed.
+Adapters are read only below one directory that the operator configured. One thread reads files one
+after the other, and the engine adds the results between two steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,8 @@ class AdapterDirectory:
     """A directory of adapters. For any thread.
 
     Args:
-        directory: None: there is no directory, and no adapter.
-        products, dtype: of the model.
-        pinned, elsewhere: as in `read_adapter`.
+        directory: None: there is no directory, and no adapter can be read.
+        pinned, elsewhere: see `read_adapter`.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class AdapterDirectory:
         """Read an adapter.
 
         Args:
-            path: of a directory below this one, absolute or relative to it.
+            path: path of a directory below this one, absolute or relative to it.
         Raises:
-            InvalidRequest: the path leads elsewhere, or has no adapter for this model.
+            InvalidRequest: the path is not below this directory, or has no adapter for this model.
         """
         if self._directory is None:
             raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
@@ -85,13 +84,13 @@ class AdapterDirectory:
             )
         except ConfigError as error:
             raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
-        except _UNREADABLE as error:  # any other defect of a file must not stop the engine
+        except _UNREADABLE as error:  # no defect of a file may stop the engine
             kind = type(error).__name__
             raise InvalidRequest(f"lora_path: the files cannot be read ({kind})") from error
 
 
 def no_shelf() -> AdapterDirectory:
-    """Return a shelf without adapters."""
+    """Return a directory without adapters."""
     return AdapterDirectory(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)
 
 
@@ -114,7 +113,7 @@ class AdapterCache:
     def __init__(self, max_adapters: int, max_bytes: int) -> None:
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
-        self._loaded: dict[AdapterId, LoadedAdapter] = {}  # the least recently used first
+        self._loaded: dict[AdapterId, LoadedAdapter] = {}  # least recently used first
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -132,7 +131,7 @@ class AdapterCache:
         """Add an adapter under a name. Return whether the name is new.
 
         Raises:
-            FailedPrecondition: the name belongs to another adapter.
+            FailedPrecondition: another adapter has this name.
             Overloaded: the adapters in use leave no capacity for it.
         """
         has = self.names().get(name)
@@ -147,8 +146,7 @@ class AdapterCache:
         return has is None
 
     def remove(self, name: str) -> bool:
-        """Remove a name. Requests that hold the adapter keep it. Return whether the name
-        existed."""
+        """Remove a name. Return whether it existed. Requests that hold the adapter keep it."""
         adapter = self.names().get(name)
         if adapter is None:
             return False
@@ -160,7 +158,7 @@ class AdapterCache:
         """Hold an adapter until `drop`.
 
         Raises:
-            AdapterNotLoaded: it is not loaded here. Another node may have it.
+            AdapterNotLoaded: the adapter is not loaded on this node. Another node may have it.
         """
         loaded = self._loaded.get(adapter)
         if loaded is None or not loaded.names:
@@ -179,8 +177,8 @@ class AdapterCache:
             del self._loaded[adapter]
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict idle adapters to make room for one of `num_bytes`, which is at most the total
-        limit. Raises Overloaded if that is not enough."""
+        """Evict idle adapters until `num_bytes`, at most the total limit, are free. Raise
+        Overloaded if that is impossible."""
         idle = [adapter for adapter, loaded in self._loaded.items() if not loaded.holders]
         count, total = len(self._loaded), self.num_bytes
         evicted = []
@@ -200,7 +198,7 @@ class AdapterCache:
         self.num_evicted += len(evicted)
 
 
-MAX_LOADING = 4  # at once, including the one that is being read
+MAX_LOADING = 4  # limit of queued loads, including the current one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,10 +209,10 @@ class _Loading:
 
 
 class AdapterLoader:
-    """The adapter loader. Engine thread only.
+    """Loads adapters on another thread. Engine thread only.
 
     Attributes:
-        notify: called by another thread when `poll` has work.
+        notify: called by the other thread when `poll` has work.
     """
 
     def __init__(self, shelf: AdapterSource, library: AdapterCache) -> None:
@@ -232,8 +230,8 @@ class AdapterLoader:
         """Load an adapter. A later `poll` completes the future.
 
         Returns:
-            The adapter, and whether the name is new. Or a ServingError of AdapterDirectory.read or
-            AdapterCache.add.
+            A future of the adapter, and of whether the name is new. Or of a ServingError of
+                AdapterDirectory.read or AdapterCache.add.
         Raises:
             Overloaded: too many adapters are being loaded.
         """
@@ -246,7 +244,7 @@ class AdapterLoader:
         return loaded
 
     def unload(self, name: str) -> bool:
-        """Unload a name. Running requests keep the adapter. Return whether the name existed."""
+        """Unload a name. Return whether it existed. Running requests keep the adapter."""
         return self._library.remove(name)
 
     def poll(self) -> None:

@@ -1,6 +1,6 @@
-"""An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+"""An adapter in PEFT's file format: adapter_config.json and adapter_model.safetensors.
 
-Unsupported options are rejected by name, before a tensor is read.
+Unsupported options are rejected by name, before tensors are read.
 """
 
 import math
@@ -76,7 +76,7 @@ class AdapterLimits:
     """The limits of an adapter.
 
     Attributes:
-        max_bytes: of its file, and of the converted matrices.
+        max_bytes: limit of its file, and of the converted matrices.
     """
 
     max_rank: int
@@ -95,13 +95,12 @@ def read_adapter(
     """Read an adapter.
 
     Args:
-        products: of the model.
-        dtype: the model's compute dtype.
-        pinned: use page-locked memory.
-        elsewhere: beginnings of names of modules that other ranks have, and check.
+        dtype: compute dtype of the model.
+        pinned: whether to use page-locked memory.
+        elsewhere: name prefixes of modules that other ranks have. Those ranks check them.
     Raises:
-        ConfigError: it does not exist, is too large, or does not fit this model. The message names
-            the reason.
+        ConfigError: the adapter does not exist, is too large, or does not match this model. The
+            message has the reason.
     """
     _check_size(directory / CONFIG, MAX_CONFIG_BYTES)
     _check_size(directory / WEIGHTS, limits.max_bytes)
@@ -169,7 +168,7 @@ def _scale(config: Fields) -> float:
 
 
 def _modules(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the names of the modules that it adds to, sorted."""
+    """Return the sorted names of the modules to which the adapter adds."""
     found: dict[str, set[str]] = {}
     for name in tensors:
         side = next((side for side in (_DOWN, _UP) if name.endswith(side)), None)
@@ -190,7 +189,7 @@ def _check_module(
     name: str,
     modules: Mapping[str, MatrixPart],
 ) -> int:
-    """Check a module's pair. Return the number of values that are kept."""
+    """Check the pair of a module. Return the number of values that are kept."""
     if name not in modules:
         raise ConfigError(f"{directory}: the model has no {name} that an adapter may change")
     part = modules[name]

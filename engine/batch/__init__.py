@@ -1,1 +1,1 @@
-"""Inputs of a step: requests, the table of their rows, the batch and its tensors."""
+"""Inputs of a step: requests, the slot table, the batch and its tensors."""

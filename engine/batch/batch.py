@@ -1,4 +1,4 @@
-"""The interface between the scheduler and the runner: one decision, one launch, one result."""
+"""The interface between the scheduler and the runner: a batch, its launch, and its result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ Ints = NDArray[np.int32]
 class ForwardMode(IntEnum):
     EXTEND = 1  # prompts, or chunks of prompts
     DECODE = 2  # one token per row
-    MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
-    VERIFY = 4  # decode rows; the first of them have drafts after their newest token
-    IDLE = 5  # no rows: a part of the step of a group of nodes, see engine/loop/grouped.py
-    SPLIT = 6  # a group of layers of prompts, or of chunks of prompts
+    MIXED = 3  # a chunk of a prompt, with decode rows in the same forward
+    VERIFY = 4  # decode rows, some with drafts after their newest token
+    IDLE = 5  # no rows: this node only takes part in a group's step (engine/loop/grouped.py)
+    SPLIT = 6  # a group of layers of a split prefill
 
 
 class LayerGroup(NamedTuple):
-    """Layers [first, past) of a forward of `total` layers. A group without layers drops the
+    """The layers [first, past) of a forward with `total` layers. A group without layers drops the
     forward."""
 
     first: int
@@ -47,7 +47,7 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageCopies:
-    """Copies of whole pages between the pool and host memory, in order: device[i] <-> host[i]."""
+    """Copies of whole pages between the device pool and host memory: device[i] <-> host[i]."""
 
     device_pages: Ints
     host_pages: Ints
@@ -55,7 +55,8 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCheckpoint:
-    """Pages that hold the state of row `row`'s request after `num_tokens` of the row's tokens."""
+    """Pages with the recurrent state of the request in row `row`, after `num_tokens` of the row's
+    tokens."""
 
     row: int
     num_tokens: int
@@ -64,30 +65,30 @@ class StateCheckpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleBatch:
-    """The scheduler's decision for one step. Plain integers in columns, one entry per row.
+    """The scheduler's decision for one step: plain integers in columns, one entry per row.
 
-    Row i computes token indices [starts[i], ends[i]) of the request in slots[i]. Its KV before
-    starts[i] is valid. A row with samples[i] False is a chunk that is not the last of its prompt:
-    its logits are only checked for NaN or Inf, and no token is sampled from them. In EXTEND and
-    MIXED batches extend rows come first and decode rows last. A batch without rows only carries its
-    copies. A batch and its arrays are immutable after creation.
+    Row i computes the token indices [starts[i], ends[i]) of the request in slots[i]. The KV before
+    starts[i] is valid. If samples[i] is False, the row is a chunk that is not the last of its
+    prompt: its logits are only checked for NaN or Inf, and no token is sampled. In EXTEND and MIXED
+    batches, prompt rows come first and decode rows last. A batch without rows only has copies. A
+    batch and its arrays are immutable after creation.
 
-    In VERIFY batches all tokens of a row but the first are drafts. The request table stores them
-    after the row's known tokens, and a token is sampled after each. Rows with more drafts come
+    In VERIFY batches, all tokens of a row except the first are drafts. The slot table stores them
+    after the row's known tokens. A token is sampled after each of them. Rows with more drafts come
     first.
 
-    `early`: row i with everything it computes may begin up to early[i] tokens earlier. The exact
-    number is the number of drafts of the previous step that are rejected, which only the device
-    knows yet. None: no row may begin earlier.
+    `early`: the most tokens by which row i may begin earlier, with everything that it computes. The
+    exact number is the number of rejected drafts of the previous step, which only the device knows
+    at launch. None: no row may begin earlier.
 
-    A row that starts at token 0 begins with an empty state. Any other row continues from the state
-    in its request's own pages, unless the row is listed in `resumed` (after 0 of its tokens). Each
-    row writes its state to its request's own pages. `kept`: intermediate or final states to be
+    A row that starts at token 0 begins with an empty recurrent state. Any other row continues from
+    the state in its request's own pages, unless `resumed` lists the row (after 0 of its tokens).
+    Each row writes its state to its request's own pages. `kept`: intermediate or final states to be
     written to other pages as well, at most one per row.
 
-    `layers`: of a SPLIT batch, whose forward takes several steps. All of them have the same rows,
-    except that a batch that drops the forward has rows without tokens. The result of the last one
-    is that of the forward, and the others have none. None: all layers.
+    `layers`: the layers of a SPLIT batch, whose forward takes several steps. All these steps have
+    the same rows, but a step that drops the forward has rows without tokens. Only the last step has
+    a result, which is the result of the forward. None: all layers.
     """
 
     step: int
@@ -109,7 +110,7 @@ class ScheduleBatch:
 
     @property
     def work(self) -> float:
-        """Tokens of the step, times the share of the layers that it computes."""
+        """Tokens of the step, times the share of the layers that the step computes."""
         return self.num_tokens if self.layers is None else self.num_tokens * self.layers.share
 
     def before_last(self) -> tuple[NDArray[np.intp], Ints]:
@@ -130,12 +131,17 @@ class RowLogprobRequest:
     chosen: NDArray[np.float32]  # [n]
     top_tokens: Ints  # [n, k], the most likely tokens at each position, in descending order
     top: NDArray[np.float32]  # [n, k]
-    hidden: NDArray[np.float32] | None = None  # [n, hidden size], if a row asks for them
-    experts: NDArray[np.int16] | None = None  # [n, layers, experts per token], likewise
+    hidden: NDArray[np.float32] | None = None  # [n, hidden size], if a row requests them
+    # [n, layers, experts per token], if a row requests them
+    experts: NDArray[np.int16] | None = None
 
     def of(self, row: int, num_top: int, sampling: SamplingParams) -> Logprobs:
-        """Return the logprobs of one row, with at most `num_top` of the most likely tokens per
-        position, and with the hidden states and routed experts that `sampling` asks for."""
+        """Return the logprobs of one row, with the hidden states and routed experts that `sampling`
+        requests.
+
+        Args:
+            num_top: limit of the most likely tokens per position.
+        """
         mine = self.rows == row
         hidden = self.hidden if sampling.hidden_states else None
         experts = self.experts if sampling.routed_experts else None
@@ -161,15 +167,14 @@ class AcceptedRuns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
-    """The result of one step, on the host. tokens[i] belongs to row i: -1 if the row sampled
-    nothing, -2 if its logits contain NaN or Inf, whether it samples or not. In that case none of
-    the row's KV may be trusted.
+    """The result of one step, in host memory.
 
-    runs: set for VERIFY steps only. `tokens` then holds the last token of each run.
-
-    logprobs: for the sampled tokens of rows that ask for them. prompt_logprobs: for the prompt
-    tokens that follow the computed ones. pooled: by row, the step's contribution to the vectors of
-    requests that want no token.
+    tokens: [num_rows]. -1 if the row sampled no token. -2 if its logits contain NaN or Inf, even if
+    it samples no token. Then none of the row's KV is valid.
+    runs: set for VERIFY steps only. `tokens` then has the last token of each run.
+    logprobs: of the sampled tokens of rows that request them.
+    prompt_logprobs: of the prompt tokens that follow the computed ones.
+    pooled: by row, this step's part of the pooled vectors.
     """
 
     tokens: Ints
@@ -179,33 +184,36 @@ class BatchResult:
     runs: AcceptedRuns | None = None
 
 
-# Placeholder for a draft that only the device will know, see engine/models/drafting.
+# Placeholder of a draft that only the device knows at launch, see engine/models/drafting.
 TO_GUESS = int(np.iinfo(np.int32).min)
 NOT_SAMPLED = -1
 NOT_FINITE = -2
 
 
 class LaunchedBatch(Protocol):
-    """A forward that the device is executing."""
+    """A launched forward, which the device executes."""
 
     @property
     def batch(self) -> ScheduleBatch: ...
 
     def sample(self) -> None:
-        """Choose the tokens of a step whose rows had to wait for the previous step. Call it once
-        the previous step is finished. It does nothing for any other step."""
+        """Choose the tokens of a step whose rows had to wait for the previous step.
+
+        Call it once the previous step is finished. It does nothing for any other step.
+        """
         ...
 
     def result(self) -> BatchResult:
-        """Wait for the copy-done event of this step. This is the engine thread's only wait.
+        """Wait for the copy-done event of this step. The engine thread waits for the device only
+        here.
 
         Raises:
-            Exception: any error of the forward. It is the node's own fault, and fatal.
+            Exception: any error of the forward. It is fatal for the engine.
         """
         ...
 
 
 class BatchRunner(Protocol):
-    """A launcher of forwards that never waits for the device."""
+    """Launches forwards without waiting for the device."""
 
     def launch(self, batch: ScheduleBatch) -> LaunchedBatch: ...

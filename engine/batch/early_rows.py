@@ -1,9 +1,10 @@
-"""Rows that begin where drafts of the previous step were rejected, which the CPU does not know yet.
+"""Early rows: rows that begin at a position that depends on the drafts rejected in the previous
+step.
 
-A step is launched as if all previous drafts were accepted. On the forward stream the result is
-known, and each row is moved back by the number of rejected drafts. A drafter's guess belongs to a
-token index. A moved row therefore computes the drafts of its new indices, not those of its old
-ones.
+A step is launched as if all previous drafts were accepted, because the CPU does not know the result
+yet. On the forward stream the result is known, and each row is moved back by the number of rejected
+drafts. A drafter's guess belongs to a token index. A moved row therefore computes the drafts of its
+new indices.
 """
 
 from collections.abc import Sequence
@@ -23,20 +24,20 @@ from engine.batch.table import SlotTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrestagedRows:
-    """Early rows of one step. Each row's drafts lie in a window of the guesses, which begins at the
-    first index that one of its drafts may have."""
+    """The early rows of one step. Each row's drafts are in a window of the guesses. The window
+    begins at the first index that one of its drafts may have."""
 
-    most: Tensor  # int32 [num_rows]: maximum number of tokens that the row moves back
+    most: Tensor  # int32 [num_rows]: maximum number of tokens by which the row moves back
     rows: Tensor  # int64 [num_tokens]: row of each token
-    # int32 [num_tokens]: index of each token in its request, if no draft is rejected
+    # int32 [num_tokens]: index of each token in its request, if no draft is rejected.
     tokens: Tensor
     guesses: Tensor  # int32 [any], all windows concatenated
-    # int64 [num_tokens]: index of a draft in `guesses`, if none is rejected; else -1
+    # int64 [num_tokens]: index of a draft in `guesses`, if no draft is rejected. -1: no draft.
     places: Tensor
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: SlotTable) -> Self | None:
-        """Build the rows in host memory at the launch of a step. Return None if no row may begin
+        """Build the rows in host memory when a step is launched. Return None if no row may begin
         early."""
         if batch.early is None:
             return None
@@ -61,7 +62,7 @@ class PrestagedRows:
         return [getattr(self, field.name) for field in fields(self)]
 
     def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """Return the same object with the uploaded copies of its `tensors`."""
+        """Return the same rows with the uploaded copies of their `tensors`."""
         return type(self)(*sent)
 
     def moved(
@@ -70,9 +71,10 @@ class PrestagedRows:
         """Move the rows of a step back. Runs on the forward stream with all tensors on the device.
 
         Args:
-            rejected: int32 [num_slots], written by the previous step.
+            rejected: int32 [num_slots], number of rejected drafts, written by the previous step.
         Returns:
-            The step to compute, and how far each token was moved back, int32 [num_tokens].
+            The step to compute, and the distance by which each token was moved back, int32
+                [num_tokens].
         """
         by_row = torch.minimum(rejected[batch.slots], self.most)
         by_token = by_row[self.rows]
@@ -103,6 +105,7 @@ class PrestagedRows:
 
 
 def _ranges(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Concatenate 0 .. counts[i] - 1 for all i. Return the i and the number of each entry."""
+    """Concatenate the ranges 0 .. counts[i] - 1 for all i. Return i and the number for each
+    entry."""
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""One step as tensors, built from the scheduler's decision and the request table.
+"""The tensors of one step, built from the scheduler's decision and the slot table.
 
 The engine thread builds a step with a few column operations, whatever the number of rows. Every
 tensor is a copy, so that a launched forward never sees the table change.
@@ -23,35 +23,36 @@ from kernels.linear_attention.state_cells import StateRows
 # Maximum padding as a multiple of the real tokens. Copying whole rows is faster than copying single
 # pages by about this factor.
 MAX_PADDING = 4
-_ONE_FULL = (None,)  # tables
+_ONE_FULL = (None,)  # windows of a model with one page table and no sliding window
 
 
 class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
-    """A step's rows as consecutive ranges of tokens. Immutable.
+    """The rows of a step as consecutive ranges of tokens. Immutable.
 
-    A request's pages are in one table or in several. A layer's KV is in the pages of one table
-    (KVLayout). Tuples have one entry per table. Each entry is a separate tensor, because kernels
-    are compiled for the alignment of a tensor's start.
+    A request has one or more page tables. Each layer's KV is in the pages of one table (KVLayout).
+    Tuples have one entry per table. Each entry is a separate tensor, because kernels are compiled
+    for the alignment of a tensor's start.
 
     A captured graph needs fixed numbers of tokens and rows. Padding consists of rows of length 0,
     whose tokens are 0 at location -1. They read and write no page, and their logits are not used.
 
-    positions: the rotary position of each token. It equals the token's index except in requests
-    with images whose tokens have rows and columns. If the step has such tokens, there is one entry
-    for time, row and column: [3, num_tokens]. Image tokens and tokens with input embeddings have id
-    0 here, and `seen` has their images or embeddings.
+    positions: the rotary position of each token. It equals the token's index, except in requests
+    with axial images. If the step has tokens of such images, there is one entry for time, row and
+    column: [3, num_tokens]. Image tokens and tokens with input embeddings have id 0 here, and
+    `seen` has their images or embeddings.
     """
 
-    # int64 [num_tokens], page * page_size + offset: where KV is written
+    # int64 [num_tokens]: page * page_size + offset, where the token's KV is written.
     locations: tuple[Tensor, ...]
     page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
     token_ids: Tensor  # int32 [num_tokens]; -(slot + 1) means the last token sampled in that slot
     positions: Tensor  # int32 [num_tokens], or [3, num_tokens]
-    lengths: Tensor  # int32 [num_rows], tokens of the request up to the last of this step
+    lengths: Tensor  # int32 [num_rows]: tokens of the request up to the last one of this step
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
-    sampled: Tensor  # int64 [any], tokens whose logits are needed: each row's last, then others
-    # State pages, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows] for
-    # marks. A row with drafts writes its state only after verification, to `state_kept`.
+    # int64 [any]: tokens whose logits are needed: the last of each row, then others
+    sampled: Tensor
+    # State pages, see kernels/linear_attention: int32 [num_rows, state pages], and [num_rows] for
+    # marks. A row with drafts writes its state to `state_kept`, only after verification.
     state_reads: Tensor
     state_writes: Tensor
     state_marks: Tensor
@@ -60,8 +61,8 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[VisibleImage | VisibleEmbeddings, ...]
-    # Tokens and length of each row before the decode rows, as the host knows them. The device may
-    # shorten rows whose drafts are rejected. (): no latents are expanded.
+    # Number of tokens and length of each row before the decode rows, as known on the host. The
+    # device may shorten rows whose drafts are rejected. (): no latents are expanded.
     extends: tuple[tuple[int, int], ...]
 
     @property
@@ -70,7 +71,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_decode(self) -> bool:
-        """Return whether each row has one token, and no other logits are needed."""
+        """Return whether each row has one token and no other logits are needed."""
         return self.num_decodes == self.num_rows == self.sampled.shape[0]
 
     @property
@@ -93,8 +94,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         """Return the states of the rows with drafts, to be written after verification.
 
         Args:
-            counts: int32 [num_rows], the number of the row's tokens after which its state is
-                written.
+            counts: int32 [num_rows]: number of the row's tokens after which its state is written.
         """
         rows = self.num_rows - self.num_decodes
         return StateRows(
@@ -107,13 +107,13 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         )
 
     def wanting(self, places: Tensor) -> "ForwardBatch":
-        """Return the same step that also computes the logits of these tokens (int64 [any])."""
+        """Return the same step with additional logits, of these tokens (int64 [any])."""
         return replace(self, sampled=torch.cat((self.sampled, places)))
 
     def to(
         self, device: torch.device, beside: Sequence[Tensor] = ()
     ) -> tuple["ForwardBatch", list[Tensor]]:
-        """Copy the batch and the tensors in `beside` to the device, see `upload`."""
+        """Copy the batch and the tensors in `beside` to the device. See `upload`."""
         own = self.tensors()
         uploaded = upload([*own, *beside], device)
         batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen, self.extends)
@@ -127,7 +127,8 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         seen: tuple[VisibleImage | VisibleEmbeddings, ...],
         extends: tuple[tuple[int, int], ...],
     ) -> "ForwardBatch":
-        """Return the batch with these `tensors`, which may be copies of those of another batch."""
+        """Return a batch with these `tensors`, which may be copies of the tensors of another
+        batch."""
         tables = (len(tensors) - len(_TENSORS)) // 2
         return cls(
             locations=tuple(tensors[:tables]),
@@ -144,11 +145,12 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
-NUM_VARYING = 2  # of `tensors`, the last ones: their sizes do not follow from tokens and rows
+# The last `tensors`: their sizes depend on more than the numbers of tokens and rows.
+NUM_VARYING = 2
 
 
 class BatchBuilder:
-    """A builder of step tensors in host memory. Engine thread only.
+    """Builds the tensors of a step in host memory. Engine thread only.
 
     Args:
         axial_images: see RowImages.
@@ -158,7 +160,7 @@ class BatchBuilder:
         self._table = table
         self._images = RowImages(table, axial_images)
         self._windows = table.tables.windows
-        # Arrays, because numpy converts a Python int again in every call.
+        # Arrays, because numpy would convert a Python int in every call.
         self._page_size = np.array(table.page_size, np.int64)
         self._page_size_32 = np.array(table.page_size, np.int32)
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
@@ -191,7 +193,7 @@ class BatchBuilder:
         lengths = torch.from_numpy(ends)
         if self._table.state.shape[1]:
             states = self._states(batch, slots)
-        elif (known := self._stateless.get(num_rows)) is not None:  # as for most models
+        elif (known := self._stateless.get(num_rows)) is not None:  # the case of most models
             states = known
         else:
             states = self._stateless[num_rows] = self._states(batch, slots)
@@ -265,12 +267,9 @@ class BatchBuilder:
     def _pages(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the page ids of the rows, and where each row starts among them.
-
-        A table with a window lists only the pages that the row's tokens see. Its starts are shifted
-        back as if all earlier pages were listed.
-        """
-        if self._windows == _ONE_FULL:  # as for most models: nothing to concatenate
+        """Return the page ids of the rows, and where each row starts among them. In a table with a
+        window, starts are shifted as if the pages before the window were listed."""
+        if self._windows == _ONE_FULL:  # the case of most models: nothing to concatenate
             page_ids, page_starts = self._all_pages(0, slots, ends)
             return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
         found = [
@@ -289,7 +288,7 @@ class BatchBuilder:
         )
 
     def _all_pages(self, table: int, slots: NDArray[np.intp], ends: Ints) -> tuple[Ints, Ints]:
-        """Return the pages row by row, or padded to the longest row if that adds little."""
+        """Return the pages row by row, or padded to the longest row if the padding is small."""
         longest = int(np.maximum.reduce(ends))
         if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
             num_pages = -(-longest // self._table.page_size)
@@ -320,16 +319,14 @@ class BatchBuilder:
         positions: Ints,
         guessed: NDArray[np.bool_] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return ids and locations of tokens, each given by its slot and its index.
-
-        `guessed` marks drafts: the table stores them although they are not confirmed yet.
-        """
+        """Return ids and locations of tokens, each given by its slot and its index. `guessed` marks
+        drafts."""
         table = self._table
         unknown = positions >= table.known[slots]
         if guessed is not None:
             unknown &= ~guessed
         num_unknown = np.count_nonzero(unknown)
-        if num_unknown == len(slots):  # as in most steps with overlap
+        if num_unknown == len(slots):  # the case of most steps with overlap
             token_ids = (-1 - slots).astype(np.int32)
         else:
             token_ids = table.tokens[slots, positions]

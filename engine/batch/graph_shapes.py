@@ -1,8 +1,8 @@
-"""The shapes of steps for which CUDA graphs are captured, and the padding of steps to them.
+"""The shapes of steps for which CUDA graphs are captured, and the padding of steps to these shapes.
 
-A step fits a shape if the two differ in padding only. The shape of a decode step has one token for
-each row. All other shapes are *ragged*: rows of any length, for steps that verify drafts and for
-prompts. Their padding rows share the surplus tokens.
+A step fits a shape if the two differ in padding only. The shape of a decode step has one token per
+row. All other shapes are *ragged*: rows of any length, for prompts and for steps that verify
+drafts. The padding rows of ragged shapes share the surplus tokens.
 """
 
 from typing import NamedTuple
@@ -13,22 +13,22 @@ from engine.batch.batch import Ints
 from engine.batch.forward import ForwardBatch
 from kernels.linear_attention.state_cells import FEW
 
-# Ragged shapes have at least so many tokens. Above about 200 a forward of a large model takes a GPU
-# longer than the host needs for its launches.
+# Minimum tokens of ragged shapes. Above about 200 tokens, a forward of a large model takes a GPU
+# longer than the host needs to launch it.
 SHORT_TOKENS = 256
 # Average tokens of a row in ragged shapes. Attention chooses its tiles by this average.
-_DRAFT_WIDTHS = (4, 1)  # rows with several drafts, and rows with few
-_WIDTHS = (32, *_DRAFT_WIDTHS)  # prompts, too
-_FINE, _COARSE = 8, 2  # a step is padded by at most an eighth, or by at most a half
+_DRAFT_WIDTHS = (4, 1)  # rows with several drafts, rows with few drafts
+_WIDTHS = (32, *_DRAFT_WIDTHS)  # prompts, then the rows with drafts
+_FINE, _COARSE = 8, 2  # maximum padding: an eighth of the step, or a half
 
 
 class GraphShape(NamedTuple):
     """The shape of a padded step. All steps of one shape launch the same kernels.
 
     Attributes:
-        tokens, rows: of the step, with its padding.
-        late: state updates follow the verification of drafts, see LateStates.
-        adapted: tokens may have adapters.
+        tokens, rows: numbers of the step, including padding.
+        late: whether state updates follow the verification of drafts, see LateStates.
+        adapted: whether tokens may have adapters.
     """
 
     tokens: int
@@ -42,19 +42,19 @@ class GraphShape(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """Return whether a graph for the choice of tokens is captured with this shape."""
+        """Return whether a graph of the choice of tokens is captured with this shape."""
         return not self.is_ragged and not self.adapted
 
     @property
     def num_decodes(self) -> int:
-        """Return the number of last rows that have one token each, see ForwardBatch."""
+        """Number of rows at the end that have one token each, see ForwardBatch."""
         return 0 if self.is_ragged else self.rows
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Return whether a step without images can be padded to this shape.
 
         A ragged step needs a padding row with at least one token. Recurrent layers compute long
-        rows in another way than short ones, which padding must not change.
+        rows in another way than short ones, and padding must not change that.
         """
         num_tokens, num_rows = batch.token_ids.shape[0], batch.num_rows
         if not self.is_ragged:
@@ -67,11 +67,10 @@ class GraphShape(NamedTuple):
         return batch.sampled.shape[0] <= self.tokens
 
     def padded_starts(self, query_starts: Ints) -> Ints:
-        """Return `query_starts` of a step padded to this shape. The surplus tokens are divided
-        among the first padding rows, so that no row is long. Other padding rows have no tokens.
+        """Return `query_starts` of a step padded to this shape.
 
-        Args:
-            query_starts: of the step.
+        The surplus tokens are divided among the first padding rows, so that no row is long. Other
+        padding rows have no tokens.
         """
         end, added = query_starts[-1], self.rows + 1 - len(query_starts)
         if not added:
@@ -82,12 +81,13 @@ class GraphShape(NamedTuple):
 
 
 def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShape, ...]:
-    """Return the shapes to capture, ascending in tokens and then in rows.
+    """Return the shapes to capture, in ascending order of tokens and then of rows.
 
     Args:
-        max_rows: of a decode step. A step that verifies drafts has at most as many tokens.
-        late: the model has states to update after verification.
-        adapted: requests may have adapters.
+        max_rows: maximum rows of a decode step. A step that verifies drafts has at most as many
+            tokens.
+        late: whether the model has states to update after verification.
+        adapted: whether requests may have adapters.
     """
     shapes = [GraphShape(rows, rows) for rows in ladder(max_rows, _FINE)]
     if adapted:
@@ -101,7 +101,8 @@ def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShap
 
 
 def _ragged(max_rows: int, widths: tuple[int, ...]) -> set[tuple[int, int]]:
-    """Return (tokens, rows) of ragged shapes. Each has at least a token and a row of padding."""
+    """Return (tokens, rows) of ragged shapes. Each includes at least one token and one row of
+    padding."""
     return {
         (tokens, min(-(-(tokens - 1) // width) + 1, tokens - 1))
         for tokens in ladder(max_tokens(max_rows), _COARSE)
@@ -111,14 +112,14 @@ def _ragged(max_rows: int, widths: tuple[int, ...]) -> set[tuple[int, int]]:
 
 
 def max_tokens(max_rows: int) -> int:
-    """Return the tokens of the largest shape, with one token of padding. Its step has drafts or
-    short prompts."""
+    """Return the tokens of the largest shape, including one token of padding. It is a shape for
+    drafts or short prompts."""
     return max(max_rows + 1, SHORT_TOKENS)
 
 
 def ladder(largest: int, parts: int) -> tuple[int, ...]:
-    """Return ascending sizes, the last of which is `largest`. Padding a step of size n to the next
-    size adds at most n / parts. Steps below `parts` are padded to powers of two."""
+    """Return ascending sizes up to `largest`. Padding a step of size n to the next size adds at
+    most n / parts. Steps smaller than `parts` are padded to powers of two."""
     sizes = [size for size in (1, 2, 4) if size < parts]
     size = step = parts
     while size < largest:

@@ -1,4 +1,4 @@
-"""The pages of one request, as they are passed between parts of the engine."""
+"""The pages of one request, as the parts of the engine pass them to each other."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ _NO_PAGES = np.empty(0, np.int32)
 class PageHolding:
     """A request's pages. Immutable.
 
-    tables [tables, n]: row t has the pages of table t in order, and NO_PAGE for pages already freed
-    behind a window. state [state pages]: the pages of its state.
+    tables: [tables, n]. Row t has the pages of page table t in order, and NO_PAGE for pages that
+    left the window and are freed. state: [state pages], the pages of its recurrent state.
     """
 
     tables: Ints
@@ -26,7 +26,7 @@ class PageHolding:
 
     @classmethod
     def of(cls, *tables: Ints) -> Self:
-        """Stack one array of pages per table."""
+        """Stack one array of pages per page table."""
         return cls(np.stack(tables))
 
     @classmethod
@@ -35,7 +35,7 @@ class PageHolding:
 
     @classmethod
     def laid_out(cls, tables: PageTables, cached: Ints, fresh: Ints, num_tokens: int) -> Self:
-        """Lay out the pages of `num_tokens` tokens: `cached` [full tables, n], then `fresh` in
+        """Assign pages to `num_tokens` tokens: first `cached` [full tables, n], then `fresh` in
         hand-off order."""
         if not tables.sliding:
             return cls(cached).and_behind(fresh, tables.state_pages)
@@ -51,18 +51,19 @@ class PageHolding:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each table, including freed ones."""
+        """Number of pages of each table, including freed ones."""
         num_pages: int = self.tables.shape[1]
         return num_pages
 
     def flat(self) -> Ints:
-        """Return all present pages, table by table, then the state pages. Distinct. A copy."""
+        """Return a copy of all present pages, table by table, then the state pages. All are
+        distinct."""
         pages = self.tables.ravel()
         present = pages[pages >= 0]
         return np.concatenate((present, self.state)) if len(self.state) else present
 
     def take(self, spans: Iterable[PageSpan]) -> Ints:
-        """Return the pages of these spans, concatenated. A copy."""
+        """Return a copy of the pages of these spans, concatenated."""
         pages = [
             self.state[first:past] if table == len(self.tables) else self.tables[table, first:past]
             for table, first, past in spans
@@ -77,8 +78,8 @@ class PageHolding:
         return type(self)(tables, pages[of_tables:])
 
     def and_behind(self, pages: Ints, state_pages: int = 0) -> Self:
-        """Append the same number of pages to each table. `pages` lists them table by table, and the
-        last `state_pages` of them hold its state."""
+        """Append the same number of pages to each table. `pages` lists them table by table. Its
+        last `state_pages` entries are for the recurrent state."""
         of_tables = len(pages) - state_pages
         fresh = pages[:of_tables].reshape(len(self.tables), -1)
         return type(self)(np.concatenate((self.tables, fresh), axis=1), pages[of_tables:])

@@ -1,4 +1,4 @@
-"""Image tokens among the tokens of a prompt (common/requests/images.py)."""
+"""Functions on image tokens among the tokens of a prompt (common/requests/images.py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +26,9 @@ def text_of(token_ids: Ints, images: Sequence[Image]) -> Ints:
 def end_outside(
     images: Sequence[Image], start: int, end: int, num_tokens: int, page_size: int
 ) -> int:
-    """Return the end of a chunk that begins at `start` and does not end within an image: at most
-    `end` if there is such a page boundary, else the next one, or the end of the prompt.
+    """Return the end of a chunk that begins at `start` and does not end within an image.
+
+    It is the last such page boundary up to `end`, or else the next one, or the end of the prompt.
 
     Args:
         start: page aligned.

@@ -1,9 +1,9 @@
-"""Images in the rows of a step: the image tokens that it computes, and their positions.
+"""Images and input embeddings in the rows of a step, and the rotary positions of image tokens.
 
-In some models image tokens have positions like those of text. In others they are axial: an image
-takes as many positions as its longer side has tokens, however many tokens it has. Its
-tokens differ by row and column. Positions after an image are therefore smaller than token indices.
-Tokens of a video also differ by time, and a video takes as many positions as its longest axis.
+In some models, image tokens have positions like text. In others, positions are axial: tokens of an
+image differ by row and column. The image takes as many positions as its longer side has tokens.
+Positions after an image are therefore smaller than token indices. Tokens of a video also differ by
+time, and a video takes as many positions as its longest axis.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
 """
@@ -27,11 +27,11 @@ AXES = 3  # time, height, width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleImage:
-    """Tokens [first, last) of an image. They start at token `place` of the step.
+    """The tokens [first, last) of an image in a step. They start at token `place` of the step.
 
-    row: of the step, whose request has the image.
-    at: index of token `first` among the request's tokens.
-    image: None on a rank that receives its embeddings from another one.
+    row: row of the step whose request has the image.
+    at: index of token `first` in the request.
+    image: None on a rank that receives the image's embeddings from another rank.
     """
 
     image: Image | None
@@ -44,7 +44,7 @@ class VisibleImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleEmbeddings:
-    """Input embeddings, float32 [any, hidden] in host memory, of consecutive tokens. They start at
+    """Input embeddings of consecutive tokens, float32 [any, hidden] in host memory. They start at
     token `place` of the step."""
 
     values: Tensor
@@ -53,7 +53,7 @@ class VisibleEmbeddings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedImage:
-    """A step's token ids and positions where rows have images or embeddings; see ForwardBatch."""
+    """Token ids and positions of a step with images or embeddings. See ForwardBatch."""
 
     token_ids: Ints
     positions: Ints
@@ -63,9 +63,8 @@ class EncodedImage:
 class RowImages:
     """Images and input embeddings of the requests in a table's slots. Engine thread only.
 
-
     Args:
-        axial: image tokens are positioned by row and column, instead of like text.
+        axial: whether image tokens are positioned by row and column instead of like text.
     """
 
     def __init__(self, table: SlotTable, axial: bool) -> None:
@@ -74,7 +73,7 @@ class RowImages:
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
         self._given: dict[int, Tensor] = {}  # by slot, float32 [prompt tokens, hidden]
         self._have = np.zeros(table.num_slots, np.bool_)
-        # applied to positions after the last image
+        # Added to positions after the last image.
         self._shift = np.zeros(table.num_slots, np.int32)
         table.add_listener(self._acquired)
 
@@ -112,7 +111,7 @@ class RowImages:
         return EncodedImage(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
-        # Requests that left the table no longer need their pixels or embeddings: a launched step
+        # The pixels and embeddings of requests that left the table can be freed: a launched step
         # holds its own reference.
         live, spec = self._table.live, request.spec
         self._images = {each: images for each, images in self._images.items() if live[each]}
@@ -124,7 +123,7 @@ class RowImages:
         if spec.images:
             self._images[slot] = spec.images
         if (given := spec.input_embeddings) is not None:
-            values = bytearray(given.values)  # a copy, which torch may write to
+            values = bytearray(given.values)  # a copy, because torch may write to it
             rows = torch.frombuffer(values, dtype=torch.float32).view(given.num_tokens, -1)
             self._given[slot] = rows
 
@@ -136,8 +135,7 @@ def shift_of(images: Sequence[Image]) -> int:
 
 
 def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.int32]:
-    """Return the positions of tokens [start, end) of a prompt with these images: [3, end -
-    start]."""
+    """Return the positions of the tokens [start, end) of a prompt with images: [3, end - start]."""
     index = np.arange(start, end, dtype=np.int32)
     positions = np.tile(index, (AXES, 1))
     for image, first, shift in _placed(images):
@@ -150,8 +148,7 @@ def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.in
 
 
 def _placed(images: Sequence[Image]) -> Iterator[tuple[Image, int, int]]:
-    """Yield each image with the first position of its axes, and with position minus token index
-    after it. A video has the same first position in all of its patches."""
+    """Yield each image with its first position, and with position minus token index after it."""
     first = shift = 0
     for image in images:
         if image.time is None:
@@ -164,8 +161,8 @@ def _placed(images: Sequence[Image]) -> Iterator[tuple[Image, int, int]]:
 def _seen(
     images: Sequence[Image], start: int, end: int, place: int, row: int
 ) -> list[VisibleImage]:
-    """Return the visible images of a row that computes tokens [start, end), the first at
-    `place`."""
+    """Return the visible images of a row that computes the tokens [start, end). Token `start` is
+    token `place` of the step."""
     return [
         VisibleImage(image, first - image.at, last - image.at, place + first - start, row, first)
         for image in images

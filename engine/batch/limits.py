@@ -1,4 +1,5 @@
-"""Limits of one request, and of all that a node holds, checked once before a request is queued."""
+"""Limits of one request and of all requests of a node. Nodes check them before they queue a
+request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +15,18 @@ from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
 
-# Bytes of hidden states and routed experts of all requests of a node together, twice as many with
-# replays. All of them may wait for one peer, and a stream ends if more than 32 MiB wait
+# Bytes of hidden states and routed experts of all requests of a node, twice as many with replays.
+# All of them may wait for one peer, and a stream ends if more than 32 MiB wait
 # (common/rpc/streams.py).
 MAX_HELD_STATE_BYTES = 12 << 20
-MAX_HELD_EMBEDDING_BYTES = 256 << 20  # of input embeddings of all requests of a node together
+MAX_HELD_EMBEDDING_BYTES = 256 << 20  # input embeddings of all requests of a node together
 
 
 @dataclass(frozen=True, slots=True)
 class StateLimit:
-    """The limit of hidden states, or of routed experts, that one request may have returned.
+    """The limit of hidden states, or of routed experts, that one request may return.
 
-    token_bytes: of one token. max_bytes: of all tokens; 0: none are returned.
+    token_bytes: bytes per token. max_bytes: limit for all tokens. 0: none are returned.
     """
 
     name: str
@@ -33,7 +34,7 @@ class StateLimit:
     max_bytes: int = 0
 
     def check(self, num_tokens: int) -> None:
-        """Raise InvalidRequest if those of so many tokens may not be returned."""
+        """Raise InvalidRequest if this number of tokens exceeds the limit."""
         noun = self.name.replace("_", " ")
         if not self.max_bytes:
             raise InvalidRequest(
@@ -51,11 +52,16 @@ class StateLimit:
 class RequestLimits:
     """Limits of the model and of the page pool.
 
-    context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
-    heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. image_tokens_per_side: rows and columns of every image; 0: any. video_frames: frames of a
-    temporal patch; 0: no video input. whole_images: see ModelSpec. eos_token_ids: tokens that end
-    a response. embedding_size: numbers of an input embedding; 0: none are accepted.
+    Attributes:
+        context_length: prompt and output tokens.
+        num_pages: the whole pool.
+        generates, num_labels: the heads of the model.
+        image_token_side: pixels per side of an image token. 0: no image input.
+        image_tokens_per_side: rows and columns of every image. 0: any.
+        video_frames: frames of a temporal patch. 0: no video input.
+        whole_images: see ModelSpec.
+        eos_token_ids: tokens that end a response.
+        embedding_size: numbers per input embedding. 0: none are accepted.
     """
 
     context_length: int
@@ -74,8 +80,8 @@ class RequestLimits:
     embedding_size: int = 0
 
     def check_request(self, spec: RequestSpec) -> None:
-        """Raise InvalidRequest, with an error that names the field, for a request that can never be
-        served."""
+        """Raise InvalidRequest for a request that can never be served. The error names the
+        field."""
         num_given = 0
         if spec.input_embeddings is not None:
             num_given = spec.input_embeddings.num_tokens
@@ -88,8 +94,8 @@ class RequestLimits:
             self.check_prediction(np.frombuffer(spec.prediction, np.int32))
 
     def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
-        """Raise InvalidRequest if a token written to the logits is outside the vocabulary, or if
-        the model has no logits. The error names the field."""
+        """Raise InvalidRequest if sampling refers to a token outside the vocabulary, or if the
+        model has no logits. The error names the field."""
         if images and sampling.prompt_logprobs >= 0:
             raise InvalidRequest(
                 "sampling.prompt_logprobs is not supported for prompts with images"
@@ -110,13 +116,13 @@ class RequestLimits:
                 )
 
     def state_bytes(self, spec: RequestSpec) -> int:
-        """Return the largest size of all hidden states and routed experts that a request has
-        returned."""
+        """Return the maximum bytes of all hidden states and routed experts that a request
+        returns."""
         limits = self._returned(spec.sampling)
         return sum(limit.token_bytes * _num_states(spec) for limit in limits)
 
     def _returned(self, sampling: SamplingParams) -> Sequence[StateLimit]:
-        """Return the limits of what the request asks for."""
+        """Return the limits of the hidden states or routed experts that the request asks for."""
         asked = (
             (self.hidden_states, sampling.hidden_states),
             (self.routed_experts, sampling.routed_experts),
@@ -124,7 +130,7 @@ class RequestLimits:
         return [limit for limit, is_asked in asked if is_asked]
 
     def check_pooling(self, pooling: PoolingParams) -> None:
-        """Raise InvalidRequest if the model has no such head or a token is outside the
+        """Raise InvalidRequest if the model lacks the requested head or a token is outside the
         vocabulary."""
         if pooling.pool is PoolingMode.LABELS and not self.num_labels:
             raise InvalidRequest("model: it has no classification head")
@@ -138,7 +144,7 @@ class RequestLimits:
             )
 
     def check_prediction(self, token_ids: Ints) -> None:
-        """Raise InvalidRequest, as `check` does, if a response can never equal this text."""
+        """Raise InvalidRequest if no response can equal this predicted text. See `check`."""
         self._check_known("prediction", token_ids)
         if len(token_ids) >= self.context_length:
             raise InvalidRequest(
@@ -155,7 +161,8 @@ class RequestLimits:
                 f"input_embeddings: rows of {size} numbers, the model's hidden size is "
                 f"{self.embedding_size}"
             )
-        if not (np.abs(np.frombuffer(given.values, np.float32)) <= LARGEST).all():  # refuses NaN
+        # Also rejects NaN.
+        if not (np.abs(np.frombuffer(given.values, np.float32)) <= LARGEST).all():
             raise InvalidRequest(
                 f"input_embeddings: a number is not in [-{LARGEST:g}, {LARGEST:g}]"
             )
@@ -169,7 +176,7 @@ class RequestLimits:
 
         Args:
             token_ids: the prompt, then the tokens generated earlier.
-            num_given: the first of them, which have embeddings in place of ids.
+            num_given: number of leading tokens with input embeddings instead of ids.
         """
         num_tokens = len(token_ids)
         if not num_tokens:
@@ -211,7 +218,7 @@ class RequestLimits:
                 )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
-        # A negative number is a large one without its sign.
+        # As unsigned numbers, negative ids exceed the vocabulary, too.
         if np.maximum.reduce(token_ids.view(np.uint32), initial=0) >= self.vocabulary_size:
             low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
@@ -221,7 +228,7 @@ class RequestLimits:
 
 
 def _num_states(spec: RequestSpec) -> int:
-    """Return the largest number of tokens whose states a request has returned."""
+    """Return the maximum number of tokens whose hidden states or experts a request returns."""
     sampling = spec.sampling
     of_prompt = max(spec.num_prompt - sampling.first_prompt_logprob, 0)
     num_tokens = sampling.max_tokens - spec.num_generated
@@ -229,12 +236,11 @@ def _num_states(spec: RequestSpec) -> int:
 
 
 class TokenBudget:
-    """A bounded budget of tokens for requests that are held in memory before they can be computed.
-    Engine thread only.
+    """A budget of tokens for requests that are in memory before they can be computed. Engine thread
+    only.
 
     Args:
-        most: limit for all requests together; a single request may exceed it.
-        unit: of the limit, for errors.
+        most: limit for all requests together. A single request may exceed it.
     """
 
     def __init__(self, most: int, unit: str = "tokens") -> None:
@@ -244,7 +250,8 @@ class TokenBudget:
         self._num_tokens = 0
 
     def take(self, key: int, num_tokens: int, *, times: int = 1) -> None:
-        """Count `num_tokens` for the request. Raise Overloaded if they exceed `times` the limit."""
+        """Count `num_tokens` for the request. Raise Overloaded if the total exceeds `times` the
+        limit."""
         most = self._most * times
         if self._num_tokens and self._num_tokens + num_tokens > most:
             raise Overloaded(f"the queue is full ({self._num_tokens} of {most} {self._unit})")

@@ -1,4 +1,4 @@
-"""One request's life cycle on this node, and its facts that the scheduler needs."""
+"""A request as the scheduler and the roles of a node see it, and the reasons for its end."""
 
 import math
 from dataclasses import dataclass, field
@@ -36,8 +36,8 @@ class RequestEnd:
     """The reason why a request ended.
 
     Attributes:
-        status: reported to the client; OK unless reason is ERROR.
-        retry_after_s: when to retry, if the queue was too long; else 0.0.
+        status: reported to the client. OK unless reason is ERROR.
+        retry_after_s: seconds after which to retry, if the queue was too long. Otherwise 0.0.
     """
 
     reason: FinishReason
@@ -68,43 +68,47 @@ def moved() -> RequestEnd:
 class Request:
     """A prompt and the tokens generated from it. Engine thread only.
 
-    While the request has a slot, its tokens are in the slot's row of the SlotTable, and
-    `token_ids` holds those it arrived with. `SlotTable.tokens_of(slot)` returns all of them.
+    While the request has a slot, its tokens are in the slot's row of the SlotTable
+    (`SlotTable.tokens_of`). `token_ids` then has only the tokens with which it got the slot.
     """
 
-    key: int  # this node's own number for it, unique
-    # router stream and the router's number for it; (0, 0) on a prefill node
+    key: int  # unique number on this node
+    # The router's stream and its number for the request. (0, 0) on a prefill node.
     origin: tuple[int, int]
     spec: RequestSpec
     token_ids: Ints  # prompt, then tokens generated earlier
     num_prompt: int
-    sampling: SamplingParams  # from the spec, except on a node that samples one token only
+    sampling: SamplingParams  # from the spec, except on a node that samples only one token
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
-    start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
-    pooling: PoolingParams | None = None  # wanted in place of tokens: it ends with its prompt
-    namespace: Namespace = SHARED  # of the prefix cache: its KV is looked up and stored there
-    weights: WeightsId = UNNAMED  # weights that compute it
-    given_by: list[int] = field(default_factory=list)  # nodes that some of its KV was read from
+    # time.monotonic() by which the first forward of its prompt must begin
+    start_by: float = math.inf
+    # If set, it returns a vector instead of tokens and ends with its prompt.
+    pooling: PoolingParams | None = None
+    namespace: Namespace = SHARED  # part of the prefix cache where its KV is looked up and stored
+    weights: WeightsId = UNNAMED  # version of the weights that compute it
+    given_by: list[int] = field(default_factory=list)  # nodes from which some of its KV was read
     engine_crashes: int = 0  # engine crashes while it was running, see common/request.py
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
-    brought: bool | None = None  # result of the lower tier's lookup; False: the load is under way
-    bringing: list[float] = field(default_factory=list)  # when a load began, ended, began ...
-    encoding: Any = None  # core.EncodingJob of its images; None: not looked up
-    encoded: list[float] = field(default_factory=list)  # when their encoding began and ended
+    brought: bool | None = None  # result of the offload tier's lookup; False: the load is under way
+    # Times when loads began and ended, alternating.
+    bringing: list[float] = field(default_factory=list)
+    encoding: Any = None  # core.EncodingJob of its images; None: not looked up yet
+    encoded: list[float] = field(default_factory=list)  # times when their encoding began and ended
     slot: int | None = field(default=None)
-    match: Any = None  # features.matching.Match: created before it waits for anything else
+    # grammar.matching.Match of its grammar, created before the request is queued
+    match: Any = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # computed so far
-    pooled: NDArray[np.float32] | None = None  # its vector, computed so far
+    pooled: NDArray[np.float32] | None = None  # the pooled vector, computed so far
     to_finish: RequestEnd | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
-    # when it was swapped out, swapped in, swapped out ...
+    # Times of swap-out and swap-in, alternating.
     away: list[float] = field(default_factory=list)
-    preemptions: int = 0  # how often it was swapped out for a more urgent request
+    preemptions: int = 0  # number of swap-outs for a more urgent request
     away_s: float = 0.0  # total of completed swap-outs
-    head_start_s: float = field(init=False)  # of its priority
-    # Position in the queue, lowest first: arrival time, moved earlier by the head start.
+    head_start_s: float = field(init=False)  # seconds that its priority moves it ahead
+    # Position in the queue. The lowest goes first: arrival time, moved earlier by the head start.
     queue_position: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,14 +158,14 @@ class Request:
             self.away.pop()
 
     def note_brought(self, now: float) -> None:
-        """Record the end of a load from a lower tier, if one is under way."""
+        """Record the end of a load from an offload tier, if one is under way."""
         if len(self.bringing) % 2:
             self.bringing.append(now)
             del self.bringing[: -2 * MAX_ABSENCES]
 
     @property
     def is_encoding(self) -> bool:
-        """Return whether it waits for its images to be encoded."""
+        """Return whether the request waits for its images to be encoded."""
         return self.encoding is not None and not self.encoding.done
 
     @property
@@ -173,30 +177,30 @@ class Request:
         self.away.append(now)
 
     def rank(self, away_s: float = 0.0) -> float:
-        """Return its current urgency on the priority scale, in whole steps. Time that a request
+        """Return the current urgency on the priority scale, in whole levels. Time that a request
         with a slot spent swapped out counts in its favour.
 
         Args:
-            away_s: length of the current swap-out.
+            away_s: seconds of the current swap-out.
         """
         return self.spec.priority + (self.away_s + away_s) // STEP_S
 
     def quarantine_after(self, engine_crashes: int) -> None:
-        """Set the number of engine crashes while it was running. Must not be called while it has a
+        """Record how many engine crashes happened while the request was running. It must have no
         slot."""
         self.engine_crashes = engine_crashes
         self.alone_until = len(self.token_ids) + QUARANTINE_TOKENS if engine_crashes else 0
 
     @property
     def quarantined(self) -> bool:
-        """Return whether it must be computed alone. For a request with a slot, ask Quarantine
-        instead."""
+        """Return whether the request must be computed alone. For a request with a slot, use
+        QuarantineQueue."""
         return len(self.token_ids) < self.alone_until
 
     @property
     def reusable_tokens(self) -> Ints:
-        """Return the tokens whose KV may come from a cache. The results of all others are
-        needed."""
+        """Return the tokens whose KV may be read from a cache. All other tokens must be computed,
+        because their logits are needed."""
         if self.pooling is not None:
             return self.token_ids[: 0 if self.pooling.of_all else -1]
         if self.sampling.prompt_logprobs < 0:
@@ -212,7 +216,7 @@ class Request:
 
     @property
     def due(self) -> float:
-        """Time by which it must start. A request without a queue limit uses its arrival time."""
+        """Time by which the request must start. Without a queue limit, its arrival time."""
         return self.start_by if self.start_by < math.inf else self.arrived
 
     @property
@@ -222,5 +226,6 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens in `token_ids`. Tokens that its slot added since are not counted."""
+        """Number of generated tokens in `token_ids`. Tokens added since it got its slot do not
+        count."""
         return len(self.token_ids) - self.num_prompt

@@ -1,7 +1,7 @@
-"""The rows of the engine: one slot per request on the device, one numpy column per fact.
+"""The slot table: one slot per running request, one numpy column per value.
 
-A step's work over its rows is a few column operations, whatever the number of rows. This module
-knows no queues and makes no decisions.
+The work of a step on its rows is a few column operations, whatever the number of rows. The table
+has no queues and makes no decisions.
 """
 
 from collections import Counter
@@ -23,33 +23,33 @@ _NO_PAGES = np.empty(0, np.int32)
 
 
 class SlotTable:
-    """Slot-indexed columns. Engine thread only. A launch copies what its forward reads.
+    """Columns indexed by slot. Engine thread only. A launch copies the values that its forward
+    reads.
 
     `acquire` assigns a slot and `release` returns it. A released slot is reused once no launched
-    step has it, so that a late result can never reach a new request. Steps are launched (`hold`)
-    and finished (`drop_step`) in the order of their numbers.
+    step has it, so that a late result never reaches a new request. Steps are launched (`hold`) and
+    finished (`drop_step`) in the order of their numbers.
 
     Columns, [num_slots] unless stated otherwise:
         tokens [num_slots, context_length]: prompt, then generated tokens. `known` of them are
             valid, drafts may follow.
-        page_table [num_slots, tables, max_pages]: pages of the request in order, by table.
-            `num_pages` are valid. Pages behind a window are NO_PAGE.
-        known: tokens that the CPU knows.
-        length: `known` plus tokens in flight, including drafts that may be rejected. A decode
-            row computes token index length - 1.
-        max_length: number of tokens at which the request has its last token.
-        capacity: tokens that fit its pages, num_pages * page_size.
+        page_table [num_slots, tables, max_pages]: pages in order, by table. `num_pages` of them are
+            valid. Pages that left a window are NO_PAGE.
+        known: number of tokens that the CPU knows.
+        length: `known` plus tokens in flight, including drafts that may be rejected. A decode row
+            computes token index length - 1.
+        max_length: maximum number of tokens of the request.
+        capacity: number of tokens for which it has pages, num_pages * page_size.
         by_table: page_table's columns of each table, [num_slots, max_pages] views.
-        first_page [num_slots, tables]: pages before it are behind a window.
-        state [num_slots, state pages]: pages of the request's own state, while it has pages.
-        stop_ids [num_slots, n]: tokens that end it, padded with -1. Includes EOS if EOS ends
-            it.
-        live: the slot has a request that has not ended.
-        held: the row is excluded from forwards until the mask of its next token is ready.
-        unchosen: the row's newest forward is done, but no token was chosen after it.
-        deadline: time.monotonic().
-        priority: of the request.
-        routing_key: of the request; 0: it has none.
+        first_page [num_slots, tables]: first page that is still inside the window.
+        state [num_slots, state pages]: pages of the request's recurrent state, while it has pages.
+        stop_ids [num_slots, n]: tokens that end the request, padded with -1. Includes EOS unless
+            the request ignores it.
+        live: whether the slot has a request that has not ended.
+        held: whether the row waits for the mask of its next token, and is in no forward until then.
+        unchosen: whether the row's newest forward is done, but no token was chosen after it.
+        deadline: time.monotonic() by which the request must end.
+        routing_key: routing key of the request. 0: none.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class SlotTable:
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
     ) -> None:
-        """Create an empty table. For windows and state_pages see PageTables."""
+        """Create an empty table. For windows and state_pages, see PageTables."""
         self.tables = PageTables(page_size, windows, state_pages)
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
-        # Arrays, because numpy converts a Python int again in every call.
+        # Arrays, because numpy would convert a Python int in every call.
         self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
         self.tokens = np.zeros((num_slots, context_length), np.int32)
@@ -91,7 +91,8 @@ class SlotTable:
         self.origin_stream = np.zeros(num_slots, np.uint64)
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
+        # The newest launched step that has the slot.
+        self._last_step = np.zeros(num_slots, np.int64)
         self.finished_step = 0  # all steps up to this one are finished
         self._leaving: list[int] = []  # released, but still in a launched step
         self._listeners: list[Callable[[int, Request], None]] = []
@@ -102,7 +103,7 @@ class SlotTable:
 
     @property
     def num_live(self) -> int:
-        """Slots with a request that has not ended."""
+        """Number of slots with a request that has not ended."""
         return self.num_slots - len(self._free) - len(self._leaving)
 
     def routing_keys(self) -> Counter[int]:
@@ -170,7 +171,7 @@ class SlotTable:
                 (self._leaving if self.in_flight(slot) else self._free).append(slot)
 
     def in_flight(self, slot: int) -> bool:
-        """Return whether an unfinished launched step has this slot."""
+        """Return whether a launched, unfinished step has this slot."""
         return bool(self._last_step[slot] > self.finished_step)
 
     def set_pages(self, slot: int, holding: PageHolding) -> None:
@@ -193,8 +194,8 @@ class SlotTable:
         self.capacity[slots] += self._page_size
 
     def free_behind(self, slot: int, num_tokens: int) -> Ints:
-        """Remove and return the pages that no window sees once `num_tokens` of the request's tokens
-        are *finished* (PageTables.live_from). The caller must still free them. A copy."""
+        """Remove and return a copy of the pages that no window needs once `num_tokens` of the
+        request's tokens are *finished* (PageTables.live_from). The caller must free them."""
         gone = [_NO_PAGES]
         for table, _ in self._sliding:
             first = int(self.first_page[slot, table])
@@ -206,8 +207,8 @@ class SlotTable:
         return np.concatenate(gone)
 
     def growth(self, slots: Slots, more_pages: Ints) -> int:
-        """Return the pages, over all tables, needed to grow each slot's full tables by
-        `more_pages`."""
+        """Return the number of pages, over all tables, that `more_pages` per full table of each
+        slot take."""
         growth = self._num_full * int(more_pages.sum())
         for table, _ in self._sliding:
             live = self.num_pages[slots] - self.first_page[slots, table]
@@ -223,12 +224,14 @@ class SlotTable:
         )
 
     def pages_of(self, slot: int) -> Ints:
-        """Return all pages of the request, distinct. A copy."""
+        """Return a copy of all pages of the request. They are distinct."""
         return self.holding_of(slot).flat()
 
     def pages_by_kind(self) -> dict[str, int]:
-        """Return the pages of all requests by their kind of data: "full", "window" and "state",
-        if requests have such. A page counts for each of its requests. O(slots)."""
+        """Return the number of pages of all requests by kind of data: "full", "window" and "state".
+
+        Kinds that no request has are left out. A shared page counts once per request. O(slots).
+        """
         slots = np.flatnonzero(self.live & (self.num_pages > 0))
         tables = (self.num_pages[slots, None] - self.first_page[slots]).sum(axis=0)
         sliding = [table for table, _ in self._sliding]
@@ -243,7 +246,7 @@ class SlotTable:
         return kinds
 
     def tokens_of(self, slot: int) -> Ints:
-        """Return the tokens that the CPU knows. A copy."""
+        """Return a copy of the tokens that the CPU knows."""
         return self.tokens[slot, : self.known[slot]].copy()
 
     def unfollowed(self, slot: int, num_followed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tensors of one step, from host memory to the device in one copy."""
+"""Upload of the tensors of one step from host memory to the device, in one copy."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, pairwise
@@ -9,26 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGNMENT = 16  # for every tensor: kernels are compiled for it, and load 16 bytes at a time
+_ALIGNMENT = 16  # bytes: kernels are compiled for this alignment, and load 16 bytes at a time
 _GAP = bytes(_ALIGNMENT)
-ONLY_PADDING = torch.empty(0)  # in place of a tensor in PaddedBlock
+ONLY_PADDING = torch.empty(0)  # stands for a missing tensor in PaddedBlock
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that `pack` and `upload` need in their destination."""
+    """Return the bytes that `pack` and `upload` need at their destination."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def pack(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> list[int]:
-    """Copy contiguous host tensors into a block, one after the other. Return their first bytes.
+    """Copy contiguous host tensors into a block, one after the other. Return the offset of each in
+    bytes.
 
     Args:
-        block: at least `packed_bytes`.
+        block: at least `packed_bytes` long.
     """
     starts = []
     start = 0
     for tensor in tensors:
-        array = tensor.numpy()  # whose properties are faster than a tensor's
+        array = tensor.numpy()  # numpy properties are faster than those of a tensor
         starts.append(start)
         block[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         start += _aligned(array.nbytes)
@@ -40,13 +41,13 @@ def upload(
 ) -> list[Tensor]:
     """Copy contiguous host tensors to the device on the current stream, without waiting.
 
-    A tensor's address depends only on the sizes of the tensors before it. A graph that was captured
-    over `into` therefore finds the next step's tensors at the same addresses.
+    A tensor's address depends only on the sizes of the tensors before it. A graph captured with
+    `into` therefore finds the next step's tensors at the same addresses.
 
     Args:
-        into: uint8 [any] on the device, at least `packed_bytes`; None: allocate new memory.
+        into: uint8 [any] on the device, at least `packed_bytes` long. None: allocate new memory.
     Returns:
-        The same tensors on the device; on a CPU, without `into`, the tensors themselves.
+        The same tensors on the device. On a CPU without `into`, the tensors themselves.
     """
     if device.type == "cpu" and into is None:
         return list(tensors)
@@ -64,13 +65,10 @@ def upload(
 
 
 class PaddedBlock:
-    """Padding for tensors that are uploaded into memory from which captured graphs read.
+    """Padding of tensors that are uploaded into the memory from which captured graphs read.
 
     Args:
-        tensors: in host memory, contiguous, all of them padding.
-
-    Attributes:
-        num_tensors: number of these tensors.
+        tensors: in host memory, contiguous. All their values are padding.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -87,9 +85,9 @@ class PaddedBlock:
         """Copy contiguous host tensors to the device on the current stream, without waiting.
 
         Args:
-            tensors: at most as long as the padding, which follows them.
-            others: any number, without padding.
-            into: uint8 [any] on the device. If it has no room for `others`, a second copy is made.
+            tensors: at most as long as the padding, which fills the rest.
+            others: tensors without padding.
+            into: uint8 [any] on the device. If it is too small for `others`, a second copy is made.
         Returns:
             `others` on the device.
         """
@@ -104,7 +102,8 @@ class PaddedBlock:
         ]
 
     def send(self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor) -> None:
-        """Copy the same tensors, without views of `others`, for which there must be room."""
+        """Copy the same tensors without returning views. `into` must be large enough for
+        `others`."""
         parts: list[Any] = []
         for tensor, padding in zip(tensors, self._paddings, strict=True):
             if tensor is ONLY_PADDING:
@@ -122,7 +121,7 @@ class PaddedBlock:
 
 
 def _staged(num_bytes: int, device: torch.device) -> Tensor:
-    # The pinned-memory allocator reuses a block only when its copy is done.
+    # The pinned-memory allocator reuses a block only after its copy is done.
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -132,7 +131,7 @@ def _view(packed: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> 
 
 
 def divided(sent: Sequence[Tensor], parts: Iterable[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Split the uploaded tensors into the parts that were uploaded one after the other."""
+    """Split the uploaded tensors into the parts that were uploaded together."""
     rest = iter(sent)
     return [[*islice(rest, len(part))] for part in parts]
 

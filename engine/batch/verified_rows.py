@@ -1,4 +1,5 @@
-"""Acceptance of drafts in a VERIFY step, computed on the forward stream, which needs it at once.
+"""Verification of drafts in a VERIFY step, on the forward stream, where the next step needs the
+result.
 
 A token is sampled after each token of a row. A draft is accepted if it equals the token sampled at
 its index and all drafts before it are accepted. The next sample is then the request's own token,
@@ -19,9 +20,9 @@ from engine.batch.batch import AcceptedRuns, ForwardMode, ScheduleBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedDrafts:
-    """Tokens of a VERIFY step after verification.
+    """The tokens of a VERIFY step after verification.
 
-    tokens: int32 [num_rows, most tokens of a row], the first counts[i] of row i are new. newest,
+    tokens: int32 [num_rows, most tokens of a row]. The first counts[i] of row i are new. newest,
     rejected: int32 [num_rows], the last new token and the number of rejected drafts. last: int64
     [num_rows], the index of the last accepted token among the step's samples.
     """
@@ -35,16 +36,16 @@ class VerifiedDrafts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRows:
-    """Rows of one step to verify. Its samples are those after each row's last token, then the
-    others, row by row (ForwardBatch.sampled)."""
+    """The rows of one step to verify. The step's samples begin with one after each row's last
+    token. The others follow, row by row (ForwardBatch.sampled)."""
 
-    counts: Tensor  # int32 [num_rows], tokens
-    samples: Tensor  # int64 [num_rows, most]: for each token, the index of the sample after it
-    drafts: Tensor  # int64 [num_rows, most - 1]: index of the draft after each token; else -1
+    counts: Tensor  # int32 [num_rows], number of tokens
+    samples: Tensor  # int64 [num_rows, most]: index of the sample after each token
+    drafts: Tensor  # int64 [num_rows, most - 1]: index of the draft after each token, or -1
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> Self | None:
-        """Build the rows in host memory at the launch of a step. Return None if no row has
+        """Build the rows in host memory when a step is launched. Return None if no row has
         drafts."""
         if batch.mode is not ForwardMode.VERIFY:
             return None
@@ -61,7 +62,7 @@ class VerifiedRows:
         return [getattr(self, field.name) for field in fields(self)]
 
     def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """Return the same object with the uploaded copies of its `tensors`."""
+        """Return the same rows with the uploaded copies of their `tensors`."""
         return type(self)(*sent)
 
     def judge(self, token_ids: Tensor, sampled: Tensor) -> VerifiedDrafts:
@@ -69,7 +70,7 @@ class VerifiedRows:
 
         Args:
             token_ids: int32 [num_tokens], the computed tokens.
-            sampled: int32 [num_tokens].
+            sampled: int32 [num_tokens], the sampled tokens.
         """
         tokens = sampled[self.samples]
         drafts = token_ids[self.drafts.clamp(min=0)]

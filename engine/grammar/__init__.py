@@ -1,1 +1,2 @@
-"""Guided decoding: grammar compilers, matchers and their verification."""
+"""Guided decoding: compilation of grammars, matchers of responses, and verification of their
+cost."""

@@ -1,19 +1,19 @@
-"""Compilation of guides to grammars by xgrammar. Callers limit time and memory.
+"""Compilation of guides (JSON schemas, regexes, grammars, structural tags) by xgrammar.
 
-`prepared` rewrites a guide into a text that xgrammar enforces completely. Its time depends on the
-guide, so it runs only in the verifier's process, and the engine compiles the result.
+Callers limit time and memory. `prepared` rewrites a guide into a text that xgrammar enforces
+completely. Its time depends on the guide, so it runs only in the verifier's process, and the engine
+compiles the result.
 
-JSON has a vocabulary of its own, in which no word has a control character. xgrammar would allow
-them inside strings, where JSON does not. Between JSON's tokens a model could spend its response on
-line breaks and indentation, so white space is limited to one space.
+JSON uses its own vocabulary, without words that have a control character, because xgrammar would
+allow these inside strings. White space between JSON tokens is limited to one space. Otherwise a
+model could spend its response on line breaks and indentation.
 
-Guides that name tokens also have a vocabulary of their own. xgrammar accepts no token without
-bytes, even if it is named. So tokens that are not part of any text get a byte that occurs in no
+Guides that name tokens also use their own vocabulary. xgrammar accepts no token without bytes, even
+if a guide names it. Tokens that are not part of any text therefore get a byte that occurs in no
 text. Token syntax in xgrammar's EBNF is rejected.
 
-xgrammar imports torch and transformers, for masks on devices and for their tokenizers, which takes
-seconds of a core and hundreds of MiB. Baton uses neither, so they are replaced by stand-ins, unless
-they are already imported.
+xgrammar imports torch and transformers, which takes seconds of CPU time and hundreds of MiB, for
+functions that Baton does not use. Stand-ins replace them, unless they are already imported.
 """
 
 import re
@@ -40,7 +40,7 @@ _UNUSED = ("torch", "transformers")
 
 
 class _StandIn(ModuleType):
-    """A module that has a class under any name, which can be instantiated."""
+    """A stand-in module that has an instantiable class under any name."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -68,14 +68,14 @@ if TYPE_CHECKING:
     import xgrammar as xgrammar
 else:
     xgrammar = _imported()
-MAX_KEPT_BYTES = 256 << 20  # of xgrammar's own cache
-MAX_GRAMMAR_BYTES = 64 << 20  # of one grammar: nodes cache several
+MAX_KEPT_BYTES = 256 << 20  # limit of xgrammar's own cache
+MAX_GRAMMAR_BYTES = 64 << 20  # limit of one grammar, which several nodes cache
 MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of itself many times
 Compiled = Any  # xgrammar.CompiledGrammar
-_NO_TEXT = b"\xff"  # not text, nor part of any
+_NO_TEXT = b"\xff"  # cannot be text or a part of text
 _OBJECT = '{"type": "object"}'
-# In a grammar as xgrammar prints it: string literals and character classes, and words with
-# arguments.
+# Patterns for a grammar as xgrammar prints it: string literals and character classes, and words
+# with arguments.
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _WORD = re.compile(r"\b([A-Za-z]+)\(")
 _REFUSED = frozenset(
@@ -95,8 +95,8 @@ class GrammarCompilers:
         self._of_json = self._compiler(
             [b"" if min(word, default=0) < 0x20 else word for word in words]
         )
-        # No cache: xgrammar's rule cache ignores which tokens a rule names and would return another
-        # rule's mask.
+        # No cache: xgrammar's rule cache ignores the token names of a rule and would return the
+        # mask of another rule.
         self._with_tokens = self._compiler([word or _NO_TEXT for word in words], keeps=False)
 
     @classmethod
@@ -110,7 +110,7 @@ class GrammarCompilers:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        # Special tokens get no bytes, so only a grammar that names them allows them.
+        # Special tokens get no bytes, so that a grammar allows them only by name.
         words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
         return cls(words, eos_token_ids)
 
@@ -118,7 +118,7 @@ class GrammarCompilers:
         """Compile a guide.
 
         Raises:
-            InvalidRequest: what is wrong, and where.
+            InvalidRequest: the guide is invalid. The error says why and where.
         """
         with _refusing(form.kind):
             made = self._compiled(form)
@@ -157,7 +157,7 @@ def prepared(guide: GuidedDecoding) -> Prepared:
     """Rewrite a guide into a text that xgrammar enforces completely.
 
     Raises:
-        InvalidRequest: what is wrong, and where.
+        InvalidRequest: the guide is invalid. The error says why and where.
     """
     with _refusing(guide.kind):
         form = _prepared(guide)
@@ -187,7 +187,7 @@ def _prepared(guide: GuidedDecoding) -> Prepared:
 
 @contextmanager
 def _refusing(kind: str) -> Iterator[None]:
-    """Convert every error except a lack of memory to an InvalidRequest that names the field."""
+    """Convert every error except MemoryError to an InvalidRequest that names the field."""
     try:
         yield
     except MemoryError:
@@ -197,7 +197,7 @@ def _refusing(kind: str) -> Iterator[None]:
 
 
 def _check_words(ebnf: str, refused: Set[str]) -> None:
-    """Raise InvalidRequest if the grammar has one of the refused words, and RuntimeError if it is
+    """Raise InvalidRequest if the grammar contains a refused word, and RuntimeError if it is
     invalid."""
     words = _WORD.findall(_LITERAL.sub("", str(xgrammar.Grammar.from_ebnf(ebnf))))
     if found := refused & {*words}:
@@ -207,7 +207,7 @@ def _check_words(ebnf: str, refused: Set[str]) -> None:
 
 
 def _check_begins(compiled: Compiled) -> None:
-    """Raise InvalidRequest if no token can come first, because then no response is possible."""
+    """Raise InvalidRequest if no token may come first, because then no response is possible."""
     bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
     # False means that every token is allowed.
     if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
@@ -222,7 +222,7 @@ def _check_size(compiled: Compiled) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return xgrammar's message without the time and the location in its own source."""
+    """Return xgrammar's message without the time and its source location."""
     text = str(error).strip()
     _, found, rest = text.partition(": ")
     return cut(rest if found and text.startswith("[") else text)

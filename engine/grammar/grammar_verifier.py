@@ -1,4 +1,4 @@
-"""Verification of a guide's compilation cost, in a separate process."""
+"""Verification of a guide's cost in a separate process, before the engine compiles it."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,14 +11,14 @@ from common.errors import InvalidRequest, Overloaded
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
 from common.requests.sampling import GuidedDecoding, Prepared
 
-MAX_BYTES = 2 << 30  # that one guide may take, in addition to the memory in use
-S_PER_TOKEN = 0.05  # CPU seconds to accept a token and to make the mask after it
+MAX_BYTES = 2 << 30  # memory limit of one guide, in addition to the memory in use
+S_PER_TOKEN = 0.05  # CPU seconds to accept a token and compute the next mask
 _DEADLINE_S = 300.0  # for a trial on a busy machine, or for the first start
 
 
 class GrammarWorker(Enum):
-    """Two queues, so that short trials do not wait for long ones. The value is the limit in CPU
-    seconds."""
+    """The two queues of trials, so that short trials do not wait for long ones. The value is the
+    limit in CPU seconds."""
 
     QUICK = 2
     SLOW = 60
@@ -28,7 +28,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """The result of a trial.
 
     Attributes:
-        form: the guide to compile. None: `refusal` gives the reason.
+        form: the guide to compile. None: the guide is rejected, see `refusal`.
     """
 
     form: Prepared | None = None
@@ -36,18 +36,19 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class GrammarTimeout(Exception):
-    """The trial has used up its time."""
+    """The trial exceeded its time limit."""
 
 
 class GrammarVerifier(Protocol):
-    """Verifies guides. Called by one thread for each lane."""
+    """Verifies guides. Called by one thread per lane."""
 
     def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
-        """Return the guide to compile, if its compilation ends and its tokens are cheap enough.
+        """Return the guide to compile, if its compilation terminates and its tokens are cheap
+        enough.
 
         Raises:
             GrammarTimeout: the lane's time limit was exceeded.
-            InvalidRequest: the guide is wrong, takes too much memory, has tokens that cost too
+            InvalidRequest: the guide is invalid, takes too much memory, has tokens that cost too
                 much, or crashes the compiler.
             Overloaded: the trial could not be run.
         """
@@ -57,11 +58,11 @@ class GrammarVerifier(Protocol):
 
 
 class SubprocessVerifier:
-    """A Prover that asks a `trials.py` process. It starts the process with the first guide, and
-    restarts it if it has died.
+    """A GrammarVerifier that sends guides to a process with `trials.py`. It starts the process with
+    the first guide, and restarts it if it has failed.
 
     Args:
-        deadline_s: longest wait for a result. After that the process is killed.
+        deadline_s: longest wait for a result, in seconds. The process is then killed.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Guides and their grammars: verified, compiled by worker threads, and cached.
+"""The cache of grammars: verifies guides and compiles them on worker threads.
 
-Independent of slots and steps. The engine thread never waits for it. xgrammar and the vocabulary
-are loaded with the first guide, so nodes without guides do not pay for them.
+It is independent of slots and steps, and the engine thread never waits for it. xgrammar and the
+vocabulary are loaded with the first guide, so that nodes without guides do not need the memory.
 
-A guide is first verified (`grammar_verifier.py`) with a limit of two CPU seconds. A guide that
-takes longer moves to a second thread with its own queue, and is rejected if its time limit there is
-exceeded. So a slow guide delays others by at most two seconds.
+A guide is first verified (`grammar_verifier.py`) with a limit of two CPU seconds. If it takes
+longer, it moves to a second thread with its own queue, and is rejected if it exceeds the time limit
+there. A slow guide therefore delays others by at most two seconds.
 """
 
 import logging
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 128  # grammars, and reasons for rejection
-MAX_WAITING = 64  # guides
-MAX_SLOW = 8  # of these, guides that exceeded the limit of the quick lane
-SLOW_S = 1.0  # compilations that take longer are logged
+MAX_KEPT = 128  # limit of cached grammars and rejections
+MAX_WAITING = 64  # limit of queued guides
+MAX_SLOW = 8  # limit of queued guides that exceeded the limit of the quick lane
+SLOW_S = 1.0  # slower compilations are logged
 
 
 class GrammarCache:
@@ -57,25 +57,28 @@ class GrammarCache:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
         self._prover = prover
-        self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)  # all but end tokens
+        # Everything except end tokens.
+        self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)
         for token in eos_token_ids:
-            if token < vocabulary_size:  # configurations may name larger ids
+            if token < vocabulary_size:  # model configurations may name larger ids
                 forbid(self._thinking, token)
         self._threads = MatchThreads(lambda: self.notify())
         self._kept: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
         self._workers = {
             lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in GrammarWorker
         }
-        self._slow: list[Future[CompiledGuide]] = []  # of the quick worker: those in the slow lane
+        # Guides of the quick worker that moved to the slow lane.
+        self._slow: list[Future[CompiledGuide]] = []
         self._lock = threading.Lock()
         self._compilers: GrammarCompilers | None = None
         self.notify: Callable[[], None] = lambda: None
 
     def compiled(self, guide: GuidedDecoding) -> "Future[CompiledGuide]":
-        """Return the grammar, or an InvalidRequest with the defect and its place, or Overloaded.
+        """Return a future of the grammar, or of an InvalidRequest with the defect and its place, or
+        of Overloaded.
 
         Raises:
-            Overloaded: too many guides are queued, or take too long.
+            Overloaded: too many guides are queued or slow.
         """
         self._threads.check_room()
         known = self._kept.get(guide)
@@ -94,7 +97,7 @@ class GrammarCache:
         return made
 
     def match(self, compiled: CompiledGuide, request: Request) -> Match:
-        """Return the matcher of the request's response. A thread already computes the mask of the
+        """Return the matcher of the request's response. A thread starts to compute the mask of the
         next token."""
         match = Match(compiled, request.sampling.thought, self._thinking, self._threads)
         match.ask(request.token_ids[request.num_prompt :].tolist())
@@ -146,8 +149,8 @@ class GrammarCache:
 
 
 def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> None:
-    """Complete `made` with the result of `done`. A cancelled `done` is ignored, because everything
-    is closing."""
+    """Complete `made` with the result of `done`. If `done` is cancelled, the cache is being closed,
+    and nothing happens."""
     if done.cancelled():
         return
     error = done.exception()
@@ -160,5 +163,5 @@ def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> Non
 
 
 def _may_be_asked_again(made: "Future[CompiledGuide]") -> bool:
-    """Return whether the guide failed for a reason other than the guide itself."""
+    """Return whether the guide failed for a temporary reason, so that it may be compiled again."""
     return made.done() and isinstance(made.exception(), Overloaded)

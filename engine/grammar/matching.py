@@ -1,13 +1,13 @@
-"""Matching of a response against its grammar, off the engine thread and with a budget of CPU time.
+"""Matching of a response against its grammar, on other threads and with a budget of CPU time.
 
-The engine thread passes the known tokens and gets the mask of the next one, one bit for each token
-of the vocabulary. Matchers release the GIL, and an ambiguous grammar can keep one busy for seconds.
-So a step waits for a matcher only as long as an ordinary one takes. A row whose matcher takes
+The engine thread passes the known tokens and gets the mask of the next token, one bit per token of
+the vocabulary. Matchers release the GIL. An ambiguous grammar can keep a matcher busy for seconds,
+so a step waits for a matcher only as long as an ordinary one takes. A row whose matcher takes
 longer is *slow* from then on. It is computed when its mask is ready, and other rows continue
 without it.
 
-Budget: a response may spend ALLOWANCE_S of a core, and S_PER_TOKEN more for each of its tokens.
-Time is CPU time of the thread, so a busy machine does not end responses.
+Budget: a response may use ALLOWANCE_S of CPU time, and S_PER_TOKEN more for each of its tokens. The
+CPU time of the thread counts, so that a busy machine does not end responses.
 
 If a response begins with reasoning, the grammar applies to the text after it. `ReasoningTracker`
 detects the end of the reasoning.
@@ -37,7 +37,7 @@ WORD = 32
 
 
 def words_of(vocabulary_size: int) -> int:
-    """Return the number of words in a row of bits."""
+    """Return the number of int32 words in a bit row."""
     return -(-vocabulary_size // WORD)
 
 
@@ -47,7 +47,7 @@ def allow(bits: NDArray[np.int32], token: int) -> None:
 
 
 def allows(bits: NDArray[np.int32], token: int) -> bool:
-    """Return whether the token's bit is set in a row. A token outside the row is not allowed."""
+    """Return whether the token's bit is set in a row. False for a token outside the row."""
     if not 0 <= token < len(bits) * WORD:
         return False
     return bool(int(bits.view(np.uint32)[token // WORD]) >> (token % WORD) & 1)
@@ -65,7 +65,7 @@ class ReasoningStage(Enum):
 
 
 class ReasoningTracker:
-    """The reasoning of one response.
+    """Tracks the reasoning of one response.
 
     Attributes:
         num_tokens: reasoning tokens so far, without the delimiters.
@@ -85,7 +85,7 @@ class ReasoningTracker:
             self.stage = ReasoningStage.INSIDE if thought.open is None else ReasoningStage.AHEAD
 
     def read(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Read the next tokens. Return those after the reasoning."""
+        """Read the next tokens. Return the tokens after the reasoning."""
         if self._thought is None or not tokens:
             return tokens
         if self.stage is ReasoningStage.AHEAD:
@@ -103,13 +103,13 @@ class ReasoningTracker:
         return tokens[end + 1 :]
 
 
-ALLOWANCE_S = 2.0  # CPU seconds for each response
-MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
-_PATIENCE_S = 0.03  # CPU seconds that a step waits for one matcher
+ALLOWANCE_S = 2.0  # CPU seconds per response
+MAX_STUCK = 4  # limit of threads whose matcher was too slow for a step and still runs
+_PATIENCE_S = 0.03  # CPU seconds for which a step waits for one matcher
 _DRAFTS_S = 0.01  # CPU seconds that the masks of one row's drafts may take in a step
-_MAX_FORCED = 32  # allowed tokens of which one may be forced
+_MAX_FORCED = 32  # a token is forced only if at most this many are allowed
 _SEPARATOR = re.compile(rb"([:,])(?=.)")
-_STARVED_S = 1.0  # seconds that a step waits for one matcher that gets no core
+_STARVED_S = 1.0  # seconds for which a step waits for one matcher that gets no CPU
 _LOOK_S = 0.005
 _NICENESS = 10  # lower priority than an engine thread
 
@@ -119,19 +119,19 @@ class CompiledGuide:
     """A grammar, and whether it was too slow for a step. The engine thread sets `slow`."""
 
     grammar: Any  # xgrammar.CompiledGrammar
-    words: Sequence[bytes]  # of the vocabulary
+    words: Sequence[bytes]  # the vocabulary
     slow: bool = False
 
 
 class Match:
     """The matcher of one response. A thread drives it between `ask` and `busy` becoming False.
 
-    It follows the known tokens. It also looks ahead along drafts, for a mask after each, and rolls
-    its grammar back to the known tokens. Masks of drafts that prove right are used again.
+    It follows the known tokens. It also looks ahead along drafts, computes a mask after each, and
+    then rolls its grammar back to the known tokens. Masks of accepted drafts are used again.
 
     Attributes:
         num_followed: tokens of the response that were passed as known.
-        busy: a thread drives it, or is going to.
+        busy: whether a thread drives it or is going to.
         fault: the reason why the response must end, or "".
     """
 
@@ -158,20 +158,20 @@ class Match:
         self._reader = ReasoningTracker(thought)
         self._opens = None if thought is None else thought.open
         self._thinking = thinking
-        self._tokens: list[int] = []  # known ones that the matcher has not followed yet
-        self._last: int | None = None  # the newest one that it has followed
-        self._wanted: list[int] = []  # drafts after them
-        self._room = 0  # number of drafts, with those that it proposes itself
-        self._path: list[int] = []  # tokens after those that it follows, all of them allowed
-        self._masks: list[NDArray[np.int32]] = []  # of the token after each beginning of the path
-        self._mask_s = 0.0  # CPU seconds for a token and its mask, in the last drive
+        self._tokens: list[int] = []  # known tokens that the matcher has not followed yet
+        self._last: int | None = None  # the newest token that the matcher has followed
+        self._wanted: list[int] = []  # drafts after the known tokens
+        self._room = 0  # limit of drafts, including forced tokens
+        self._path: list[int] = []  # allowed tokens after the followed ones
+        self._masks: list[NDArray[np.int32]] = []  # masks after each prefix of the path
+        self._mask_s = 0.0  # CPU seconds of a token and its mask, in the last drive
         self._spent_s = 0.0
-        self._clock = 0  # of the thread that drives it, if any
-        self._began_s = 0.0  # on that clock
+        self._clock = 0  # CPU clock of the thread that drives it, if any
+        self._began_s = 0.0  # value of that clock at the start
 
     @property
     def ready(self) -> bool:
-        """Return whether the masks are those of the tokens and drafts that were passed last."""
+        """Return whether the masks belong to the tokens and drafts that were passed last."""
         if self.busy or self.fault:
             return False
         asked = [*self._tokens, *self._wanted]
@@ -184,19 +184,20 @@ class Match:
 
     @property
     def masks(self) -> Sequence[NDArray[np.int32]]:
-        """The tokens that may come next, int32 [words], then those after each draft. The masks end
-        before the first draft that is forbidden."""
+        """The masks of the next token, int32 [words], then of the tokens after each draft. The
+        masks end before the first draft that is forbidden."""
         first = len(self._tokens)
         return self._masks[first : first + len(self._wanted) + 1]
 
     @property
     def continuation(self) -> Sequence[int]:
-        """The drafts of the last `ask` as far as they are allowed, or those that replace them."""
+        """The allowed drafts of the last `ask`, then the forced tokens that replace the forbidden
+        ones."""
         return self._path[len(self._tokens) :][: self._room]
 
     @property
     def continued(self) -> bool:
-        """Return whether it is ready, and no token can be added to `continuation`."""
+        """Return whether the matcher is ready, and no token can be added to `continuation`."""
         if not self.ready:
             return False
         if len(self._path) - len(self._tokens) >= self._room:
@@ -206,35 +207,35 @@ class Match:
 
     @property
     def max_drafts(self) -> int:
-        """Maximum number of drafts, so that a step does not wait longer than for an ordinary
+        """Maximum number of drafts for which a step waits no longer than for an ordinary
         matcher."""
         return int(_DRAFTS_S / self._mask_s) if self._mask_s else 0
 
     @property
     def spending_s(self) -> float:
-        """Return the CPU seconds of the thread that drives it now, or 0 if there is none."""
+        """Return the CPU seconds of the thread that drives the matcher now, or 0 if none does."""
         began_s, clock = self._began_s, self._clock
         if not clock:
             return 0.0
         try:
             return max(time.clock_gettime(clock) - began_s, 0.0)
-        except OSError:  # the thread has ended since the clock was read
+        except OSError:  # the thread has ended
             return 0.0
 
     def ask(self, tokens: Sequence[int], drafts: Sequence[int] = (), room: int = 0) -> None:
-        """Pass the known tokens that follow, and drafts after them. Must not be busy. The caller
-        then has a thread drive it, unless it is `ready`.
+        """Pass the next known tokens, and drafts after them. The matcher must not be busy. Unless
+        it is `ready` then, the caller has a thread drive it.
 
         Args:
-            room: number of drafts wanted. If the given ones are fewer, or are forbidden, tokens
-                follow that the grammar forces.
+            room: number of drafts wanted. If fewer are given, or some are forbidden, tokens that
+                the grammar forces are added.
         """
         self._tokens += tokens
         self.num_followed += len(tokens)
         self._wanted, self._room = list(drafts), room
 
     def look(self) -> None:
-        """Check the budget, which a running matcher does not check itself."""
+        """Check the budget. A running matcher does not check it itself."""
         budget_s = ALLOWANCE_S + S_PER_TOKEN * self.num_followed
         if not self.fault and self._spent_s + self.spending_s > budget_s:
             self.fault = (
@@ -266,7 +267,7 @@ class Match:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Compute the masks along the drafts, then along tokens that are forced."""
+        """Compute the masks along the drafts, then along forced tokens."""
         reader, num_accepted = copy(self._reader), 0
         masks, path, wanted = [self._mask(reader)], list[int](), deque(self._wanted)
         most = max(self._room, len(wanted))
@@ -288,7 +289,7 @@ class Match:
         self._path, self._masks = path, masks
 
     def _accept(self, reader: ReasoningTracker, tokens: Sequence[int]) -> int:
-        """Follow tokens. Return the number of those that the grammar has accepted."""
+        """Follow tokens. Return the number of tokens that the grammar has accepted."""
         matcher, num_accepted = self._matcher, 0
         for token in reader.read(tokens):
             if self.fault or matcher.is_terminated():
@@ -307,14 +308,10 @@ class Match:
         return mask
 
     def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
-        """Return the token that must come next, apart from white space and from a text that may be
-        cut into tokens in several ways. None: there is a choice.
-
-        Args:
-            last: the token before it, if there is one.
-        """
+        """Return the token that must come next, or None if there is a choice other than white space
+        or the split of a text into tokens. `last`: the token before it, if any."""
         spelling, parts = self.compiled.words, np.flatnonzero(mask)
-        if len(parts) > _MAX_FORCED + 1:  # the last part may have bits of no token
+        if len(parts) > _MAX_FORCED + 1:  # the last part may have bits without a token
             return None
         bits = np.unpackbits(mask[parts].view(np.uint8), bitorder="little").reshape(-1, WORD)
         rows, places = np.nonzero(bits)
@@ -331,13 +328,8 @@ class Match:
 
 
 def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
-    """Return the place of the longest word, if all others begin it. Words that differ in white
-    space are alike. Of these, the one with spaces where JSON mostly has them is chosen: after
-    colons and commas.
-
-    Args:
-        before: the word before.
-    """
+    """Return the index of the longest word if all others are its prefixes. White space is ignored,
+    but preferred after colons and commas, as in JSON. `before`: the previous word."""
     if len(words) == 1:
         return 0
     bare = [word.translate(None, b" \t\n\r") for word in words]
@@ -353,15 +345,15 @@ def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
 class MatchThreads:
     """The threads of all matchers. Called on the engine thread only.
 
-    Ordinary matchers share one thread, for which a step waits. Slow ones share two others with a
-    lower priority, for which nothing waits. New responses have a thread of their own.
+    Ordinary matchers share one thread, and steps wait for it. Slow ones share two threads with a
+    lower priority, and no step waits for these. New responses have another thread.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
         """Start the threads.
 
         Args:
-            notify: called from another thread when a matcher is done for which no step waited.
+            notify: called from another thread when a matcher is done that no step waited for.
         """
         self._notify = notify
         self._ordinary = ThreadPoolExecutor(1, "matchers")
@@ -376,14 +368,15 @@ class MatchThreads:
             raise Overloaded(f"{MAX_STUCK} grammars already exceed their time limit")
 
     def start(self, match: Match) -> None:
-        """Drive a slow or new matcher, for which no step waits."""
+        """Drive a slow or new matcher. No step waits for it."""
         match.busy = True
         pool = self._slow if match.compiled.slow else self._first
         pool.submit(match.drive).add_done_callback(lambda _: self._notify())
 
     def drive(self, matches: Sequence[Match]) -> None:
-        """Drive ordinary matchers for a step, and wait for each as long as an ordinary one takes.
-        Later ones are still busy on return, and slow from then on."""
+        """Drive ordinary matchers for a step, and wait for each as long as an ordinary one takes. A
+        matcher that takes longer is still busy on return, and slow from then on.
+        169"""
         left = list(matches)
         while left:
             job = _Job(left)
@@ -408,7 +401,7 @@ class MatchThreads:
 
 
 class _Job:
-    """Ordinary matchers, driven one after another until the job is given up."""
+    """A sequence of ordinary matchers that one thread drives, until the job is given up."""
 
     def __init__(self, matches: Sequence[Match]) -> None:
         self._left = list(reversed(matches))
@@ -425,7 +418,7 @@ class _Job:
             match.drive()
 
     def give_up(self) -> Match | None:
-        """Start no further matcher. Return the running one, or None if all are done."""
+        """Start no more matchers. Return the running one, or None if all are done."""
         with self._lock:
             self._given_up = True
             done = not self._left and (self.current is None or not self.current.busy)

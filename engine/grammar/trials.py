@@ -2,18 +2,18 @@
 
     python -m engine.grammar.trials DIRECTORY VOCABULARY EOS,EOS DESCRIPTOR...
 
-Compilation of a grammar cannot be interrupted. A guide of a few characters can keep the compiler
-busy for hours, use all memory or overflow its stack. Its matcher can do the same later, with a text
-that has many readings. So each guide is first prepared, compiled and walked through in its own
-process, forked from this one, which has the vocabulary ready. The kernel kills that process at its
-limit of CPU time or memory. The only result is the prepared guide, or the refusal. This process
-ends when its descriptors are closed.
+The compilation of a grammar cannot be interrupted. A guide of a few characters can keep the
+compiler busy for hours, use all memory or overflow its stack. Its matcher can do the same later, if
+the text matches the grammar in many ways. Each guide is therefore prepared, compiled and tried in
+its own process first. That process is forked from this one, which has loaded the vocabulary. The
+kernel kills it at its limit of CPU time or memory. It returns the prepared guide or the reason for
+the rejection. This process ends when its descriptors are closed.
 
-Walks find the later cost of a grammar's tokens. A walk drives a matcher along its own mask and
-never ends the response while anything else is allowed. The cost of an ambiguous grammar grows with
-the number of readings of the text so far. Different grammars have most readings for different
-texts, so the walks differ: random tokens, random tokens of one byte, and one token repeated for as
-long as it is allowed.
+Walks measure the later cost of a grammar's tokens. A walk feeds a matcher with tokens that its mask
+allows, and does not end the response while anything else is allowed. The cost of an ambiguous
+grammar grows with the number of parses of the text so far. Which texts have most parses depends on
+the grammar. The walks therefore differ: random tokens, random tokens of one byte, and one token
+repeated for as long as it is allowed.
 """
 
 import math
@@ -36,21 +36,21 @@ from engine.grammar.compilers import GrammarCompilers, prepared, xgrammar
 from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
 from engine.grammar.matching import WORD, allow, forbid, words_of
 
-NUM_TOKENS = 256  # of each walk
-WALKS_S = 4.0  # CPU seconds for all walks, which bounds costs that do not grow
-_WINDOW = 8  # tokens whose mean cost counts, because a single one may be costly
-_GROWN_S = 1e-3  # growth below this cost is ignored
-_GROWTH = 2.5  # cost ratio when the text doubles: more than linear
+NUM_TOKENS = 256  # tokens per walk
+WALKS_S = 4.0  # CPU seconds for all walks, which limits costs that do not grow
+_WINDOW = 8  # tokens over which the cost is averaged, because a single one may be costly
+_GROWN_S = 1e-3  # growth of smaller costs is ignored
+_GROWTH = 2.5  # cost ratio when the text doubles that means more than linear growth
 _Bits = NDArray[np.int32]
 _Choice = Callable[[_Bits, int, np.random.Generator], int]
 
 
 class TooExpensive(Exception):
-    """A token takes more time than a response may spend, or will in a longer response."""
+    """A token takes more time than a response may use, or will in a longer response."""
 
 
 class Walks:
-    """Walks over one vocabulary."""
+    """Walks over one vocabulary, to measure the cost of grammars."""
 
     def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
         self._num_words = words_of(len(words))
@@ -59,7 +59,7 @@ class Walks:
             if len(word) == 1:
                 allow(self._single, token)
         self._going_on = np.full(self._num_words, -1, np.int32)
-        # The last word has bits of no token, which a mask leaves as they are.
+        # The last word of a mask has bits without a token, which xgrammar does not change.
         for token in (*eos_token_ids, *range(len(words), self._num_words * WORD)):
             if token < self._num_words * WORD:
                 forbid(self._going_on, token)
@@ -67,8 +67,8 @@ class Walks:
     def check(self, grammar: Any) -> None:
         """Walk through the grammar. Raises TooExpensive.
 
-        Costs are CPU time of this thread. The clock of a process with RLIMIT_CPU only moves with
-        the kernel's ticks of some ms, so most tokens would seem to cost nothing.
+        Costs are CPU time of this thread. The process clock under RLIMIT_CPU only advances with the
+        kernel's ticks of some ms, so that most tokens would seem to cost nothing.
 
         Args:
             grammar: xgrammar.CompiledGrammar.
@@ -124,7 +124,7 @@ def _grows(costs_s: Sequence[float]) -> bool:
     """Return whether the cost of a token grows faster than the text, over two doublings of the
     text.
 
-    Over one doubling alone the text may have reached a part of the grammar that costs more.
+    One doubling is not enough: the text may have reached a more expensive part of the grammar.
     """
     ends = (NUM_TOKENS // 4, NUM_TOKENS // 2, NUM_TOKENS)
     first, second, last = (statistics.median(costs_s[end // 2 : end]) for end in ends)
@@ -132,7 +132,7 @@ def _grows(costs_s: Sequence[float]) -> bool:
     return grown and last > _GROWN_S
 
 
-_SLACK_S = 2  # CPU seconds in addition to the walks', for the one call that they cannot interrupt
+_SLACK_S = 2  # CPU seconds in addition to WALKS_S, for a call that the walks cannot interrupt
 
 
 def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:

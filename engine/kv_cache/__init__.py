@@ -1,1 +1,1 @@
-"""Pages of KV: the pool, the holders of each page, the prefix cache and its events."""
+"""The KV cache: the page pool, the holders of each page, the prefix cache and its events."""

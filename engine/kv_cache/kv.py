@@ -1,10 +1,10 @@
 """Memory for pages: the pool on the device, the pool in host memory, and copies between them.
 
 This module does not know the holders of pages. Only the layout knows the contents of a page. Pools
-are not zeroed: if attention let a stale key through, zeros would hide the error.
+are not zeroed: if attention read a stale key, zeros would hide the error.
 
-Pinned memory has exactly the requested size. torch's allocator of pinned memory is for the small
-buffers of a step. It rounds up to a power of two, so that 35 GiB would take 64.
+Pinned memory has exactly the requested size. torch's allocator would round it up to a power of two
+(35 GiB to 64 GiB).
 """
 
 import weakref
@@ -39,18 +39,20 @@ def pin(memory: Tensor, owner: object) -> None:
             f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error "
             f"{int(result)}); lower engine.cache.swap_pages or engine.offload.cpu_bytes"
         )
-    # Not at exit, because the driver may be gone by then. The end of the process unpins too.
+    # Not at exit, because the driver may already be unloaded. The end of the process unpins, too.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
 
 
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: keys and values of each layer, see KVLayout.view. tables: the page table of each layer.
-    cells: state cells of each layer, by name. draft: the drafter's part, if there is a drafter.
-    region: of `tensor`, whose memory can be released. None: it cannot, or is host memory.
+    layers: keys and values of each layer, see KVLayout.view.
+    tables: the page table of each layer.
+    cells: state cells of each layer, by name.
+    draft: the drafter's part, if there is a drafter.
+    region: the memory of `tensor` if it can be released. None for host memory, for example.
 
-    The pool is written by forwards and swaps on the forward stream, and by reads from other nodes.
+    Forwards and swaps write it on the forward stream. Reads from other nodes write it, too.
 
     Args:
         memory: virtual memory of the device, for a region.
@@ -74,7 +76,7 @@ class KVPool:
                 self.region = memory.reserve(self.num_bytes)
                 self.region.map()
                 self.tensor = self.region.tensor(0, self.num_bytes).view(shape)
-            elif device.type == "cpu":  # huge pages: other processes read them a third faster
+            elif device.type == "cpu":  # other processes read huge pages a third faster
                 self.tensor = empty_in_huge_pages(shape, torch.uint8)
             else:
                 self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -107,7 +109,8 @@ class KVPool:
 
 
 class HostPool:
-    """Pages in host memory, for swapped-out requests and for evicted prefixes. Pinned for a GPU.
+    """Pages in host memory, for swapped-out requests and evicted prefixes. Pinned if there is a
+    GPU.
 
     Raises:
         ConfigError: the machine does not have enough memory.

@@ -1,14 +1,14 @@
-"""Events of the prefix cache for its subscribers: pages that were added or removed.
+"""KV cache events: pages that were added to or removed from the prefix cache, for its subscribers.
 
-    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
+    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> subscribers, once a step
     PrefixCache --stored, removed--> KvEventLog --take--> payloads, once a step
 
-Without a subscriber there is no journal, and the tree only checks `is None`. A page is named by the
-prefix that it ends (common/requests/namespace.py). This module does not know the subscribers.
+Without a subscriber there is no journal, and the cost is one check for None. The name of a page
+identifies the prefix that ends with it (common/requests/namespace.py).
 
-KvEventLog makes events in vLLM's schema, which the routers of llm-d and Dynamo read. Each struct is
-a msgpack array that begins with the name of its type. A block is a page, and its hash is the name
-of the page, a uint64. Pages that the tree evicts are reported only when no offload tier has them.
+KvEventLog creates events in vLLM's schema, for the routers of llm-d and Dynamo. Each struct is a
+msgpack array that begins with the name of its type. A block is a page, and its hash is the name of
+the page, a uint64. An evicted page is reported only if no offload tier has it.
 
 Source: `vllm/distributed/kv_events.py` of vLLM 0.20.
 """
@@ -22,17 +22,17 @@ import msgspec
 from common.requests.namespace import SHARED, Namespace
 from engine.batch.batch import Ints
 
-# changes kept for one `take`; beyond this limit the next event lists all pages
+# Maximum changes kept for one `take`. Beyond this limit, the next event lists all pages.
 MAX_RECORDED = 1 << 16
 
 
 class StoredRun(NamedTuple):
-    """Pages that follow each other in the cache.
+    """Consecutive pages of a prefix in the cache.
 
     Attributes:
-        names: of the pages. The cache changes this list later.
+        names: names of the pages. The cache changes this list later.
         tokens: [len(names) * page_size], their token ids.
-        parent: name of the page before them; None: they begin a prompt.
+        parent: name of the page before them. None: they begin a prompt.
     """
 
     names: Sequence[int]
@@ -42,7 +42,7 @@ class StoredRun(NamedTuple):
 
 
 class CacheRecorder(Protocol):
-    """The receiver of the changes of a cache, in order. Engine thread only."""
+    """Receives the changes of a cache, in order. Engine thread only."""
 
     def stored(self, run: StoredRun) -> None: ...
 
@@ -50,7 +50,7 @@ class CacheRecorder(Protocol):
 
 
 class CacheChange(NamedTuple):
-    """All changes since the previous event. Unordered sets; no page is in both."""
+    """All changes since the previous event, as unordered, disjoint sets."""
 
     cleared: bool  # earlier events are void
     stored: Sequence[int]
@@ -63,7 +63,7 @@ class CacheJournal:
     def __init__(self, max_pages: int = MAX_RECORDED) -> None:
         self._max_pages = max_pages
         self._is_stored: dict[int, bool] = {}
-        self.overflowed = False  # changes are missing
+        self.overflowed = False  # some changes are missing
 
     def stored(self, run: StoredRun) -> None:
         self._note(dict.fromkeys(run.names, True))
@@ -106,7 +106,7 @@ class RecordedChange(Protocol):
 
 
 class CacheEvents:
-    """The event source of one cache, which may be stopped. Engine thread only."""
+    """The events of one cache. They can be started and stopped. Engine thread only."""
 
     def __init__(self, cache: RecordedChange, max_pages: int = MAX_RECORDED) -> None:
         self._cache = cache
@@ -115,7 +115,8 @@ class CacheEvents:
         self.page_size = cache.page_size
 
     def start(self) -> None:
-        """Start recording. Names every page in the cache: about 25 ms per 100,000 pages."""
+        """Start recording. Computes the name of every page in the cache: about 25 ms per 100,000
+        pages."""
         self._journal = CacheJournal(self._max_pages)
         self._cache.record_in(self._journal)
 
@@ -124,7 +125,7 @@ class CacheEvents:
         self._cache.record_in(None)
 
     def everything(self) -> CacheChange:
-        """Return all pages that are in the cache now, as a new subscriber needs them."""
+        """Return all pages that are in the cache now, for a new subscriber."""
         return CacheChange(True, self._cache.page_names(), ())
 
     def take(self) -> CacheChange | None:
@@ -137,19 +138,19 @@ class CacheEvents:
         return CacheChange(False, *self._journal.take())
 
 
-# Limits a payload, so that the frames that wait for a slow reader have a bounded size.
+# Limits a payload, so that the frames that a slow subscriber has not read are bounded.
 MAX_TOKENS_PER_BATCH = 1 << 14
-# Pages changed between two calls of `take`. Beyond this limit all pages are listed again.
+# Maximum changed pages between two calls of `take`. Beyond this limit, all pages are listed again.
 MAX_PAGES = 1 << 16
-MEDIUM = "GPU"  # vLLM's word for the pool that requests use, also on CPUs
+MEDIUM = "GPU"  # vLLM's word for the pool that requests use, even on CPUs
 
 
 class BlockStored(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Blocks that follow each other.
+    """Consecutive blocks of a prefix.
 
     Attributes:
-        extra_keys: one for each block. The first one is a private namespace, as hexadecimal digits,
-            if these blocks begin a prompt in it. This is where vLLM has the cache salt.
+        extra_keys: one per block. The first one is a private namespace, in hexadecimal, if these
+            blocks begin a prompt in it. vLLM has the cache salt here.
     """
 
     block_hashes: list[int]
@@ -168,7 +169,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """The end of all blocks that were stored before."""
+    """All blocks stored before are removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
@@ -186,12 +187,13 @@ class ListedChange(RecordedChange, Protocol):
 class KvEventLog:
     """The events of one cache since the last `take`. Engine thread only.
 
-    It is between the cache and the subscribers of CacheEvents, which see it as the cache.
+    The log is between the cache and the subscribers of CacheEvents, and has the interface of the
+    cache.
 
     Args:
-        adapter_of: returns the name of the LoRA adapter of a namespace that clients share, "" for
-            the base model, and None for a private namespace.
-        rank: of this node in its data-parallel group.
+        adapter_of: returns the name of the LoRA adapter of a shared namespace, "" for the base
+            model, and None for a private namespace.
+        rank: rank of this node in its data-parallel group.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class KvEventLog:
         self._next: CacheRecorder | None = None
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._num_pages = 0
-        self._complete = False  # False: all pages are to be listed again
+        self._complete = False  # False: all pages must be listed again
         self._encoder = msgspec.msgpack.Encoder()
         cache.record_in(self)
 
@@ -231,11 +233,11 @@ class KvEventLog:
             self._next.removed(gone)
 
     def record_in(self, journal: CacheRecorder | None) -> None:
-        """Record every change from now on in `journal`, too."""
+        """Record every change from now on, in `journal` as well."""
         self._next = journal
 
     def page_names(self) -> list[int]:
-        """Return the names of all pages in the cache."""
+        """See RecordedChange."""
         return self._cache.page_names()
 
     def take(self) -> Iterator[bytes]:
@@ -250,7 +252,7 @@ class KvEventLog:
             yield self._encoder.encode(KVEventBatch(now, batch, self._rank))
 
     def _count(self, num_pages: int) -> bool:
-        """Count changes. Return whether they are to be recorded."""
+        """Count changes. Return whether they must be recorded."""
         self._num_pages += num_pages
         if self._num_pages > self._max_pages:
             self._complete = False

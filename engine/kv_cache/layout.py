@@ -1,20 +1,22 @@
 """The layout of a page. Only this module knows the contents of a page.
 
-Layers that keep the same data for the same tokens form a kind. A kind is split into tables of some
-layers each, and a page of a table contains the KV of these layers. Pages of all tables have the
+Layers that keep the same data for the same tokens form a kind. Each kind is divided into page
+tables, and a page of a table contains the KV of that table's layers. Pages of all tables have the
 same size, so that there is one pool, one allocator and one transfer descriptor per page. The head
-is the outermost dimension in a page, so that a tensor-parallel slice is one descriptor too.
+is the outermost dimension of a page, so that the part of a tensor-parallel rank is one descriptor,
+too.
 
-A drafter's layers, whatever their shapes, lie after the others in the pages of the first table,
-equal ones together with the head outermost. The drafter's vector, one per page, follows them.
+The layers of a drafter come after the others in the pages of the first table. Drafter layers of
+equal shape are stored together, with the head outermost. The drafter's vector, one per page,
+follows them.
 
-The state of a request, which layers keep for all its tokens together, is split into cells, one per
-head and layer. Cells are packed into pages of the same pool: the head is outermost again, and no
-cell crosses a page boundary.
+The recurrent state of a request does not grow with its tokens. It is divided into cells, one per
+head and layer. Cells are packed into pages of the same pool, with the head outermost. No cell
+crosses a page boundary.
 
-Tables are chosen once, for the whole model. Each rank of a node keeps these tables, so that a page
-number means the same on all ranks, but packs its own heads and layers into them. Its pages, and its
-number of pages of a state, are therefore its own.
+Tables are chosen once, for the whole model. Each rank keeps these tables, so that a page number
+means the same on all ranks, but packs its own heads and layers into them. The page size in bytes
+and the number of state pages may therefore differ between ranks.
 """
 
 import math
@@ -33,19 +35,19 @@ from engine.kv_cache.states import DraftState, LayerState, StateCells
 from engine.ranks import stage_layers
 from kernels.linear_attention.state_cells import CellView
 
-MAX_PADDING = 0.05  # maximum share of a request's pages at each of these lengths
+MAX_PADDING = 0.05  # maximum share of padding in a request's pages at each of these lengths
 TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 
 
 ALIGNED = 64  # bytes
 
-NO_TABLE = -1  # for a layer that keeps no KV per token
-DRAFT_TABLE = 0  # the table whose pages have a drafter's layers
+NO_TABLE = -1  # for layers that keep no KV per token
+DRAFT_TABLE = 0  # the table whose pages contain a drafter's layers
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """The place of a layer's cells of one name, packed with those of `num_layers` layers.
+    """The location of a layer's cells of one name, packed with those of `num_layers` layers.
 
     They begin at page `first_page` of the state. Head h of layer l is cell h * num_layers + l.
     """
@@ -59,8 +61,8 @@ class CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The place of a layer's KV: in the pages of `table`, as layer `index` of `num_layers`.
-    `cells`: the places of its cells in the state's pages."""
+    """The location of a layer's KV: in the pages of `table`, as layer `index` of `num_layers`.
+    `cells`: locations of its cells in the state pages."""
 
     state: LayerState
     table: int
@@ -71,8 +73,8 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayerPlace:
-    """The place of a drafter's layer in a page: layer `index` of `num_layers` of equal shape, which
-    begin at byte `offset`."""
+    """The location of a drafter's layer in a page: layer `index` of `num_layers` of equal shape,
+    which begin at byte `offset`."""
 
     offset: int
     index: int
@@ -81,7 +83,7 @@ class DraftLayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The places of a drafter's layers in a page, and the offset of its vector in bytes."""
+    """The locations of a drafter's layers in a page, and the offset of its vector in bytes."""
 
     state: DraftState
     layers: tuple[DraftLayerPlace, ...]
@@ -92,8 +94,8 @@ class DraftPlace:
 class DraftView:
     """Views of a drafter's data.
 
-    layers: as KVLayout.view, of each layer. vectors: [num_pages, 1, 2, 1, n / 2], shaped like the
-    key and the value of one token per page.
+    layers: one view per layer, see KVLayout.view. vectors: [num_pages, 1, 2, 1, n / 2], shaped like
+    the key and the value of one token per page.
     """
 
     layers: tuple[Tensor, ...]
@@ -115,10 +117,10 @@ class KVLayout:
     """The layout of pages for one model.
 
     Attributes:
-        places: by layer.
-        dtype: for everything kept per token.
-        cell_dtype: for cells without a dtype of their own, and for a drafter's vector.
-        state_pages: pages of one request's state.
+        places: location of each layer.
+        dtype: dtype of data kept per token.
+        cell_dtype: dtype of cells without their own, and of a drafter's vector.
+        state_pages: pages of one request's recurrent state.
         draft: None: there is no drafter with layers.
     """
 
@@ -126,7 +128,7 @@ class KVLayout:
     dtype: torch.dtype
     cell_dtype: torch.dtype
     page_bytes: int
-    windows: tuple[int | None, ...]  # by table, full ones first
+    windows: tuple[int | None, ...]  # by table, full attention first
     places: tuple[LayerPlace, ...]
     state_pages: int = 0
     draft: DraftPlace | None = None
@@ -140,14 +142,15 @@ class KVLayout:
         kept_in: torch.dtype | None = None,
         draft: DraftState | None = None,
     ) -> "KVLayout":
-        """Create the layout for a model's layers: the largest page size that wastes little memory.
+        """Create the layout of a model's layers, with the largest page size that wastes little
+        memory.
 
         Args:
-            dtype: the dtype that the model computes in.
-            kept_in: the dtype of data kept per token; None: the same.
+            dtype: dtype in which the model computes.
+            kept_in: dtype of data kept per token. None: the same.
         Raises:
-            ConfigError: no layer keeps keys and values, or a cell is larger than a page; or
-                there is a drafter, and no layer sees all tokens.
+            ConfigError: no layer keeps keys and values, or a cell is larger than a page. Or there
+                is a drafter, and no layer has full attention.
         """
 
         def paged(page_size: int) -> "KVLayout":
@@ -225,12 +228,9 @@ class KVLayout:
         return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, tuple(places), end))
 
     def _and_cells(self, paged: Callable[[int], "KVLayout"]) -> "KVLayout":
-        """Pack the cells of the layers into pages.
-
-        Args:
-            paged: maps another page size to such a layout, for the error.
-        """
-        packed: dict[StateCells, list[int]] = {}  # layers that keep such cells
+        """Pack the cells of the layers into pages. `paged`: returns such a layout for another page
+        size, for the error."""
+        packed: dict[StateCells, list[int]] = {}  # layers by the cells that they keep
         for layer, place in enumerate(self.places):
             for cells in place.state.cells:
                 packed.setdefault(cells, []).append(layer)
@@ -258,19 +258,18 @@ class KVLayout:
         )
 
     def _has_room(self, cells: StateCells) -> bool:
-        """Return whether a page has room for such a cell, at its alignment."""
+        """Return whether a page has room for an aligned cell of this kind."""
         dtype = cells.dtype or self.cell_dtype
         return cells.num_bytes(dtype) <= self.page_bytes and not self.page_bytes % dtype.itemsize
 
     def share(self, place: int, tp: int, layers: range) -> "KVLayout":
-        """Return the layout of one rank of a node, whose layers are those of its stage. The last
-        stage has the drafter.
+        """Return the layout of one rank. It has the layers of its pipeline stage. The last stage
+        has the drafter.
 
         Args:
-            place: of the rank among the `tp` tensor-parallel ranks of its stage.
-            layers: of the stage.
+            place: number of the rank among the `tp` tensor-parallel ranks of its stage.
         Raises:
-            ConfigError: no such rank can serve the model. The error has the numbers.
+            ConfigError: this number of ranks cannot serve the model. The error has the numbers.
         """
         if not (0 <= place < tp <= MAX_RANKS):
             raise ConfigError(f"no rank {place} of {tp}: a node has at most {MAX_RANKS} ranks")
@@ -311,8 +310,8 @@ class KVLayout:
         return part._and_draft(self.draft.state.share(place, tp))
 
     def rank_pages(self, place: int, tp: int, layers: range) -> RankPages:
-        """Return the content of the pages of one rank. Arguments and errors are those of `share`,
-        which is called on the layout of the whole model."""
+        """Return the content of the pages of one rank. Arguments and errors are as in `share`. Call
+        it on the layout of the whole model."""
         part = self.share(place, tp, layers)
         atoms: list[dict[AtomKey, Atom]] = [{} for _ in range(len(self.windows) + 1)]
         for layer, its in zip(layers, part.places, strict=True):
@@ -336,7 +335,7 @@ class KVLayout:
     def _draft_atoms(
         self, whole: DraftPlace, own: DraftPlace, place: int, tp: int
     ) -> Iterator[tuple[AtomKey, Atom]]:
-        """Yield the parts of a drafter's data that one rank keeps. Its layers are numbered after
+        """Yield the parts of a drafter's data that one rank keeps. The numbers of its layers follow
         those of the model."""
         states = zip(whole.state.layers, own.state.layers, own.layers, strict=True)
         for layer, (state, part, its) in enumerate(states, len(self.places)):
@@ -348,11 +347,11 @@ class KVLayout:
             yield AtomKey("vector", len(self.places), 0), Atom(0, own.vector, size)
 
     def by_stage(self, shape: NodeShape) -> tuple["KVLayout", ...]:
-        """Return the layout of one rank of each stage. Those of the other ranks of a stage are
-        equal. Called on the layout of the whole model.
+        """Return the layout of one rank per stage, which is the same for all ranks of a stage. Call
+        it on the layout of the whole model.
 
         Raises:
-            ConfigError: no such node can serve the model.
+            ConfigError: a node with this shape cannot serve the model.
         """
         if shape == ONE_RANK:
             return (self,)
@@ -363,11 +362,11 @@ class KVLayout:
         return tuple(replace(part, state_pages=most) for part in parts)
 
     def pages_by_rank(self, shape: NodeShape) -> tuple[RankPages, ...]:
-        """Return the content of the pages of all ranks of a node. Called on the layout of the whole
-        model.
+        """Return the content of the pages of all ranks of a node. Call it on the layout of the
+        whole model.
 
         Raises:
-            LayoutMismatch: there is no such node.
+            LayoutMismatch: the model has no node with this shape.
         """
         tp, pp = shape
         try:
@@ -401,7 +400,7 @@ class KVLayout:
 
     @property
     def padding(self) -> float:
-        """Unused bytes per used byte, at the worst of the typical lengths."""
+        """Unused bytes per used byte, for the worst of the typical lengths."""
         return max(self._padding(num_tokens) for num_tokens in TYPICAL_TOKENS)
 
     def _padding(self, num_tokens: int) -> float:
@@ -417,7 +416,7 @@ class KVLayout:
         return num_pages * self.page_bytes / used - 1
 
     def describe(self) -> str:
-        """Return a text that must be equal on another node for it to read these pages."""
+        """Return a text that must be equal on two nodes that exchange pages."""
         tables: dict[int, str] = {}
         states: dict[str, None] = {}
         for place in self.places:
@@ -434,9 +433,13 @@ class KVLayout:
         return f"{described}; head,layer: {', '.join(states)}" if states else described
 
     def view(self, pages: Tensor, layer: int) -> Tensor:
-        """Return a layer's KV in pages, uint8 [num_pages, page_bytes], as a view [num_pages, heads,
-        vectors, page_size, size]. Vector 0 holds keys, vector 1 values. The view has no heads if
-        the layer keeps nothing per token."""
+        """Return the KV of a layer in pages, as a view [num_pages, heads, vectors, page_size,
+        size]. Vector 0 has keys, vector 1 has values. The view has no heads if the layer keeps
+        nothing per token.
+
+        Args:
+            pages: uint8 [num_pages, page_bytes].
+        """
         place = self.places[layer]
         return self._of_tokens(pages, place.state, place.index, place.num_layers)
 
@@ -455,7 +458,8 @@ class KVLayout:
         return DraftView(tuple(tokens), vectors.view(each))
 
     def _of_tokens(self, pages: Tensor, state: LayerState, index: int, num_layers: int) -> Tensor:
-        """Return the view of layer `index` of `num_layers` layers that begin where `pages` do."""
+        """Return the view of layer `index` of `num_layers` layers. The first one begins at
+        `pages`."""
         heads, vectors, size = state.shape
         part = self.page_size * size
         numbers = pages.view(self.dtype)
@@ -466,7 +470,7 @@ class KVLayout:
         )
 
     def cells(self, pages: Tensor, layer: int) -> dict[str, CellView]:
-        """Return a layer's cells in pages, uint8 [num_pages, page_bytes], by name."""
+        """Return a layer's state cells in pages, uint8 [num_pages, page_bytes], by name."""
         return {
             place.cells.name: self._cell_view(pages, place) for place in self.places[layer].cells
         }

@@ -1,7 +1,7 @@
-"""The holds on KV pages: one count per page and kind of holder. Only this module counts pages.
+"""The page allocator: counts the holds on each KV page, per kind of holder.
 
-A page is free exactly if it has no holds. This module knows page numbers only, not the contents of
-a page, and not which request or peer a hold belongs to.
+A page is free exactly if it has no holds. This module knows only page numbers. It knows neither the
+contents of a page nor the request or node to which a hold belongs.
 """
 
 from enum import IntEnum
@@ -13,33 +13,33 @@ from numpy.typing import NDArray
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 
-# An array, because numpy converts a Python int in every call, half the time of a short one.
+# An array, because numpy would convert a Python int in every call, half the time of a short one.
 _ONE = np.array(1, np.int32)
 
-# numpy indexes several times faster with np.intp, so holds convert pages once.
+# numpy indexes several times faster with np.intp, so each call converts the pages once.
 Pages: TypeAlias = NDArray[np.integer[Any]]
 
 
 class PageHolder(IntEnum):
     """The reason why a page must not be reused."""
 
-    REQUEST = 0  # in a live request's page table; the radix lock is this hold
+    REQUEST = 0  # in the page table of a live request, which protects cached pages from eviction
     STEP = 1  # a launched forward, or a copy before it, may still write or read it
-    READ = 2  # bytes of a peer's pages may still arrive in it
+    READ = 2  # bytes from a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
-    COPY = 4  # copied to or from another tier, in parallel to the steps
-    CACHE = 5  # in the radix tree; for a host page: in the tier below
+    COPY = 4  # copied to or from an offload tier, concurrent with steps
+    CACHE = 5  # in the prefix cache; for a host page: in the host cache
 
 
 class FreeList(Protocol):
-    """Free pages, and the order in which they are allocated."""
+    """The free pages, in the order in which they are allocated."""
 
     def __len__(self) -> int: ...
 
     def put(self, pages: Ints) -> None: ...
 
     def take(self, num_pages: int) -> Ints:
-        """Remove and return `num_pages` pages. There must be as many."""
+        """Remove and return `num_pages` pages. There must be enough."""
         ...
 
     def remove(self, pages: Ints) -> None: ...
@@ -50,7 +50,7 @@ class FreeList(Protocol):
 class AscendingRuns:
     """A free list in ascending order, so that a prompt's pages tend to be neighbours.
 
-    Freed pages stay unsorted until the sorted part is used up. A sort is thus paid once per round
+    Freed pages stay unsorted until the sorted part is used up. A sort is thus needed once per round
     through the pool, not once per call.
     """
 
@@ -115,14 +115,14 @@ class LifoFreeList:
 class PageAllocator:
     """The pages of one pool. Engine thread only.
 
-    Calls that take pages require them to be distinct within the call. Holds of one kind add up: two
-    requests may hold one page. A page is evictable if it has only CACHE holds.
+    The pages in one call must be distinct. Holds of one kind add up, because two requests may hold
+    the same page. A page is evictable if it has only CACHE holds.
 
     Attributes:
         num_pages: pages in the pool, constant.
         num_evictable: pages that `PrefixCache.evict` can free now.
-        num_released: total pages that went out of use. Callers that found no free pages retry
-            when it has changed.
+        num_released: total pages that became free or evictable. Callers that found no free pages
+            retry when it has changed.
     """
 
     def __init__(self, num_pages: int, *, lifo: bool = False) -> None:
@@ -131,7 +131,7 @@ class PageAllocator:
         self.num_released = 0
         self._free: FreeList = LifoFreeList(num_pages) if lifo else AscendingRuns(num_pages)
         self._holds = np.zeros((len(PageHolder), num_pages), np.int32)
-        self._of = tuple(self._holds)  # by holder, views
+        self._of = tuple(self._holds)  # views, by holder
         self._cached = self._of[PageHolder.CACHE]
         self._total = np.zeros(num_pages, np.int32)  # column sums of _holds
 
@@ -140,7 +140,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
-        """Allocate free pages and hold them for `holder`. All or nothing; never evicts."""
+        """Allocate free pages and hold them for `holder`. All or nothing. Never evicts."""
         if num_pages > len(self._free):
             return None
         pages = self._free.take(num_pages)
@@ -152,10 +152,10 @@ class PageAllocator:
         return pages
 
     def hold(self, pages: Pages, holder: PageHolder) -> None:
-        """Add a hold on pages that are already held.
+        """Add a hold on pages that already have one.
 
         Raises:
-            EngineFault: one of them is free.
+            EngineFault: a page is free.
         """
         if not len(pages):
             return
@@ -180,10 +180,10 @@ class PageAllocator:
         self.hold(pages[~np.isin(pages, free)], holder)
 
     def drop(self, pages: Pages, holder: PageHolder) -> None:
-        """End one hold of this kind on each page. Pages without any holds become free.
+        """Remove one hold of this kind from each page. Pages without any holds become free.
 
         Raises:
-            EngineFault: one of them is not held by `holder`.
+            EngineFault: a page is not held by `holder`.
         """
         if not len(pages):
             return
@@ -217,12 +217,12 @@ class PageAllocator:
         return only
 
     def holds(self, holder: PageHolder) -> Ints:
-        """Return the number of holds of this kind on each page of the pool. A copy."""
+        """Return a copy of the number of holds of this kind on each page of the pool."""
         counts: Ints = self._holds[holder].copy()
         return counts
 
     def by_holder(self) -> dict[str, int]:
-        """Count the free pages and the pages of each kind of holder. The sum is the pool.
+        """Return the number of free pages and of pages per kind of holder. The sum is the pool.
         O(num_pages).
 
         A page with several kinds of holders counts for the first in the order of PageHolder.

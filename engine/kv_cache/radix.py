@@ -1,17 +1,16 @@
-"""The prefix cache: a radix tree over token ids, in whole pages of every table.
+"""The prefix cache: a radix tree over token ids, in whole pages of every page table.
 
-common/page_tables.py explains tables.
+common/page_tables.py explains page tables.
 
-In a table with a window the tree keeps the pages from which a request may continue: those before
-the end of an inserted prefix. If layers have states, it keeps the states that it is given. A prefix
-may therefore be present in full tables although no request can continue from it. Consumers that get
-windows and states from another source can still use it.
+In a table with a sliding window, the tree keeps only the pages inside the window at the end of each
+inserted prefix. If layers have recurrent states, the tree keeps the states that callers insert. A
+prefix may therefore be present in full tables although no request can continue from it. Callers
+that get windows and states from another source can still use it.
 
-Namespaces branch at the root: a branch that begins there is found by its namespace and its first
-page of tokens. All namespaces share one clock, so that the least recently used pages of any of them
-are evicted first. The tree has no locks of its own. Users of a match hold its pages, and pages that
-only the tree holds may be evicted. Pages are inserted when their KV is final. The tree knows
-nothing of requests.
+Namespaces branch at the root: the key of a branch there is its namespace and its first page of
+tokens. All namespaces share one clock, so that eviction takes the least recently used pages of all
+of them. The tree has no locks. Users of a match hold its pages, and pages with no other holder than
+the tree may be evicted. Pages are inserted when their KV is final. The tree does not know requests.
 """
 
 import heapq
@@ -40,11 +39,11 @@ from engine.kv_cache.radix_nodes import (
 
 
 class PrefixMatch(NamedTuple):
-    """The longest cached prefix that a request can continue from: its tokens, in whole pages.
+    """The longest cached prefix from which a request can continue: its tokens, in whole pages.
 
     Attributes:
         shared: [full tables, n], pages of the longest prefix that is cached in full tables.
-        state: pages of the state after these tokens, if layers have one. Read-only.
+        state: pages of the recurrent state after these tokens, if layers have one. Read-only.
     """
 
     num_tokens: int
@@ -59,21 +58,20 @@ class PrefixMatch(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """A tier that keeps pages evicted from the tree. It identifies pages by key and name, see
-    Node."""
+    """An offload tier, which keeps pages evicted from the tree. It identifies pages by key and
+    name, see RadixNode."""
 
     def learnt(self, node: RadixNode) -> None:
-        """Note that the tree has this node's pages, and all above."""
+        """Record that the tree has the pages of this node and of all nodes above."""
         ...
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
-        """Note that the tree has evicted pages. Return the names of the pages that no tier has
-        either.
-        """
+        """Record that the tree has evicted pages. Return the names of the pages that no tier has
+        either."""
         ...
 
     def forget(self, keys: Collection[PageKey]) -> None:
-        """Remove these pages. The tree has none of them."""
+        """Remove these pages, which are not in the tree any more."""
         ...
 
     def clear(self) -> None:
@@ -85,7 +83,7 @@ class LowerTier(Protocol):
         ...
 
     def record_in(self, journal: CacheRecorder | None) -> None:
-        """Record in `journal`, from now on, every page that no tier has any more."""
+        """Record in `journal`, from now on, every page that is no longer in any tier."""
         ...
 
 
@@ -105,14 +103,14 @@ class PrefixCache:
         enabled: bool = True,
         max_pages: int = 0,
     ) -> None:
-        """Create an empty tree. For windows and state_pages see PageTables.
+        """Create an empty tree. For windows and state_pages, see PageTables.
 
         Args:
-            max_pages: the size limit, which `trim` applies. 0: no limit.
+            max_pages: size limit that `trim` applies. 0: no limit.
         """
         self.page_size = page_size
         self._max_pages = max_pages
-        self._trimmed_at = -1  # num_released of the pool when `trim` could not evict enough
+        self._trimmed_at = -1  # num_released of the pool when `trim` last failed to evict enough
         self.enabled = enabled
         self._full = [window is None for window in windows]
         self._pool = pages
@@ -122,30 +120,30 @@ class PrefixCache:
         self._no_pages = np.empty((len(windows), 0), np.int32)
         self._no_match = PrefixMatch(0, PageHolding(self._no_pages), self._no_pages[self._full])
         self._root = RadixNode(0, b"", np.empty(0, np.int32), self._no_pages, None)
-        self._leaves: list[tuple[int, int, RadixNode]] = []  # heap by last use, as of the push
+        self._leaves: list[tuple[int, int, RadixNode]] = []  # heap by time of last use when pushed
         self._clock = 0
         self._numbers = 0
         self._journal: CacheRecorder | None = None
         self._below: LowerTier | None = None
 
     def keep_below(self, below: LowerTier) -> None:
-        """Report pages inserted from now on to the lower tier. The tree must be empty."""
+        """Report pages inserted from now on to the offload tier `below`. The tree must be empty."""
         self._below = below
 
     @property
     def num_pages(self) -> int:
-        """Pages in the tree."""
+        """Number of pages in the tree."""
         return self._pages.num_held
 
     def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> PrefixMatch:
         """Return the longest cached prefix in the namespace, in whole pages, and mark it as used.
 
-        The caller must hold the pages before the next eviction. Changes no node's pages.
-        O(len(token_ids)).
+        The caller must hold the pages before the next eviction. Does not change the pages of any
+        node. O(len(token_ids)).
         """
         self._clock += 1
         found: list[Ints] = [self._no_pages]
-        path: list[tuple[RadixNode, int]] = []  # each with its start, in pages
+        path: list[tuple[RadixNode, int]] = []  # each node with its start, in pages
         num_pages = 0
         for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
@@ -164,7 +162,7 @@ class PrefixCache:
         return PrefixMatch(num_pages * self.page_size, PageHolding(pages), shared, state)
 
     def _last_resumable(self, path: list[tuple[RadixNode, int]], pages: Ints) -> tuple[int, Ints]:
-        """Return the largest number of a path's pages, [tables, n], after which a request can
+        """Return the largest number of a path's pages [tables, n] after which a request can
         continue, and the state at that point."""
         num_pages, state = pages.shape[1], NO_STATE
         while True:
@@ -176,12 +174,12 @@ class PrefixCache:
             num_pages = within
 
     def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
-        """Return the numbers of the tree's nodes along the longest cached prefix, the root's child
-        first."""
+        """Return the numbers of the tree's nodes along the longest cached prefix, from the root
+        down."""
         return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
     def keys(self, token_ids: Ints, namespace: Namespace = SHARED) -> list[PageKey]:
-        """Return the keys of the pages of the longest cached prefix. Only valid with a lower
+        """Return the keys of the pages of the longest cached prefix. Only valid with an offload
         tier."""
         path = self._path(token_ids, namespace)
         return [key for node, common in path for key in node.keys[:common]]
@@ -195,21 +193,22 @@ class PrefixCache:
         state: Ints = NO_STATE,
     ) -> None:
         """Insert the whole pages of `token_ids`: all pages of full tables, and in other tables the
-        pages that their windows see from the end.
+        pages inside the window at the end.
 
-        Holds each page that it adds for CACHE. Pages already in the tree under other page numbers
-        stay, and the caller's duplicates are ignored. Everything is copied.
+        Holds each added page for CACHE. Pages that the tree already has for the same tokens stay.
+        All arguments are copied.
 
         Args:
-            state: pages of the state after all of `token_ids`, which must be whole pages; held
-                too.
+            state: pages of the state after all of `token_ids`, which must be whole pages. The tree
+                holds them, too.
         """
         num_pages = len(token_ids) // self.page_size
         if not self.enabled or not num_pages:
             return
         if holding.num_pages < num_pages:
             raise EngineFault(f"{len(token_ids)} tokens are not in {holding.num_pages} pages")
-        # Also from one page earlier, because a repeated prompt continues one token before its end.
+        # Include the window one page earlier, because a repeated prompt continues one token before
+        # its end.
         pages = self._windows.within(holding.tables[:, :num_pages], num_pages - 1)
         self._clock += 1
         end = num_pages * self.page_size
@@ -233,10 +232,10 @@ class PrefixCache:
     def evict(self, num_pages: int) -> int:
         """Free at least `num_pages`, or all evictable pages. Return the number of freed pages.
 
-        The order is: first, windows and states from which no request continued and that a longer
-        prefix made obsolete. Next, least recently used leaves, from their ends, and states of nodes
-        in use. A page that only the tree holds may be above one that is in use. It is freed last,
-        and the tree then drops everything below it.
+        Eviction order: first, windows and states from which no request continued and that a longer
+        prefix made obsolete. Next, the ends of least recently used leaves, and states of nodes in
+        use. A page that only the tree holds may be above one that is in use. It is freed last, and
+        the tree then drops everything below it.
         """
         freed = self._evict_oldest(num_pages)
         if freed < num_pages and self._pool.num_evictable:
@@ -244,10 +243,10 @@ class PrefixCache:
         return freed
 
     def trim(self) -> None:
-        """Evict the pages beyond the size limit, except those in use and those above them.
+        """Evict the pages beyond the size limit, except pages in use and pages above them.
 
-        To be called once per turn of the loop. O(evicted pages), plus O(leaves in use) if pages
-        went out of use since the last call.
+        Call it once per turn of the loop. O(evicted pages), plus O(leaves in use) if pages became
+        free or evictable since the last call.
         """
         excess = min(self.num_pages - self._max_pages, self._pool.num_evictable)
         if not self._max_pages or excess <= 0 or self._trimmed_at == self._pool.num_released:
@@ -257,12 +256,13 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can return: free ones and those that only the tree holds."""
+        """Number of pages that `allocate` can return: free pages and pages that only the tree
+        holds."""
         return self._pool.num_free + self._pool.num_evictable
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
-        """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
-        fail."""
+        """Allocate as PageAllocator.allocate does, evicting if needed. Evicts nothing if it
+        fails."""
         short = num_pages - self._pool.num_free
         if short > self._pool.num_evictable:
             return None
@@ -271,13 +271,14 @@ class PrefixCache:
         return self._pool.allocate(num_pages, holder)
 
     def forget(self, token_ids: Ints, namespace: Namespace = SHARED) -> None:
-        """Remove everything that begins with the first page of these tokens, in the lower tier too.
+        """Remove everything that begins with the first page of these tokens, also in the offload
+        tier.
 
-        Holders of such pages keep them, and may insert them again after a forward has computed
+        Holders of such pages keep them, and may insert them again once a forward has computed
         finite logits from them.
         """
         keys: set[PageKey] = set()
-        if self._below is not None:  # it may have more of the prefix than the tree
+        if self._below is not None:  # which may have more of the prefix than the tree
             keys.update(page_keys(namespace, token_ids, self.page_size))
         first = self._root.children.get(namespace + self._key(token_ids))
         if first is not None:
@@ -287,7 +288,7 @@ class PrefixCache:
             self._below.forget(keys)
 
     def flush(self) -> int:
-        """Remove everything, in the lower tier too. Return the number of freed pages."""
+        """Remove everything, also in the offload tier. Return the number of freed pages."""
         before = self._pool.num_free
         if self._below is not None:
             self._below.clear()
@@ -312,7 +313,7 @@ class PrefixCache:
             nodes += [(child, hasher.copy()) for child in node.children.values()]
 
     def runs(self) -> Iterator[StoredRun]:
-        """Yield the pages of every node, each after its parent's. Only valid with a journal."""
+        """Yield the pages of every node, parents first. Only valid with a journal."""
         nodes = [(n, self._namespace(n)) for n in self._root.children.values()]
         while nodes:
             node, namespace = nodes.pop()
@@ -320,7 +321,7 @@ class PrefixCache:
             nodes += [(child, namespace) for child in node.children.values()]
 
     def page_names(self) -> list[int]:
-        """Return the names of all pages in the tree or the lower tier. Only valid with a
+        """Return the names of all pages in the tree or the offload tier. Only valid with a
         journal."""
         names = {name for node in self._root.below() for name in node.names}
         return [*names.union(self._below.names() if self._below is not None else ())]
@@ -350,7 +351,8 @@ class PrefixCache:
                     raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
 
     def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[RadixNode, int]]:
-        """Yield each node along the longest match, and how many of its pages match (never 0)."""
+        """Yield each node along the longest match, with the number of its pages that match (never
+        0)."""
         size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
         while at < end:
@@ -366,7 +368,7 @@ class PrefixCache:
             if not whole:
                 return
             node, at = child, at + common * size
-            namespace = b""  # not part of a key below
+            namespace = b""  # keys below the root's children have no namespace
 
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
@@ -385,8 +387,7 @@ class PrefixCache:
         return node
 
     def _name(self, node: RadixNode, namespace: Namespace, above: Ints) -> None:
-        """Set the keys and names of a node that was added after these tokens, where they are
-        needed."""
+        """Set the keys and names of a node that was added after these tokens, if they are used."""
         if self._below is not None:
             last = node.parent.keys[-1] if node.parent and node.parent.keys else namespace
             node.keys = [*page_keys(last, node.tokens, self.page_size)]
@@ -419,7 +420,7 @@ class PrefixCache:
             heapq.heappush(self._leaves, (node.last_used, node.number, node))
 
     def _evict_oldest(self, num_pages: int) -> int:
-        """Evict as `evict` does, but keep everything below which a page is in use."""
+        """Evict as `evict` does, except pages above a page in use."""
         freed = self._windows.thin(num_pages)
         freed += self._states.thin(num_pages - freed)
         freed += self._evict_leaves(num_pages - freed)
@@ -434,7 +435,7 @@ class PrefixCache:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if node.children or node.parent is None:
-                continue  # no longer a leaf, or removed
+                continue  # removed, or not a leaf any more
             if node.last_used != used:
                 self._queue(node)
                 continue
@@ -447,15 +448,14 @@ class PrefixCache:
             self._trim(node, node.num_pages - count)
             freed += num_freed
         self._clock += 1
-        for node in in_use:  # their last page is held, so they are in use now
+        for node in in_use:  # the last page of these leaves is held
             node.last_used = self._clock
             self._queue(node)
         return freed
 
     def _last_pages(self, leaf: RadixNode, loose: int, num_pages: int) -> tuple[int, int]:
-        """Return how many of a leaf's last `loose` pages of tokens to remove, so that at least
-        `num_pages` pages of all tables become free, or as many as there are. Also return how many
-        become free."""
+        """Return how many of a leaf's last `loose` pages to remove, and how many pages of all
+        tables that frees: `num_pages`, if there are as many."""
         if not self._windows:
             num_tables = len(leaf.pages)
             count = min(loose, -(-num_pages // num_tables))
@@ -465,7 +465,7 @@ class PrefixCache:
         return count, int(from_end[count - 1])
 
     def _trim(self, leaf: RadixNode, num_pages: int) -> None:
-        """Shorten a leaf to `num_pages`, without its state. A leaf without pages is removed."""
+        """Shorten a leaf to `num_pages`, and remove its state. A leaf without pages is removed."""
         parent = leaf.parent
         assert parent is not None
         self._states.drop(leaf)
@@ -493,7 +493,7 @@ class PrefixCache:
         leaf.num_saved = min(leaf.num_saved, num_pages)
 
     def _cut_off(self) -> int:
-        """Free every page that only the tree holds, wherever it is."""
+        """Free every page that only the tree holds, anywhere in the tree."""
         before = self._pool.num_free
         nodes = list(self._root.children.values())
         while nodes:
@@ -511,7 +511,7 @@ class PrefixCache:
         return self._pool.num_free - before
 
     def _forget(self, node: RadixNode) -> None:
-        """Remove a node and all below it from the tree."""
+        """Remove a node and all nodes below it from the tree."""
         for gone in reversed([node, *node.below()]):
             self._trim(gone, 0)
 
@@ -523,8 +523,8 @@ def _run(node: RadixNode, namespace: Namespace) -> StoredRun:
 
 
 def _note_resumed(path: list[tuple[RadixNode, int]], num_pages: int) -> None:
-    """Mark the node in which a request continues after `num_pages` pages. The path has each node's
-    start."""
+    """Mark the node in which a request continues after `num_pages` pages. The path has each node
+    with its start."""
     for node, start in path:
         if start < num_pages <= start + node.num_pages:
             node.resumed = True

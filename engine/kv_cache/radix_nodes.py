@@ -1,22 +1,20 @@
-"""The nodes of the prefix tree, their keys, and what the tree keeps: pages, windows and states.
+"""The nodes of the prefix tree, and the pages, windows and recurrent states that it keeps.
 
-A node's pages have keys for the tiers below the tree: a 128-bit hash of the namespace and of all
-tokens up to the page's end, equal in every process. A lookup by key returns KV without comparing
-tokens. The hash is therefore cryptographic, unlike the page names that are reported to routers
-(common/requests/namespace.py).
+Offload tiers find a page by key, a 128-bit hash of the namespace and of all tokens up to the page's
+end. The lookup does not compare tokens. The hash is therefore cryptographic, unlike the page names
+that are reported to routers (common/requests/namespace.py).
 
-Windows: pages before an end from which a request continued, or may continue, are worth keeping.
+Windows: the tree keeps the pages before each end from which a request continued, or may continue.
 Pages that a longer prefix made obsolete are evicted first.
 
-States: requests can continue from the tree although layers keep no KV. A state is always at a
-node's end, since a prefix inserted with a state ends there. It is as large as the KV of many
-tokens. States that a deeper one made obsolete, and from which no request continued, are therefore
-evicted first.
+Recurrent states: a state is always at a node's end, since a prefix inserted with a state ends
+there. It is as large as the KV of many tokens. States from which no request continued, and that are
+followed by a deeper one, are therefore evicted first.
 
-A state is kept at the last page boundary from which the same prompt could continue if it comes
-again: it matches all but its last token. Another one is kept where the prompt branches off a cached
-one, since prompts with that common prefix are likely to come again. A chunk that would pass such a
-branch ends there.
+A state is kept at the last page boundary from which the same prompt can continue if it is repeated,
+at least one token before its end. Another state is kept where the prompt branches off a cached one,
+since more prompts with that common prefix are likely. A chunk ends at such a branch instead of
+passing it.
 """
 
 import math
@@ -41,7 +39,7 @@ def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey
     """Yield the key of each whole page of these tokens, computed on demand.
 
     Args:
-        above: the key of the previous page; for a prompt's first page, its namespace.
+        above: key of the previous page, or the namespace for a prompt's first page.
     """
     packed, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
     for start in range(0, len(packed) - size + 1, size):
@@ -51,7 +49,7 @@ def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey
 
 
 class RadixNode:
-    """A run of pages without a branch. Its children begin with different pages of tokens."""
+    """A run of pages without a branch. The first pages of its children differ in their tokens."""
 
     __slots__ = (
         "children",
@@ -75,33 +73,33 @@ class RadixNode:
         self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "RadixNode | None"
     ) -> None:
         self.number = number
-        # Key among its parent's children: its first page of tokens, preceded by the namespace
+        # Key in its parent's dict of children: its first page of tokens, preceded by the namespace
         # directly below the root.
         self.key = key
         self.tokens = tokens  # [pages.shape[1] * page_size]
-        self.pages = pages  # [tables, any], NO_PAGE outside kept windows
-        self.parent = parent  # None: the root, or removed
+        self.pages = pages  # [tables, any], NO_PAGE where no window is kept
+        self.parent = parent  # None: it is the root, or removed
         self.children: dict[bytes, RadixNode] = {}
         self.last_used = 0
-        self.queued = False  # has an entry in the heap of leaves
-        self.passed = False  # is in the queue of nodes that have a child
-        self.resumed = False  # a request continued from within it
+        self.queued = False  # whether it has an entry in the heap of leaves
+        self.passed = False  # whether it is in the queue of nodes that have a child
+        self.resumed = False  # whether a request continued from within it
         self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
-        # Names of its pages (namespace.py), set while the tree has a journal or a lower tier.
+        # Names of its pages (namespace.py), set while the tree has a journal or an offload tier.
         self.names: list[int] = []
-        self.keys: list[PageKey] = []  # keys of its pages, set while the tree has a lower tier
-        # Set by the lower tier: how many of its first pages are completely saved there, and when
-        # this was checked.
+        self.keys: list[PageKey] = []  # keys of its pages, set while the tree has an offload tier
+        # Set by the offload tier: number of its first pages that are completely saved there, and
+        # the time of that check.
         self.num_saved, self.settled_at = 0, -math.inf
 
     @property
     def num_pages(self) -> int:
-        """Pages in each table."""
+        """Number of pages in each table."""
         num_pages: int = self.pages.shape[1]
         return num_pages
 
     def above(self) -> Iterator["RadixNode"]:
-        """Yield every node above except the root, the nearest first."""
+        """Yield every node above except the root, nearest first."""
         node = self.parent
         while node is not None and node.parent is not None:
             yield node
@@ -117,18 +115,14 @@ class RadixNode:
 
 
 class TreePages:
-    """The tree's holds in the pool, and which of its pages have no other holder.
-
-    Attributes:
-        num_held: pages in the tree.
-    """
+    """The tree's holds in the pool, and its pages that have no other holder."""
 
     def __init__(self, pool: PageAllocator) -> None:
         self._pool = pool
         self.num_held = 0
 
     def hold(self, pages: Ints) -> None:
-        """Hold pages for CACHE. Entries may be NO_PAGE."""
+        """Add a CACHE hold on pages. Entries may be NO_PAGE."""
         there = present(pages)
         self._pool.hold(there, PageHolder.CACHE)
         self.num_held += len(there)
@@ -139,12 +133,12 @@ class TreePages:
         self._pool.drop(there, PageHolder.CACHE)
 
     def alone(self, node: RadixNode) -> NDArray[np.bool_]:
-        """Return where there is a page that only the tree holds: [tables, n]."""
+        """Return a mask of the pages that only the tree holds: [tables, n]."""
         only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
         return only.reshape(node.pages.shape) & (node.pages >= 0)
 
     def loose_at_end(self, node: RadixNode) -> int:
-        """Return the number of pages at its end that have no other holder in any table."""
+        """Return the number of pages at the node's end that have no other holder in any table."""
         only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
         if np.count_nonzero(only) == only.size:
             return node.num_pages
@@ -159,7 +153,7 @@ def present(pages: Ints) -> Ints:
 
 
 class TreeWindows:
-    """The windows in the tree. Engine thread only."""
+    """The pages that the tree keeps in tables with windows. Engine thread only."""
 
     def __init__(self, tables: PageTables, pages: TreePages) -> None:
         self._tables = tables
@@ -172,12 +166,12 @@ class TreeWindows:
         return bool(self._sliding)
 
     def last_resumable(self, pages: Ints) -> int:
-        """Return the result of `last_within` for the model's tables."""
+        """See `last_within`, for the model's tables."""
         return last_within(self._tables, pages)
 
     def within(self, pages: Ints, num_pages: int) -> Ints:
-        """Return pages [tables, n] with only those that are visible after `num_pages` of them; the
-        others become NO_PAGE. A copy."""
+        """Return a copy of pages [tables, n] with NO_PAGE outside the windows after `num_pages`
+        pages."""
         kept = pages.copy()
         num_tokens = num_pages * self._tables.page_size
         for table, _ in self._sliding:
@@ -185,13 +179,13 @@ class TreeWindows:
         return kept
 
     def note_passed(self, node: RadixNode) -> None:
-        """Note that the node has a child: its own windows may be obsolete."""
+        """Record that the node has a child: its own windows may be obsolete."""
         if self._sliding and node.parent is not None and not node.passed:
             node.passed = True
             self._passed.append(node)
 
     def fill(self, node: RadixNode, pages: Ints) -> None:
-        """Add pages that a node lacks among its first ones."""
+        """Add pages that the node lacks among its first pages."""
         if self._sliding:
             mine = node.pages[:, : pages.shape[1]]
             new = np.where(mine < 0, pages, NO_PAGE)
@@ -201,8 +195,8 @@ class TreeWindows:
                 node.num_saved = 0
 
     def thin(self, num_pages: int) -> int:
-        """Free windows of nodes with a child that no end worth keeping needs, until `num_pages` are
-        free. Return the number of freed pages."""
+        """Free obsolete windows of nodes with a child until `num_pages` are free. Return the number
+        of freed pages."""
         freed = 0
         for _ in range(len(self._passed)):
             if freed >= num_pages:
@@ -214,8 +208,8 @@ class TreeWindows:
         return freed
 
     def drop(self, node: RadixNode, which: NDArray[np.bool_]) -> int:
-        """Release a node's pages in tables with windows, where [tables, pages] is true. Return how
-        many."""
+        """Release a node's pages in tables with windows where `which` [tables, pages] is true.
+        Return the number of freed pages."""
         which = which & self._has_window
         gone = node.pages[which]
         if len(gone):
@@ -224,11 +218,12 @@ class TreeWindows:
         return len(gone)
 
     def clear(self) -> None:
-        """Note that the tree is empty."""
+        """Record that the tree is empty."""
         self._passed.clear()
 
     def _thin(self, node: RadixNode) -> int:
-        """Return the number of freed pages. Pages with other holders are checked again later."""
+        """Free the obsolete windows of a node, except pages with other holders, which are checked
+        again later. Return the number of freed pages."""
         below = _tokens_to_next_end(node)
         spare = np.zeros(node.pages.shape, np.bool_)
         for table, window in self._sliding:
@@ -243,8 +238,12 @@ class TreeWindows:
 
 
 def last_within(tables: PageTables, pages: Ints) -> int:
-    """Return the largest number, at most n, of these pages, [tables, n], after which all pages that
-    windows see are present."""
+    """Return the largest number of pages, at most n, after which all pages inside the windows are
+    present.
+
+    Args:
+        pages: [tables, n], NO_PAGE where absent.
+    """
     ends = np.arange(pages.shape[1] + 1)
     whole = np.ones(len(ends), np.bool_)
     for table, window in tables.sliding:
@@ -255,8 +254,8 @@ def last_within(tables: PageTables, pages: Ints) -> int:
 
 
 def _tokens_to_next_end(node: RadixNode) -> int:
-    """Return the tokens from a node's end to the first end below from which a request continued, or
-    may continue: a branch, or a leaf's end."""
+    """Return the tokens from a node's end to the first end below it from which a request continued
+    or may continue: a branch, or a leaf's end."""
     num_tokens = 0
     while len(node.children) == 1 and not node.resumed:
         (node,) = node.children.values()
@@ -268,21 +267,23 @@ NO_STATE = np.empty(0, np.int32)
 
 
 class TreeStates:
-    """The states in the tree. Engine thread only. Does nothing for models without states."""
+    """The recurrent states in the tree. Engine thread only. Does nothing for models without
+    states."""
 
     def __init__(self, state_pages: int, pages: TreePages, pool: PageAllocator) -> None:
         self._state_pages = state_pages
         self._pages = pages
         self._pool = pool
         self._having: dict[RadixNode, None] = {}  # nodes with a state
-        self._passed: deque[RadixNode] = deque()  # nodes with a deeper state below
+        # Nodes with a state that is followed by a deeper one.
+        self._passed: deque[RadixNode] = deque()
 
     def __bool__(self) -> bool:
         return self._state_pages > 0
 
     def deepest(self, path: list[tuple[RadixNode, int]], num_pages: int) -> tuple[int, Ints]:
-        """Return the last position on a path, after at most `num_pages` pages, at which a request
-        can continue, and its state. Position 0 needs no state.
+        """Return the last position on a path, at most `num_pages`, at which a request can continue,
+        and its state. Position 0 needs no state.
 
         Args:
             path: nodes with their starts, in pages.
@@ -293,7 +294,7 @@ class TreeStates:
         return 0, NO_STATE
 
     def add(self, node: RadixNode, state: Ints) -> None:
-        """Hold a state at the node's end, unless there is one."""
+        """Hold a state at the node's end, unless there already is one."""
         if len(node.state) or not len(state):
             return
         node.state = state.copy()
@@ -307,7 +308,7 @@ class TreeStates:
             self._passed.append(above)
 
     def drop(self, node: RadixNode) -> int:
-        """Release the node's state, if it has one. Return the number of freed pages."""
+        """Release the node's state, if any. Return the number of freed pages."""
         state, node.state = node.state, NO_STATE
         if not len(state):
             return 0
@@ -317,11 +318,11 @@ class TreeStates:
         return self._pool.num_free - before
 
     def clear(self) -> None:
-        """Note that the tree is empty."""
+        """Record that the tree is empty."""
         self._passed.clear()
 
     def thin(self, num_pages: int) -> int:
-        """Free states that a deeper one follows and from which no request continued, until
+        """Free states from which no request continued and that are followed by a deeper one, until
         `num_pages` are free. Return the number of freed pages."""
         freed = 0
         for _ in range(len(self._passed)):
@@ -352,20 +353,20 @@ class TreeStates:
 
 
 class ChunkRange(NamedTuple):
-    """One forward of a prompt, which ends at `end`. Its state after token `keep` is kept; 0: none
-    is."""
+    """One chunk of a prompt, which ends at `end`. The state after token `keep` is kept. 0: none is
+    kept."""
 
     end: int
     keep: int
 
 
 def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> ChunkRange:
-    """Return where the next forward of a prompt ends and which state it keeps.
+    """Return where the next chunk of a prompt ends and which state it keeps.
 
     Args:
         start, end: token indices that would be computed next.
-        num_tokens: of the whole prompt.
-        branch: page boundary at which the prompt branches off the cached one; 0: none.
+        num_tokens: length of the whole prompt.
+        branch: page boundary at which the prompt branches off the cached one. 0: none.
     """
     last = last_boundary(num_tokens, page_size)
     if start < branch < last and branch <= end:
@@ -374,5 +375,5 @@ def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: in
 
 
 def last_boundary(num_tokens: int, page_size: int) -> int:
-    """Return the last page boundary from which a repetition of the prompt can continue."""
+    """Return the last page boundary from which the same prompt can continue if it is repeated."""
     return (num_tokens - 1) // page_size * page_size

@@ -1,4 +1,4 @@
-"""The data that one layer of a model keeps of earlier tokens: per token, or for all together."""
+"""The data that a layer keeps of earlier tokens: KV or latents per token, or a recurrent state."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from common.errors import ConfigError
 
 
 def own_heads(heads: int, place: int, tp: int) -> range:
-    """Return the heads of rank `place` of `tp`: its part, or one that several ranks have.
+    """Return the heads of rank `place` of `tp`. Several ranks may have the same head.
 
     Raises:
         ConfigError: the ranks cannot have equal numbers of heads.
@@ -30,7 +30,7 @@ def own_heads(heads: int, place: int, tp: int) -> range:
 class StateCells:
     """A tensor of a request, in `count` parts (heads) that are stored separately.
 
-    shape: of a part. dtype: None: the one that the model computes in.
+    shape: shape of a part. dtype: None: the dtype in which the model computes.
     """
 
     name: str
@@ -43,7 +43,8 @@ class StateCells:
         return math.prod(self.shape) * (self.dtype or computed_in).itemsize
 
     def own(self, place: int, tp: int) -> range:
-        """Return the parts of rank `place` of `tp`. Raise ConfigError if they are not equal."""
+        """Return the parts of rank `place` of `tp`. Raise ConfigError if ranks cannot have equal
+        numbers."""
         if self.count % tp:
             raise ConfigError(
                 f"{tp} ranks cannot have equal parts of the {self.count} heads of {self.name!r}: "
@@ -53,31 +54,31 @@ class StateCells:
 
 
 class LayerState(Protocol):
-    """The data that a layer keeps. Properties that do not apply are empty and take no memory."""
+    """The data that a layer keeps. Properties that do not apply are empty."""
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees, its own included; None: all."""
+        """Number of tokens to which a query attends, including its own. None: all."""
         ...
 
     @property
     def token_numbers(self) -> int:
-        """Numbers kept per token."""
+        """Number of values kept per token."""
         ...
 
     @property
     def cells(self) -> tuple[StateCells, ...]:
-        """Cells kept per request, whatever its length."""
+        """State cells kept per request, independent of its length."""
         ...
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape per token: heads, vectors per head, and numbers per vector."""
+        """Shape per token: heads, vectors per head, numbers per vector."""
         ...
 
     @property
     def words(self) -> str:
-        """The shape as text, which nodes compare."""
+        """The shape as text, which nodes compare when they pair."""
         ...
 
     def share(self, place: int, tp: int) -> "LayerState":
@@ -86,23 +87,23 @@ class LayerState(Protocol):
         ...
 
     def own(self, place: int, tp: int) -> range:
-        """Return the heads of `shape` that rank `place` of `tp` keeps. Raises ConfigError as
-        `share`."""
+        """Return the heads of `shape` that rank `place` of `tp` keeps. Raise ConfigError as `share`
+        does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """A key and a value for each head, for every token or for those within a window.
+    """A key and a value per head and token, for every token or only inside a window.
 
-    window: tokens that a query sees, its own included; None: all.
-    split: ranks have different heads. False: every rank keeps all of them.
+    window: number of tokens to which a query attends, including its own. None: all.
+    split: whether ranks have different heads. False: every rank keeps all of them.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
-    split: bool = field(default=True, repr=False)  # the same for all numbers of ranks
+    split: bool = field(default=True, repr=False)  # equal for all numbers of ranks
 
     @property
     def token_numbers(self) -> int:
@@ -130,7 +131,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class PagedLatent:
-    """One vector per token, from which every head computes its key and its value."""
+    """One latent vector per token, from which every head computes its key and its value (MLA)."""
 
     size: int
 
@@ -155,7 +156,7 @@ class PagedLatent:
         return f"a latent of {self.size}"
 
     def share(self, place: int, tp: int) -> "PagedLatent":
-        return self  # every head of every rank needs it
+        return self  # every head on every rank needs it
 
     def own(self, place: int, tp: int) -> range:
         return range(1)
@@ -163,10 +164,10 @@ class PagedLatent:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """The data that a drafter keeps: per token the data of its layers, and per page one vector.
+    """The data that a drafter keeps: its layers' data per token, and one vector per page.
 
     Attributes:
-        vector: size of the vector, even. 0: the drafter keeps no vector.
+        vector: size of the vector, an even number. 0: the drafter keeps no vector.
     """
 
     layers: tuple[LayerState, ...]

@@ -1,1 +1,1 @@
-"""The event loop with overlap, and the watchdog that checks its progress."""
+"""The event loop of a node with overlap, and the watchdog that detects a stalled engine."""

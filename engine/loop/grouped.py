@@ -1,7 +1,7 @@
-"""Wrappers of the role and the runner of a node, with which all nodes of a group run each step.
+"""Wrappers of role and runner for a data-parallel group, whose nodes begin each step together.
 
-The event loop is that of any node. It gets idle batches where the role has nothing to launch and
-another node has.
+The event loop is the same as in any node. The role returns an idle batch if only other nodes have
+rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,11 @@ _DECODES = (ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.VERIFY)
 
 
 class GroupedRole:
-    """A role whose steps begin together with those of the other nodes. Engine thread only.
+    """A role whose steps begin together with the steps of the other nodes. Engine thread only.
 
     Args:
-        scheduler: the role's.
-        stage: returns the stage of this node.
         on_drain: called once when another node drains.
-        delays: whether prompts wait for those of other nodes.
+        delays: whether prompts wait for prompts of other nodes (prefill delayer).
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class GroupedRole:
         self._stage = stage
         self._on_drain: Callable[[], None] | None = on_drain
         self._prompts = DelayedPrompts(scheduler, lockstep) if delays else None
-        self._allowed_s = 0.0  # for the newest step
+        self._allowed_s = 0.0  # limit of the newest step, in seconds
 
     def poll(self) -> None:
         self._role.poll()
@@ -67,7 +65,7 @@ class GroupedRole:
             self._prompts.follow(turns)
         if not launches:
             return None
-        # The step before may be in flight, too.
+        # The previous step may be in flight, too.
         before_s, self._allowed_s = self._allowed_s, max(turn.allowed_ms for turn in turns) / 1000
         self._clock.others_allow_s = max(before_s, self._allowed_s)
         if batch is None:
@@ -103,11 +101,11 @@ class GroupedRole:
 
 
 class DelayedPrompts:
-    """The prefill delayer of one node. All nodes of the group decide the same.
+    """The prefill delayer of one node. All nodes of the group come to the same decision.
 
     Attributes:
-        waited: number of steps that prompts have waited for each other so far.
-        may_continue: prompts that were delayed in the newest step may be computed now.
+        waited: number of steps that prompts have waited so far for prompts of other nodes.
+        may_continue: whether prompts that were delayed in the newest step may be computed now.
     """
 
     def __init__(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
@@ -118,7 +116,7 @@ class DelayedPrompts:
         self.may_continue = False
 
     def follow(self, turns: Sequence[Turn]) -> None:
-        """Decide for the next step, by the announcements of this one."""
+        """Decide about the next step, based on the announcements in this one."""
         was_open = self._gate.is_open
         if not was_open and self._scheduler.num_waiting:
             self._lockstep.delayed_prefills += 1
@@ -135,7 +133,7 @@ class DelayedPrompts:
 
 
 class TakesPart(Protocol):
-    """A model of a group, see Decoder.take_part."""
+    """A model whose experts are shared in a group, see Decoder.take_part."""
 
     def take_part(self) -> None: ...
 
@@ -150,7 +148,7 @@ class GroupedRunner:
     """A runner whose forwards compute experts for all nodes of a group. Engine thread only.
 
     Args:
-        forwards: of the runner, on whose stream all exchanges are.
+        forwards: the forward stream of the runner. All exchanges run on it.
     """
 
     def __init__(

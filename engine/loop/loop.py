@@ -1,22 +1,20 @@
 """The event loop of every node: poll, choose a forward, launch it, finish the previous one.
 
-Its clock knows the current step, and whether the engine is late.
-
-With overlap the CPU works on step N while the device runs step N+1. The pipeline is exactly one
+With overlap, the CPU works on step N while the device runs step N+1. The pipeline is exactly one
 step deep. Only the role knows the kind of node.
 
-Progress is a turn of the loop, the beginning or end of a launch, or the end of a step. The engine
-is late if it makes no progress for longer than the current step may take. The limit is five times
-the average duration of such steps, or `first_step_s` until a step of its kind has ended, since
-kernels may be compiled then. A kernel compilation may also take `first_step_s`, and its end is
-progress. Without a current step the limit is 0: the engine is late from its last progress on. The
-engine thread writes, any other thread may read: one immutable record is replaced at a time.
+StepClock measures progress: a turn of the loop, the beginning or end of a launch, or the end of a
+step. The engine is late if it makes no progress for longer than the current step may take. The
+limit is five times the average duration of such steps. Until a step of its kind has ended, it is
+`first_step_s`, since kernels may be compiled then. A kernel compilation may also take
+`first_step_s`, and its end is progress. Without a current step the limit is 0. The engine thread
+writes the clock by replacing one immutable record, so that any other thread may read it.
 
-The rehearsal compiles all kernels that serving is known to launch. Triton compiles a missed kernel
-during a step, which then takes seconds longer than any earlier step (`Compiles`).
+The warmup compiles the known kernels. A missing kernel makes a step take seconds longer
+(`Compiles`).
 
-`StepMeter` is for the engine thread only. Nothing is counted per token. Decode steps are counted in
-groups, because counting them one by one would cost about 3 % of a small batch's step.
+`StepMeter` counts decode steps in groups, because counting each would cost about 3 % of a small
+batch's step.
 """
 
 import logging
@@ -38,14 +36,14 @@ _WORTH_A_WARNING_S = 1.0  # reading a kernel from Triton's cache takes milliseco
 
 
 class Compiles:
-    """A counter of compilations. The compiling thread writes, any other thread may read."""
+    """Counts kernel compilations. The compiling thread writes, any other thread may read."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._under_way: dict[int, float] = {}  # start time by thread
         self._num_ended = 0
         self._seconds = 0.0
-        self.ended_at = float("-inf")  # time of the last end
+        self.ended_at = float("-inf")  # time when the last compilation ended
 
     @property
     def began(self) -> float | None:
@@ -71,7 +69,7 @@ class Compiles:
         return {}
 
     def _begin(self, **_: Any) -> bool:
-        """Note a start. Return False, so that Triton compiles."""
+        """Record a start. Return False, so that Triton compiles."""
         self._under_way[threading.get_ident()] = self._now()
         return False
 
@@ -96,7 +94,7 @@ _MEASURED = (
 
 
 class _Mode:
-    """The metrics of one forward mode."""
+    """The metrics of steps with one forward mode."""
 
     __slots__ = ("requests", "seconds", "tokens")
 
@@ -107,16 +105,16 @@ class _Mode:
 
 
 class StepMeter:
-    """The metrics of all steps.
+    """The metrics of all steps. Engine thread only.
 
     Attributes:
         waited_s: total time spent waiting for results.
-        gap_s: total time before launches in which no step was launched and the loop did not sleep.
+        gap_s: total time before launches while no step was in flight and the loop did not sleep.
     """
 
     def __init__(self) -> None:
         self._modes = [_Mode() for _ in range(max(ForwardMode) + 1)]  # indexed by mode
-        self._decode_requests: list[int] = []  # of steps not counted yet
+        self._decode_requests: list[int] = []  # requests of steps that are not counted yet
         self._decode_seconds: list[float] = []
         self.waited_s = 0.0
         self.gap_s = 0.0
@@ -131,7 +129,7 @@ class StepMeter:
     def computed(
         self, mode: ForwardMode, num_requests: int, num_tokens: int, seconds: float
     ) -> None:
-        """Record a step of another mode: with prompts, or with drafts."""
+        """Record a step of another mode, with prompts or with drafts."""
         of_mode = self._modes[mode]
         of_mode.seconds.add(seconds)
         of_mode.requests.add(num_requests)
@@ -166,7 +164,7 @@ _PROMPTS_ALONE = (ForwardMode.EXTEND, ForwardMode.SPLIT)
 
 
 class PrefillPace:
-    """The device time of prompts alone. A step counts by its number of tokens, so that overhead of
+    """Device time per token of prompts. Steps are weighted by their tokens, so that overhead of
     short prompts hardly matters."""
 
     def __init__(self) -> None:
@@ -174,21 +172,25 @@ class PrefillPace:
         self._tokens = 0.0  # through all layers
 
     def took(self, work: float, seconds: float) -> None:
-        """Record a step. `work`: as in ScheduleBatch."""
+        """Record a step.
+
+        Args:
+            work: see ScheduleBatch.
+        """
         self._seconds += seconds - _NEWEST_WEIGHT * self._seconds
         self._tokens += work - _NEWEST_WEIGHT * self._tokens
 
     def token_s(self) -> float | None:
-        """Return the seconds of a token through all layers. None: no step has ended."""
+        """Return the seconds per token through all layers. None: no step has ended yet."""
         return self._seconds / self._tokens if self._tokens else None
 
 
-_NEWEST_WEIGHT = 0.2  # of a new duration in the running average
+_NEWEST_WEIGHT = 0.2  # weight of a new duration in the running average
 PATIENCE = 5.0  # multiple of the expected duration
 
 
 class StepReading(NamedTuple):
-    """A snapshot of the progress. Between steps `started_at` is None, and `step` is the last
+    """A snapshot of the progress. Between steps, `started_at` is None and `step` is the last
     finished one."""
 
     step: int
@@ -197,7 +199,7 @@ class StepReading(NamedTuple):
     finished: int  # finished steps so far
     turns: int  # turns of the loop so far
     moved_at: float  # time of the last progress
-    allowed_s: float  # time until the next progress is due: for the current step; 0.0 without one
+    allowed_s: float  # seconds until the next progress is due; 0.0 without a current step
 
     def late_s(self, now: float) -> float:
         """Return the seconds by which the next progress is overdue."""
@@ -205,10 +207,10 @@ class StepReading(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """The last progress and the current work, from which readers compute a StepReading."""
+    """The last progress and the current work. Readers compute a StepReading from it."""
 
     at: float
-    under_way: ScheduleBatch | None  # the oldest launched one
+    under_way: ScheduleBatch | None  # the oldest launched batch
     launching: ScheduleBatch | None
     operates: bool
     started_at: float | None
@@ -218,12 +220,12 @@ class _Moved(NamedTuple):
 
 
 class StepClock:
-    """A clock of steps. Durations are averaged per token for forwards with prompts, and per step
-    for others, because a decode step's time hardly depends on its rows.
+    """Measures steps and progress. Durations are averaged per token for forwards with prompts, and
+    per step for others, because the time of a decode step hardly depends on its rows.
 
     Attributes:
-        others_allow_s: longest time that the current step may take on the other nodes of a group.
-        prefill: pace of prompts.
+        others_allow_s: longest time that the current step may take on other nodes of a group.
+        prefill: device time per token of prompts.
     """
 
     def __init__(
@@ -235,8 +237,8 @@ class StepClock:
         """Create the clock.
 
         Args:
-            first_step_s: maximum duration of a step until one of its kind has ended, of an
-                operation, and of the compilation of a kernel.
+            first_step_s: maximum seconds of a step until a step of its kind has ended, of an
+                operation, and of a kernel compilation.
         """
         self.compiles = Compiles(now)
         self._first_step_s = first_step_s
@@ -244,7 +246,7 @@ class StepClock:
         self._launching: ScheduleBatch | None = None
         self._operates = False
         self._launched: deque[ScheduleBatch] = deque()
-        self._started_at: float | None = None  # of the oldest launched step
+        self._started_at: float | None = None  # start of the oldest launched step
         self._step = 0
         self._finished = 0
         self._turns = 0
@@ -257,16 +259,16 @@ class StepClock:
         self.others_allow_s = 0.0
         self.prefill = PrefillPace()
         self.meter = StepMeter()
-        self._free_at = now()  # last end of a step or of a sleep
+        self._free_at = now()  # when the last step or sleep ended
         self._note(self._free_at)
 
     def turned(self) -> None:
-        """Note that the loop begins a turn."""
+        """Record that the loop begins a turn."""
         self._turns += 1
         self._note(self._now())
 
     def launching(self, batch: ScheduleBatch) -> None:
-        """Note that a launch begins. It may have to compile kernels."""
+        """Record that a launch begins. It may have to compile kernels."""
         self._launching = batch
         self._note(self._now())
 
@@ -280,21 +282,21 @@ class StepClock:
         self._note(now)
 
     def rested(self) -> None:
-        """Note the end of a sleep. Nothing could be launched before."""
+        """Record the end of a sleep. The time before it does not count as a gap."""
         self._free_at = self._now()
 
     def finished(self) -> None:
-        """Note that the oldest launched step is done. The next one, if any, starts now."""
+        """Record that the oldest launched step is finished. The next one, if any, starts now."""
         batch = self._launched.popleft()
         assert self._started_at is not None
         now = self._now()
         elapsed = now - self._started_at
         if not len(batch.slots):
-            pass  # copies say nothing about the duration of a forward
+            pass  # copies do not show the duration of a forward
         elif batch.mode is ForwardMode.DECODE:
             self._note_step(batch.mode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
-        elif work := batch.work:  # otherwise it drops a forward
+        elif work := batch.work:  # 0 if the step drops a forward
             if batch.mode is ForwardMode.VERIFY:
                 self._note_step(batch.mode, elapsed)
             else:
@@ -362,7 +364,7 @@ class StepClock:
         return self._first_step_s if expected_s is None else PATIENCE * expected_s
 
     def _expected(self, batch: ScheduleBatch) -> float | None:
-        """Return the expected seconds, or None if no step of its kind has ended."""
+        """Return the expected seconds of a step, or None if no step of its kind has ended."""
         if batch.mode in self._per_step:
             return self._per_step[batch.mode]
         return None if self._per_token is None else self._per_token * batch.work
@@ -373,9 +375,10 @@ def _average(before: float | None, newest: float) -> float:
 
 
 class Lateness:
-    """A lateness meter for one thread, which calls `look` at least every `look_s` seconds.
+    """Measures for one thread how late the engine is. The thread calls `look` at least every
+    `look_s` seconds.
 
-    Time in which that thread itself was suspended is not counted, because the engine was probably
+    Time in which this thread itself was suspended does not count, because the engine was probably
     suspended too.
     """
 
@@ -395,19 +398,20 @@ class Lateness:
 
 
 _PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
-# Yields what the loop waits for, and returns the launch in flight.
+# Yields the launch for which the loop waits. Returns the launch in flight.
 _Turn: TypeAlias = Generator[LaunchedBatch | None, None, LaunchedBatch | None]
 
 
 class EngineRole(Protocol):
-    """The part that makes a node a prefill or a decode node. Called by the engine thread only."""
+    """The part that makes a node a prefill node or a decode node. Called by the engine thread
+    only."""
 
     def poll(self) -> None:
         """Receive messages and advance queues. Never blocks."""
         ...
 
     def next_batch(self) -> ScheduleBatch | None:
-        """Choose the next forward, which will be launched."""
+        """Choose the next forward, which the loop then launches."""
         ...
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
@@ -415,8 +419,8 @@ class EngineRole(Protocol):
         ...
 
     def idle(self) -> None:
-        """Check invariants and sleep until woken or due. Called if nothing is to launch or in
-        flight."""
+        """Check invariants, then sleep until woken or until something is due. Called only if
+        nothing can be launched and nothing is in flight."""
         ...
 
 
@@ -424,11 +428,10 @@ class EventLoop:
     """The loop of a node, which runs until `stop`.
 
     Args:
-        overlap: False finishes each step before the next is chosen: for debugging, and as the
-            test oracle.
-        overlap_prefills: False finishes the first of two consecutive prefills before the second
-            is launched. Its first token is sent earlier, but the device waits for the CPU in
-            between.
+        overlap: False: finish each step before the next is chosen, for debugging and as a test
+            oracle.
+        overlap_prefills: False: finish a prefill before the next prefill is launched. Its first
+            token is then sent earlier, but the device waits for the CPU in between.
     """
 
     def __init__(
@@ -448,14 +451,17 @@ class EventLoop:
         self.clock = clock or StepClock()
 
     def run(self) -> None:
-        """Run steps until stopped, then finish the step in flight. Raises the error of any part,
-        because a failed engine must not run another step."""
+        """Run steps until stopped, then finish the step in flight.
+
+        Raises the error of any part, because a failed engine must not run another step.
+        """
         for _ in self.turns():
             pass
 
     def turns(self) -> Iterator[LaunchedBatch | None]:
-        """Run as `run` does. Yield before each wait: the step whose result is needed, or None
-        after the role was idle. A caller that waits itself makes the loop wait for nothing."""
+        """Run as `run` does, but yield before each wait: the step whose result is needed, or None
+        after the role was idle. A caller that waits for the step itself keeps the loop from
+        blocking."""
         in_flight: LaunchedBatch | None = None
         while not self._stopped.is_set():
             in_flight = yield from self._turn(in_flight)
@@ -463,12 +469,17 @@ class EventLoop:
             yield from self._finish(in_flight)
 
     def stop(self) -> None:
-        """Stop the loop. May be called from any thread. The caller must wake the role if it
-        sleeps."""
+        """Stop the loop. May be called from any thread. The caller must wake a sleeping role."""
         self._stopped.set()
 
     def step(self, in_flight: LaunchedBatch | None) -> LaunchedBatch | None:
-        """Run one turn. Takes the launch in flight and returns the one in flight afterwards."""
+        """Run one turn.
+
+        Args:
+            in_flight: the launch in flight.
+        Returns:
+            The launch that is in flight afterwards.
+        """
         turn = self._turn(in_flight)
         try:
             while True:

@@ -1,7 +1,8 @@
-"""Moves of experts between the ranks of a node, every so many steps (EPLB).
+"""Rebalancing of experts between the ranks of a node, every given number of steps (EPLB).
 
-Rank 0 counts the tokens of each expert on the device. When no step is under way, it reads the
-counts and computes where the experts should be, and every rank reads the experts that it newly has.
+The device counts the tokens of each expert on rank 0. While no step is launched, rank 0 reads the
+counts and computes a new placement. Every rank then reads the weights of the experts that are new
+to it.
 """
 
 import logging
@@ -26,7 +27,7 @@ from engine.ranks.expert_placement import (
 )
 from engine.runner.stream import DeviceStream
 
-_TURN_S = 0.02  # of the loop while experts move
+_TURN_S = 0.02  # duration of a turn of the loop while experts move
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ class ExpertWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Move:
-    """A move of experts that is under way.
+    """A move of experts in progress.
 
     Attributes:
-        imbalance: after it, by the counts from which it follows.
+        imbalance: imbalance after the move, computed from the same counts as the move.
     """
 
     future: Future[None]
@@ -53,14 +54,14 @@ class _Move:
 
 
 class ExpertBalancer:
-    """The counts of tokens, and the moves that follow from them. Engine thread only.
+    """Counts tokens per expert and moves experts accordingly. Engine thread only.
 
     Args:
-        layers: of rank 0, which count tokens.
+        layers: layers of rank 0, which count tokens.
         every_steps: number of steps between two moves.
     Attributes:
-        imbalance: see `imbalance`, of the newest counts.
-        num_moved: total slots that got another expert.
+        imbalance: see `imbalance`, computed from the newest counts.
+        num_moved: total number of slots that got another expert.
         seconds: total time of moves.
     """
 
@@ -81,11 +82,11 @@ class ExpertBalancer:
         self._weights = weights
         self._stream = stream
         self._move: _Move | None = None
-        self._read_counts()  # of the warm-up
+        self._read_counts()  # discards the counts of the warmup
 
     def begin(self) -> None:
-        """Begin to move experts, if that makes loads clearly more equal. No step is under way, and
-        none may begin while they move."""
+        """Start a move if it makes the load clearly more equal. No step may be launched until it
+        ends."""
         began = time.monotonic()
         counts = self._read_counts()
         before = [self._placement.slots(each.layer, each.shape.count) for each in self._layers]
@@ -103,13 +104,12 @@ class ExpertBalancer:
         self._move = _Move(future, began, len(moves), num_slots, imbalance(counts, after))
 
     def wait_for_move(self, longest_s: float) -> None:
-        """Wait until no experts move, for so long at most."""
+        """Wait until no experts move, at most this long."""
         if self._move is not None:
             wait([self._move.future], longest_s)
 
     def is_moving(self) -> bool:
-        """Return whether experts move. Raises the error of a rank, after which the node must
-        end."""
+        """Return whether experts move. Raises the error of a rank, which is fatal for the node."""
         if (move := self._move) is None:
             return False
         if not move.future.done():
@@ -132,7 +132,7 @@ class ExpertBalancer:
         return False
 
     def _read_counts(self) -> Sequence[Sequence[int]]:
-        """Return the tokens of each expert by layer since the last call."""
+        """Return the tokens per layer and expert since the last call."""
         counts: list[list[int]] = []
 
         def read() -> None:
@@ -153,8 +153,8 @@ class RebalancingRole:
         self._role = role
         self._balancer = balancer
         self._num_steps = 0  # since the last move
-        self._num_launched = 0  # not finished yet
-        self._held = False  # the newest turn could not launch a step
+        self._num_launched = 0  # launched steps that are not finished
+        self._held = False  # whether the last turn could not launch a step because experts moved
 
     def poll(self) -> None:
         self._role.poll()
@@ -179,7 +179,7 @@ class RebalancingRole:
         self._role.finish(batch, result)
 
     def idle(self) -> None:
-        # The role may end while it is idle. The next one must not launch steps while experts move.
+        # The role may end while it is idle. Its successor must not launch steps while experts move.
         if self._held:
             self._balancer.wait_for_move(_TURN_S)
         else:

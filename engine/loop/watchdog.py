@@ -1,9 +1,9 @@
 """The watchdog: detects a stalled engine, logs its state and exits the process.
 
 It runs on its own thread, since the engine thread may be stuck. While there is work, steps must
-finish. Otherwise the loop must turn. The engine thread is not asked for its state, because it would
-not respond. The server process detects the end of the engine process, and the router replays the
-node's requests on other nodes.
+finish. Otherwise the loop must turn. The watchdog reads the state itself, because the stalled
+engine thread would not respond. The server process then detects the end of the engine process, and
+the router replays the node's requests on other nodes.
 """
 
 import faulthandler
@@ -24,11 +24,10 @@ _LOOKS = 8  # checks per limit
 
 
 class Watchdog:
-    """A watchdog that reports each stall once.
+    """Reports each stall of the engine once.
 
     Args:
-        has_work: returns whether there is work for which a step should finish. Called on any
-            thread.
+        has_work: returns whether a step should finish. Called on any thread.
         on_stuck: called with the seconds of the stall, on the watchdog's thread.
     """
 
@@ -80,33 +79,31 @@ class Watchdog:
 
 
 log = logging.getLogger(__name__)
-NUM_ENDED = 32  # recently ended requests to log
-MAX_LOGGED = 256  # limit including the current ones
-Fields = Mapping[str, object]  # of a log line
+NUM_ENDED = 32  # logged requests that recently ended
+MAX_LOGGED = 256  # limit of logged requests, including current ones
+Fields = Mapping[str, object]  # fields of a log line
 
 
 class StalledEngine(Protocol):
-    """A role of a stalled engine. Called on another thread than the engine thread, which is
-    stuck."""
+    """The role of a stalled engine. Called on another thread than the stalled engine thread."""
 
     def queues(self) -> dict[str, int]:
         """Return the queue lengths of the scheduler and the role, by name."""
         ...
 
     def handoffs(self) -> Iterable[Fields]:
-        """Return the log fields of each open hand-off, such as its queue, its request and its
-        progress."""
+        """Return the log fields of each open hand-off, such as queue, request and progress."""
         ...
 
     def flights(self, num_ended: int) -> Iterable[tuple[str, RequestTrace]]:
-        """Return the request id and the events of each current request and of the last `num_ended`
-        ended ones."""
+        """Return request id and events of each current request and of the last `num_ended` ended
+        requests."""
         ...
 
 
 def report_stall(seconds: float, role: StalledEngine) -> None:
-    """Log all queues, every open hand-off, the last events of requests, and every thread's
-    stack."""
+    """Log all queues, every open hand-off, the last events of requests, and the stacks of all
+    threads."""
     log.error("engine stalled, terminating %s", kv(seconds=seconds, **role.queues()))
     for fields in role.handoffs():
         log.error("open hand-off %s", kv(**fields))
@@ -122,6 +119,7 @@ def report_stall(seconds: float, role: StalledEngine) -> None:
 
 
 def end_process() -> NoReturn:
-    """Exit immediately, because other threads may be stuck in a forward or a read."""
+    """Exit immediately, without waiting for other threads, which may be stuck in a forward or a
+    read."""
     logging.shutdown()
     os._exit(1)

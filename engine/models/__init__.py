@@ -1,4 +1,4 @@
-"""Models: load a checkpoint directory and compute logits with it."""
+"""Models: load a checkpoint and compute logits with it."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def read_spec(directory: Path) -> ModelSpec:
     """Return the properties of a checkpoint that the engine needs before loading it.
 
     Raises:
-        ConfigError: the configuration is wrong or not supported.
+        ConfigError: the configuration is invalid or not supported.
     """
     return open_checkpoint(directory).spec
 
@@ -53,6 +53,6 @@ def load(
     """Load a checkpoint of any supported model.
 
     Raises:
-        ConfigError: the directory is wrong or not supported.
+        ConfigError: the checkpoint is invalid or not supported.
     """
     return open_checkpoint(directory, backend, speculation).load(device, dtype, quantize)

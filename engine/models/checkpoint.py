@@ -1,6 +1,7 @@
 """The tensors of a safetensors checkpoint, in one file or in shards with an index.
 
-Knows names, shapes and bytes, but not their meaning. Each file is opened once.
+This module knows names, shapes and bytes of tensors, but not their meaning. Each file is opened
+once.
 """
 
 import contextlib
@@ -25,11 +26,11 @@ from xxhash import xxh3_128
 from common.errors import ConfigError, InvalidRequest
 from common.requests.namespace import WeightsId
 
-MOST_OPEN = 16  # shards: a model is read roughly in their order
+MOST_OPEN = 16  # open shards: a model is read roughly in their order
 
 
 class OpenFiles:
-    """Files that stay open between reads. For any thread. Leaving the context closes them.
+    """Files that stay open between reads. For any thread. The end of the context closes them.
 
     Args:
         most: maximum of open files. Beyond it, the least recently read one is closed.
@@ -53,7 +54,7 @@ class OpenFiles:
             self._close_beyond(0)
 
     def map(self, path: Path, offset: int, num_bytes: int) -> memoryview:
-        """Return these bytes of the file, at least one, mapped copy-on-write.
+        """Return bytes of the file, at least one, mapped copy-on-write.
 
         Exactly these bytes stay mapped until the last reference to them is gone.
 
@@ -70,7 +71,7 @@ class OpenFiles:
         return memoryview(mapped)[offset - page_start :]
 
     def ask_for(self, path: Path, offset: int, num_bytes: int) -> None:
-        """Ask the system to read these bytes ahead.
+        """Ask the operating system to read these bytes ahead.
 
         Raises:
             OSError: the file cannot be read, or its file system does not support such hints.
@@ -148,7 +149,7 @@ class StoredTensor:
         """Yield all bytes of the tensor, in blocks of `num_bytes`.
 
         Raises:
-            OSError: the file is shorter.
+            OSError: the file is too short.
         """
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -180,7 +181,7 @@ class Checkpoint:
             self.tensors.update(_whole(path))
 
     def has_floats(self, name: str) -> bool:
-        """Return whether the tensor exists, with at least 16 bits a number."""
+        """Return whether the tensor exists and has at least 16 bits per number."""
         return name in self.tensors and self.tensors[name].dtype in FLOATS
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
@@ -196,10 +197,10 @@ class Checkpoint:
         ignored: frozenset[str],
         unused: tuple[str, ...] = (),
     ) -> None:
-        """Raise ConfigError unless the tensors are exactly those expected, with their shapes.
+        """Raise ConfigError unless the tensors are exactly the expected ones, with their shapes.
 
         Args:
-            ignored, unused: endings and beginnings of names that are allowed too.
+            ignored, unused: suffixes and prefixes of names that are allowed in addition.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         unexpected = sorted(
@@ -227,7 +228,7 @@ class Checkpoint:
                 )
 
     def watched(self, reads: Callable[[str], None], files: OpenFiles) -> "Checkpoint":
-        """Return the same checkpoint, which reports the name of each tensor before it reads it.
+        """Return the same checkpoint, which reports the name of each tensor before reading it.
 
         Args:
             files: keeps the shards open between reads.
@@ -238,13 +239,12 @@ class Checkpoint:
         return watched
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor in its own dtype, mapped from the file.
-
-        Copy it before the file may change.
+        """Return the tensor in its own dtype, mapped from the file. Copy it before the file may
+        change.
 
         Raises:
             ConfigError: its dtype is not supported.
-            OSError: the file is gone or cut off.
+            OSError: the file was removed or truncated.
         """
         if self._reads is not None:
             self._reads(name)
@@ -259,7 +259,7 @@ class Checkpoint:
 
 
 def holds_weights(name: str) -> bool:
-    """Return whether a file of this name, in a model's directory, holds tensors or is their
+    """Return whether a file with this name, in a model's directory, has tensors or is their
     index."""
     return name == _INDEX or name.endswith(".safetensors")
 
@@ -268,7 +268,7 @@ def file_stamps(directory: Path) -> FileStamps:
     """Return size, time of the last change in ns, and inode of each file with tensors, by name."""
     stamps = {}
     for path in directory.glob("*.safetensors"):
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the file was removed
             stat = path.stat()
             stamps[path.name] = stat.st_size, stat.st_mtime_ns, stat.st_ino
     return stamps
@@ -335,7 +335,7 @@ def _end(tensors: Mapping[str, StoredTensor]) -> int:
 def _header(path: Path) -> dict[str, StoredTensor]:
     """Read a file's header.
 
-    Format: 8 bytes of length (little-endian), JSON, then the bytes that its offsets refer to.
+    Format: 8 bytes of length (little-endian), JSON, then the bytes to which its offsets refer.
     """
     try:
         with path.open("rb") as file:
@@ -351,7 +351,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_places(tensors: Mapping[str, StoredTensor], base: int) -> None:
-    """Raise ValueError unless the tensors follow one another from `base` on, as the format
+    """Raise ValueError unless the tensors are consecutive from `base` on, as the format
     requires."""
     end = base
     for name, tensor in sorted(
@@ -375,7 +375,7 @@ def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
     """Return a hash of all bytes of the tensors.
 
     Raises:
-        OSError: a file cannot be read, or is cut off.
+        OSError: a file cannot be read, or is truncated.
     """
     digest = xxh3_128()
     for name, tensor in stored.items():
@@ -391,14 +391,14 @@ def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def below(root: Path, path: str, field: str, flag: str) -> Path:
-    """Return the resolved path if it lies below `root`.
+    """Return the resolved path if it is below `root`.
 
     Args:
         root: resolved.
         path: absolute, or relative to `root`.
         field, flag: names of the path and of the root in the error.
     Raises:
-        InvalidRequest: the path lies outside `root`.
+        InvalidRequest: the path is outside `root`.
     """
     try:
         directory = (root / path).resolve()

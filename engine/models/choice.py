@@ -1,6 +1,6 @@
-"""Choice of the model backend: native blocks, or the class in transformers.
+"""Choice of the model backend (native blocks, or the class in transformers), and the fingerprint.
 
-The fingerprint of the model is compared by two nodes before one computes on the KV of the other.
+Two nodes compare the fingerprints of their models before one uses the KV of the other.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ NO_DRAFTS = SpeculativeConfig()
 
 
 class Model(Protocol):
-    """The interface of a loaded model that the runner uses."""
+    """The interface of a loaded model for the runner."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -46,7 +46,7 @@ class Model(Protocol):
 
     @property
     def seeing(self) -> VisionTower | None:
-        """Encoder of images. None if the model takes no images, or another rank encodes them."""
+        """Image encoder. None if the model has no image input, or another rank encodes images."""
         ...
 
     @property
@@ -56,17 +56,17 @@ class Model(Protocol):
 
     @property
     def routed(self) -> RoutedExperts | None:
-        """The experts of the tokens of the newest forward, or None if they are not recorded."""
+        """Experts of each token of the newest forward, or None if they are not recorded."""
         ...
 
     @property
     def products(self) -> Sequence[Product]:
-        """The products that adapters may add to. Empty if the model takes no adapters."""
+        """Products that adapters may change. Empty if the model supports no adapters."""
         ...
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Beginnings of the names of modules that other stages have."""
+        """Name prefixes of modules in other pipeline stages."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Model(Protocol):
         ...
 
     def compute_in_one_way(self) -> None:
-        """Compute a token in the same way in every step from now on, even where another way is
+        """Compute a token in the same way in every step from now on, even if another way is
         faster."""
         ...
 
@@ -102,7 +102,7 @@ class LoadableModel(Protocol):
 
     Attributes:
         backend: the backend, as paired nodes compare it.
-        computed: the backend in words, with the reason.
+        computed: description of the backend, with the reason for its choice.
         drafter: the drafter with layers of its own, as paired nodes compare it.
     """
 
@@ -120,12 +120,12 @@ class LoadableModel(Protocol):
 
     @property
     def refilled_whole(self) -> bool:
-        """True if `refill` holds all weights in memory twice. False if it holds one part twice at a
-        time."""
+        """Whether `refill` needs memory for all weights twice. False: only one part at a time is in
+        memory twice."""
         ...
 
     def stored(self) -> Iterable[str]:
-        """Return the names of the stored tensors that make the model.
+        """Return the names of the model's stored tensors.
 
         Raises:
             ConfigError: there is no checkpoint, or it does not belong to this model.
@@ -138,10 +138,10 @@ class LoadableModel(Protocol):
         """Return the bytes that `load` allocates.
 
         Args:
-            share: the part of the model. Its group is not used.
+            share: share of the model. Its group is not used.
         Raises:
-            ConfigError: as `stored`, or the requested form is not supported here, or the model
-                cannot be split between the ranks.
+            ConfigError: see `stored`. Or the requested quantisation is not supported here, or the
+                ranks cannot split the model.
         """
         ...
 
@@ -149,16 +149,16 @@ class LoadableModel(Protocol):
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> Model:
         """Load a rank's part of the model. Its forwards and heads use the collectives of the
-        share's group. Raises ConfigError as `weight_bytes`."""
+        share's group. Raise ConfigError as `weight_bytes` does."""
         ...
 
     def refill(self, model: Model, quantize: Quantize, share: Share = WHOLE) -> None:
         """Replace the weights of a model that was loaded with the same arguments.
 
-        The new checkpoint has the same configuration. Nothing may compute with the model meanwhile.
+        The new checkpoint has the same configuration. No forward may run meanwhile.
 
         Raises:
-            ConfigError: as `load`. Nothing has changed.
+            ConfigError: see `load`. Nothing has changed.
             EngineFault: the weights differ in more than values. Some are already replaced.
         """
         ...
@@ -166,8 +166,8 @@ class LoadableModel(Protocol):
     def move_experts(
         self, model: Model, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
     ) -> None:
-        """Give a model that has these weights the experts of other slots, see ExpertPlacement.
-        Nothing may compute with the model meanwhile.
+        """Read the experts of other slots into a model that has these weights, see ExpertPlacement.
+        No forward may run meanwhile.
 
         Args:
             moves: the new slots of all ranks, by layer.
@@ -177,16 +177,16 @@ class LoadableModel(Protocol):
         ...
 
     def drain(self, model: Model) -> None:
-        """Return the host memory of such a model's weights to the system, until `refill`."""
+        """Return the host memory of the model's weights to the operating system, until `refill`."""
         ...
 
     def tensors(self, model: Model) -> Iterable[Tensor]:
-        """Return all tensors of such a model that `refill` fills. Some may occur twice."""
+        """Return all tensors of the model that `refill` fills. Some may occur twice."""
         ...
 
     def config_hash(self) -> str:
-        """Return a hash of all parts of the configuration that affect the computation, and so
-        KV."""
+        """Return a hash of all parts of the configuration that affect the computation, and
+        therefore KV."""
         ...
 
 
@@ -195,10 +195,10 @@ def open_checkpoint(
     backend: ModelBackend = "auto",
     speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> LoadableModel:
-    """Read a checkpoint's configuration, and that of the configured drafter if it has layers.
+    """Read a checkpoint's configuration, and the configuration of the drafter if it has layers.
 
     Raises:
-        ConfigError: the configuration is wrong, or the model is not supported.
+        ConfigError: the configuration is invalid, or the model is not supported.
     """
     kind = Fields.of(directory / "config.json").text("model_type")
     if backend == "native" or (backend == "auto" and kind in FAMILIES):
@@ -208,7 +208,7 @@ def open_checkpoint(
             f"engine.speculative.method: {speculation.method} needs a native implementation, "
             f"and {kind} runs on the Transformers library"
         )
-    # Imported here because transformers takes a second to import and native models do not need it.
+    # Imported here, because transformers takes a second to import and native models do not need it.
     from engine.models.transformers_backend import TransformersCheckpoint
 
     because = (
@@ -222,14 +222,13 @@ def fingerprint(
     backend: ModelBackend = "auto",
     speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> dict[str, str]:
-    """Return field -> value. The result is equal for equal models, independent of their location
-    and shards.
+    """Return the fingerprint of a model: field -> value. It is independent of location and shards.
 
-    It has the fields of `constants`, and `weights`, the hash of the weights. The compute dtype
-    belongs to the node and is not included.
+    It has the fields of `constants`, and `weights`, the hash of the weights. It does not include
+    the compute dtype, which is a property of the node.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: see `load`.
     """
     servable = open_checkpoint(directory, backend, speculation)
     weights = content(stored_of(servable, directory))
@@ -239,8 +238,8 @@ def fingerprint(
 def constants(servable: LoadableModel) -> dict[str, str]:
     """Return the fields that do not change with the weights.
 
-    They are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
-    uses), and `drafter` (the draft layer that also has KV).
+    These are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
+    uses), and `drafter` (the draft layer, which also has KV).
     """
     return {
         "architecture": servable.spec.architecture,
@@ -251,14 +250,12 @@ def constants(servable: LoadableModel) -> dict[str, str]:
 
 
 def stored_of(servable: LoadableModel, directory: Path) -> dict[str, StoredTensor]:
-    """Return the stored tensors that make the model, by name. Raises ConfigError if they are
-    incomplete."""
+    """Return the stored tensors of the model by name. Raise ConfigError if some are missing."""
     tensors = Checkpoint(directory).tensors
     return {name: tensors[name] for name in sorted(servable.stored())}
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """Return the sha256 of tokenizer.json, as the router computes it, or "" if there is no such
-    file."""
+    """Return the sha256 of tokenizer.json, as the router computes it, or "" without such a file."""
     path = directory / "tokenizer.json"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -1,4 +1,4 @@
-"""A native decoder: embedding, layers of blocks, head. Independent of the contents of blocks."""
+"""A native decoder: embedding, layers of blocks, head. Independent of the kinds of blocks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,18 +36,18 @@ from kernels.layers.soft_cap import soft_cap
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder, layer by layer, as its configuration describes it.
+    """A decoder, layer by layer, as described by its configuration.
 
     Attributes:
-        norm: the norm before the head.
-        stored: the scheme in which the checkpoint stores quantised matrices.
-        embedding_scale: multiplies embeddings, rounded to the compute dtype.
-        feature_layers: number of first layers that add features of images to their outputs.
+        norm: norm before the head.
+        stored: format of quantised matrices in the checkpoint.
+        embedding_scale: factor of embeddings, rounded to the compute dtype.
+        feature_layers: number of first layers that add image features to their outputs.
         logit_soft_cap: logits are cap * tanh(logit / cap). None: no cap.
-        prefix: of the names of the decoder's own tensors. Empty in checkpoints of a decoder without
-            a head.
+        prefix: prefix of the names of the decoder's own tensors. Empty in checkpoints of a decoder
+            without a head.
         head: name of the head's matrix.
-        unused: beginnings of tensor names that belong to other modules.
+        unused: prefixes of tensor names that belong to other modules.
         offered: the checkpoint's draft layer, which is not part of the decoder.
         drafter: the draft layer that is part of the decoder.
     """
@@ -67,7 +67,7 @@ class DecoderSpec:
     drafter: DraftLayerSpec | None = None
 
     def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
-        """Return the spec with a drafter of the checkpoint."""
+        """Return the spec with this drafter of the checkpoint."""
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
@@ -87,8 +87,8 @@ class DecoderSpec:
         )
 
     def parts(self, source: BlockWeights) -> Iterator[Any]:
-        """Yield embedding, head, classes, layers, norm and drafter. Each is made when it is
-        requested. Of the ends, a stage has None in place of what belongs to the other one."""
+        """Yield embedding, head, classes, layers, norm and drafter. Each is created when it is
+        requested. A pipeline stage yields None for parts that belong to the other stage."""
         hidden, share = self.model.hidden_size, source.share
         site = LayerSite(source, hidden)
         if share.is_first_stage:
@@ -103,7 +103,8 @@ class DecoderSpec:
 
     def _first_parts(self, source: BlockWeights) -> Iterator[Any]:
         shape = self.model.vocabulary_size, self.model.hidden_size
-        # The largest first: it exists twice while it is made, and nothing else uses memory yet.
+        # The largest part first: it exists twice while it is created, and no other memory is in use
+        # yet.
         embedding = source.tensor(f"{self.prefix}embed_tokens.weight", shape)
         yield embedding
         yield self._head(source, embedding)
@@ -136,8 +137,8 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderEnds:
-    """The weights before and after the layers. The first stage has no norm, the last one nothing
-    else.
+    """The weights before and after the layers. The first stage has no norm, the last stage has only
+    the norm.
 
     Attributes:
         embedding: [vocabulary, hidden].
@@ -152,20 +153,19 @@ class DecoderEnds:
 
 
 class Decoder:
-    """The weights of a decoder and its forward. Stateless: KV is in the pool that is passed in.
+    """The weights of a decoder and its forward. Stateless: KV is in the pool argument.
 
     Args:
-        stage: whose layers these are. None: these are all.
-        products: of the layers.
+        stage: pipeline stage with these layers. None: these are all layers.
 
     Attributes:
-        drafter: drafts tokens. None: no drafter.
-        elsewhere: beginnings of the names of modules in layers of other stages.
-        drained: the drafter's name while the memory of the weights is given back, else "".
-        seeing: makes embeddings of images. None: this rank does not encode images.
-        receiving: receives embeddings of images from the rank that encodes them. None: there is no
+        drafter: drafts tokens. None: there is no drafter.
+        elsewhere: name prefixes of modules in layers of other stages.
+        drained: the drafter's name while the memory of the weights is released. Otherwise "".
+        seeing: encodes images. None: this rank does not encode images.
+        receiving: receives image embeddings from the rank that encodes images. None: there is no
             such rank.
-        routed: the experts of the tokens of the newest forward. None: they are not recorded.
+        routed: experts of each token of the newest forward. None: they are not recorded.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Decoder:
         self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
         own = range(len(spec.layers)) if stage is None else stage.layers(len(spec.layers))
-        self._numbers = own  # of the layers
-        self._num_layers = len(spec.layers)  # of all stages
+        self._numbers = own  # numbers of the layers
+        self._num_layers = len(spec.layers)  # in all stages
         self.elsewhere = tuple(
             f"{spec.prefix}layers.{number}."
             for number in range(len(spec.layers))
@@ -202,7 +202,7 @@ class Decoder:
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
         self.routed: RoutedExperts | None = None
-        self._draft_layer = drafter  # only if it is the decoder's own
+        self._draft_layer = drafter  # set only if it is the decoder's own
         self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
         self._sends_embeddings = stage is not None and stage.is_first and spec.drafter is not None
         self.drained = ""
@@ -211,19 +211,19 @@ class Decoder:
 
     @property
     def parts(self) -> Sequence[object]:
-        """The same parts as `DecoderSpec.parts`, in the same order."""
+        """The parts, in the order of `DecoderSpec.parts`."""
         first = self.ends.embedding, self.ends.head, self.ends.classes
         return (*first, *self.layers, self.ends.norm, self._draft_layer)
 
     def drafting(self, layer: DraftLayer) -> DraftHead:
-        """Return a draft head with this layer behind this decoder."""
+        """Return a draft head that runs this layer after the decoder."""
         return DraftHead(layer, self.embedded, self.logits)
 
     def record_experts(self, num_tokens: int) -> None:
-        """Record the experts of the tokens of each forward from now on.
+        """Record the experts of each token in all forwards from now on.
 
         Args:
-            num_tokens: of the largest forward.
+            num_tokens: tokens of the largest forward.
         Raises:
             ConfigError: the layers have no experts.
         """
@@ -244,8 +244,7 @@ class Decoder:
         self._run(layers)
 
     def compute_in_one_way(self) -> None:
-        """Compute a token in the same way in every step from now on, even where another way is
-        faster."""
+        """See Model."""
         layers = [
             replace(layer, mixer=layer.mixer.in_one_way())
             if isinstance(layer.mixer, LatentAttentionBlock)
@@ -256,7 +255,7 @@ class Decoder:
             self._run(layers)
 
     def _run(self, layers: Sequence[Layer]) -> None:
-        """Run other layers with the same weights. They are computed one by one."""
+        """Use other layers with the same weights."""
         self._run_layers = tuple(layers)
         self.stack = self._adaptable = self._featured(LayerByLayer(self._run_layers))
 
@@ -268,19 +267,19 @@ class Decoder:
         adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
-        """Compute a step and write the KV and states of its tokens into their pages.
+        """Compute a step, and write the KV and states of its tokens into their pages.
 
         Never waits for the device. Batches of equal shapes at equal addresses launch the same
-        kernels on the same addresses, so a forward can be captured as a graph.
+        kernels on the same addresses, so that a forward can be captured as a graph.
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
             adapted: None if no row has an adapter.
-            late: for a step with drafts. Layers add the state updates that follow verification.
+            late: for a step with drafts. Collects the state updates that follow verification.
         Returns:
-            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`. The first stage
-            returns memory for them, and holds what it sends to the last stage. The last stage
-            sends them back.
+            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`. The first of two
+                pipeline stages returns memory for them, and keeps the tensors for the last stage.
+                The last stage sends the hidden states back.
         """
         stage, drafter, norm = self._stage, self.drafter, self.ends.norm
         features: Sequence[ImageFeatures] = ()
@@ -320,8 +319,8 @@ class Decoder:
         future_tokens: Tensor,
         adapted: AdaptedLinear | None = None,
     ) -> "SplitForward":
-        """Begin the same forward of prompts, whose layers are computed in groups. Only for one
-        stage, and without a drafter."""
+        """Begin the same forward for prompts, with layers in groups (split prefill). Requires a
+        single stage and no drafter."""
         x, features = self._inputs(batch, future_tokens)
         stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
         assert norm is not None
@@ -329,7 +328,7 @@ class Decoder:
         return SplitForward(stack, norm, step, pool, x)
 
     def take_part(self) -> None:
-        """Compute for the other nodes of a group in a step in which this node has no tokens."""
+        """Take part in the experts' computation in a step in which this node has no tokens."""
         x = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         for layer in self.layers:
             layer.ffn.take_part(x)
@@ -343,7 +342,7 @@ class Decoder:
         return WithFeatures(stack, count) if count else stack
 
     def _received(self, stage: Stage, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the first stage and, for a drafter, the embeddings of their
+        """Return the hidden states from the first stage and, for a drafter, the embeddings of their
         tokens."""
         shape = batch.positions.shape[-1], self.spec.hidden_size
         x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
@@ -352,8 +351,8 @@ class Decoder:
     def _inputs(
         self, batch: ForwardBatch, future_tokens: Tensor
     ) -> tuple[Tensor, Sequence[ImageFeatures]]:
-        """Return the embeddings of a step's tokens, with those of its input embeddings and images,
-        [num_tokens, hidden], and the images' features."""
+        """Return the embeddings of a step's tokens, [num_tokens, hidden], and the features of
+        images. Includes input embeddings and images."""
         x = self.embedded(batch.token_ids, future_tokens)
         seen: list[VisibleImage] = []
         for part in batch.seen:
@@ -390,9 +389,9 @@ class Decoder:
 
 
 class SplitForward:
-    """A forward of prompts between two groups of its layers. Forward stream only.
+    """A forward of prompts between two groups of its layers (split prefill). Forward stream only.
 
-    Meanwhile it holds two activations, [num_tokens, hidden] each.
+    It keeps two activations between the groups, [num_tokens, hidden] each.
 
     Args:
         x: embeddings.
@@ -416,7 +415,7 @@ class SplitForward:
         self._next = past
 
     def complete(self) -> Tensor:
-        """Return what `Decoder.forward` returns. All layers are computed."""
+        """Return the result of `Decoder.forward`. All layers must be computed."""
         return self._norm.forward(*self._held, rows=self._step.batch.sampled)[0]
 
 

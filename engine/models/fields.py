@@ -1,4 +1,4 @@
-"""Typed access to a checkpoint's JSON. A wrong file or field gives one clear ConfigError."""
+"""Typed access to a checkpoint's JSON. An invalid file or field causes one clear ConfigError."""
 
 import json
 from collections.abc import Mapping
@@ -9,9 +9,10 @@ from common.errors import ConfigError
 
 
 class Fields:
-    """The fields of one JSON object, checked as they are read.
+    """The fields of one JSON object, checked when they are read.
 
-    null counts as absent, as transformers writes it. `is_null` distinguishes the two.
+    null counts as absent, because transformers writes it for absent fields. `is_null` distinguishes
+    the two.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -20,7 +21,7 @@ class Fields:
 
     @classmethod
     def of(cls, path: Path) -> "Fields":
-        """Read a file. Raises ConfigError if `path` is not a file with a JSON object."""
+        """Read a file. Raise ConfigError if `path` is not a file with a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -33,7 +34,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Return whether the field is explicitly null, not merely absent."""
+        """Return whether the field is null, not merely absent."""
         return name in self._values and self._values[name] is None
 
     def is_blank(self, name: str) -> bool:
@@ -109,7 +110,7 @@ class Fields:
         return not self._values
 
     def objects(self) -> list["Fields"]:
-        """Return all fields as objects, which they must be."""
+        """Return all fields, which must be objects."""
         return [self.nested(name) for name in self._values]
 
     def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Fields":
@@ -130,7 +131,7 @@ class Fields:
         return json.dumps(self._values, sort_keys=True)
 
     def wrong(self, name: str, expected: str) -> ConfigError:
-        """Return the error for a field whose value is not as expected."""
+        """Return the error for a field with an unexpected value."""
         value = json.dumps(self._values[name]) if name in self._values else "nothing"
         return ConfigError(f"{self._where}: {name} must be {expected}, got {value}")
 
@@ -140,7 +141,7 @@ class Fields:
 
 
 def eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, else those of the configuration."""
+    """Return the end-of-sequence ids of generation_config.json, or else of the configuration."""
     path = directory / "generation_config.json"
     generation = Fields.of(path) if path.exists() else Fields({}, str(path))
     return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")

@@ -35,7 +35,7 @@ from engine.ranks.expert_placement import LayerSlots
 
 
 class NativeCheckpoint:
-    """A checkpoint of a native family, see Servable."""
+    """A checkpoint of a native family, see LoadableModel."""
 
     backend = "native"
     refilled_whole = False
@@ -46,7 +46,7 @@ class NativeCheckpoint:
         Args:
             speculation: its drafter becomes part of the model if it has layers.
         Raises:
-            ConfigError: the configuration is wrong or not supported.
+            ConfigError: the configuration is invalid or not supported.
         """
         self._directory = directory
         self._sight = VisionInput.of(directory)
@@ -112,7 +112,7 @@ class NativeCheckpoint:
         return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
 
     def _check_stages(self, share: Share) -> None:
-        """Raise ConfigError if layers of the second stage need features of images."""
+        """Raise ConfigError if layers of the second pipeline stage need image features."""
         wanted, num_layers = self._decoder.feature_layers, len(self._decoder.layers)
         if share.is_first_stage and len(share.layers(num_layers)) < wanted and self._sight:
             raise ConfigError(
@@ -138,7 +138,7 @@ class NativeCheckpoint:
             raise ConfigError(
                 f"{self._directory}: the running model does not use the native implementation"
             )
-        # A drafter of another checkpoint stays if the weights are updated.
+        # A drafter with its own checkpoint is kept when the weights are updated.
         drained = self._beside if model.drained else None
         if drained is not None and drained.name() != model.drained:
             raise ConfigError(f"{DRAFT_FLAG}: the files have changed since they were loaded")
@@ -182,11 +182,8 @@ class NativeCheckpoint:
 
 
 def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
-    """Return the checkpoint's own draft layer. Raises ConfigError if it has none.
-
-    Args:
-        names: of the stored tensors. Empty if they are not present.
-    """
+    """Return the checkpoint's own draft layer. Raise ConfigError if it has none. `names`: stored
+    tensors, empty without weights."""
     offered = decoder.offered
     if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
         raise ConfigError(

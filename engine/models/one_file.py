@@ -1,7 +1,7 @@
-"""The stored tensors of a model as one safetensors file.
+"""The stored tensors of a model as one safetensors file, for the transfer of weights between nodes.
 
-A node exports its weights in this form, independent of their files. A node that has received them
-keeps them in memory.
+A node exports its weights in this form, independent of their files. The receiving node keeps them
+in memory.
 """
 
 import json
@@ -37,10 +37,11 @@ class OneFile:
         stored: Mapping[str, StoredTensor],
         held: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Lay out the file.
+        """Determine the layout of the file.
 
         Args:
-            held: context that is entered for each read. Raises OSError if the files are gone.
+            held: context that is entered for each read. Raises OSError if the source files are
+                gone.
         """
         self._held = nullcontext() if held is None else held
         # Large elements first, so that every tensor is aligned to its dtype.
@@ -65,7 +66,7 @@ class OneFile:
         the end.
 
         Raises:
-            OSError: a source file is gone, or cut off.
+            OSError: a source file was removed or truncated.
         """
         with self._held:
             return self._read(start, buffer)
@@ -91,11 +92,11 @@ class OneFile:
 class ReceivedFile:
     """A checkpoint directory whose weights are in this process's memory and arrive in pieces.
 
-    The creator closes it. Any one thread at a time may enter the context, which keeps the directory
-    open until it is left. Entering a closed one raises OSError.
+    The creator closes it. One thread at a time may enter the context, which keeps the directory
+    open. Entering a closed one raises OSError.
 
     Args:
-        like: a directory of the same model, with all files other than weights.
+        like: a directory of the same model, with all files except weights.
     """
 
     def __init__(self, like: Path) -> None:
@@ -124,7 +125,7 @@ class ReceivedFile:
         self._entered.release()
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write received bytes. Raises OSError if there is not enough memory."""
+        """Write received bytes. Raise OSError if there is not enough memory."""
         while data:
             written = os.pwrite(self._file, data, start)
             start, data = start + written, data[written:]
@@ -132,7 +133,7 @@ class ReceivedFile:
     def expected_bytes(self) -> int | None:
         """Return the size of the whole file, or None until its header is complete.
 
-        The header must be received from its beginning on.
+        The header must be received from its start on.
 
         Raises:
             ConfigError: the bytes are not a safetensors header.
@@ -148,8 +149,7 @@ class ReceivedFile:
         os.truncate(self._file, num_bytes)
 
     def close(self) -> None:
-        """Close the file. Waits until the context is left, because its descriptor may be reused
-        afterwards.
+        """Close the file. Waits until the context is left, because its descriptor may be reused.
 
         The memory is freed when it is no longer mapped.
         """

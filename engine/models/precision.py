@@ -8,8 +8,8 @@ import torch
 from engine.models.checkpoint import Checkpoint
 from engine.processor import BFLOAT16
 
-# A smaller float32 checkpoint stays exact. It was stored so deliberately, and a step that is not
-# bound by reading weights gains little.
+# A smaller float32 checkpoint stays exact: it was stored that way deliberately, and its steps are
+# not limited by reading weights.
 SMALL_BYTES = 256 << 20
 _NAMED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -19,7 +19,7 @@ class Precision:
     """A compute dtype.
 
     Attributes:
-        because: the reason, as the end of a sentence.
+        because: reason for the choice, as the end of a sentence.
     """
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ def choose_precision(
     bfloat16.
 
     Args:
-        features: of the processor, see `matrix_features`.
+        features: features of the processor, see `matrix_features`.
     """
     if name != "auto":
         return Precision(_NAMED[name], "as configured")

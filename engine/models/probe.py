@@ -1,7 +1,7 @@
-"""A probe of whether a model computes a token to the same bits in every kind of step.
+"""A self-test for batch invariance: whether a model computes equal bits in every kind of step.
 
-It computes some tokens of a request alone, and again in chunks, beside other requests and as a row
-with drafts. The tokens are given, so nothing is sampled.
+It computes some tokens of a request alone, and again in chunks, together with other requests and as
+a row with drafts. The tokens are given, so nothing is sampled.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from engine.models.linear import Linear
 from engine.ranks import Group
 from kernels.narrow import as_stored
 
-# The products of a supported block in the order of computation: attribute, the operation before,
-# and its own name.
+# The products of each supported block in the order of computation: attribute, name of the operation
+# before, own name.
 PRODUCTS: Mapping[type, Sequence[tuple[str, str, str]]] = {
     AttentionBlock: (("qkv", "input_layernorm", "qkv_proj"), ("output", "attention", "o_proj")),
     LatentAttentionBlock: (
@@ -45,7 +45,7 @@ PRODUCTS: Mapping[type, Sequence[tuple[str, str, str]]] = {
     ),
     ExpertsBlock: (),
 }
-_NUM_PROMPT = 70  # more than a block of keys of attention
+_NUM_PROMPT = 70  # more than a block of keys in the attention kernel
 _NUM_TOKENS = _NUM_PROMPT + 3
 _PROBED = 0  # the request whose bits are compared
 _OTHERS = range(1, 9)
@@ -60,7 +60,7 @@ class _Row(NamedTuple):
 
 
 def _beside(row: _Row, start: int, end: int) -> list[_Row]:
-    """Return a step of a row and the same tokens of all other requests. Rows of one token are
+    """Return a step with a row and the same tokens of all other requests. Rows of one token are
     last."""
     others = [_Row(request, start, end) for request in _OTHERS]
     before = len(others) // 2 if end - start > 1 or row.end - row.start == 1 else 0
@@ -80,11 +80,11 @@ _BESIDE_OTHERS = (
 
 
 def differing_operation(model: Model, layout: KVLayout) -> str:
-    """Return the name of the first operation whose bits differ between the two ways. Empty: they
-    are the same. All ranks of a node call this at the same time.
+    """Return the name of the first operation whose bits differ between the two ways, or "". All
+    ranks of a node call this at the same time.
 
     Args:
-        layout: of this rank's pages.
+        layout: layout of this rank's pages.
     """
     with torch.inference_mode():
         found = _first_difference(model, layout, traced=False)
@@ -106,10 +106,9 @@ def _first_difference(model: Model, layout: KVLayout, *, traced: bool) -> str:
 
 
 class _Trace:
-    """The bits of the probed tokens, by operation in the order of computation.
+    """Records the bits of the probed tokens, by operation in the order of computation.
 
-    It takes the place of adapters, which see the input and the output of each product, and adds
-    nothing.
+    It replaces the adapters, which get the input and the output of each product, and adds nothing.
 
     Attributes:
         bits: hashes by token.
@@ -121,7 +120,11 @@ class _Trace:
         self._places: Mapping[int, int] = {}
 
     def begin(self, places: Mapping[int, int]) -> None:
-        """Begin a step with these places of the probed tokens."""
+        """Begin a step.
+
+        Args:
+            places: place of each probed token in the step.
+        """
         self._places = places
 
     def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
@@ -131,7 +134,7 @@ class _Trace:
             self.keep(name, self._places, y)
 
     def keep(self, name: str, places: Mapping[int, int], rows: Tensor) -> None:
-        """Keep the bits of tokens, whose rows are at these places."""
+        """Record the bits of the tokens whose rows are at these places."""
         kept, rows = self.bits.setdefault(name, {}), as_stored(rows)
         for token, place in places.items():
             row = rows[place].contiguous().view(torch.uint8)
@@ -139,10 +142,8 @@ class _Trace:
 
 
 def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str, str]]]:
-    """Yield each product of the layers, with the names of the operation before it and of itself.
-
-    Experts compute rows of several tokens, so the operation after them shows a difference.
-    """
+    """Yield each product of the layers except experts, with the names of the operation before it
+    and of itself. The operation after the experts shows their difference."""
     of_experts = ""
     for number, layer in enumerate(layers):
         ffn, where = layer.ffn, f"of layer {number}"
@@ -157,11 +158,8 @@ def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str
 def _products_of(
     block: object, where: str, first: str = ""
 ) -> Iterator[tuple[Linear, tuple[str, str]]]:
-    """Yield the products of a block.
-
-    Args:
-        first: name of the operation before the first one. Empty: that of PRODUCTS.
-    """
+    """Yield the products of a block. `first`: name of the operation before the first one. Empty: as
+    in PRODUCTS."""
     for attribute, before, name in PRODUCTS.get(type(block), ()):
         if (product := getattr(block, attribute)) is not None:
             yield product, (first or f"{before} {where}", f"{name} {where}")
@@ -175,7 +173,7 @@ def _experts(number: int) -> str:
 def _computed(
     model: Model, layout: KVLayout, steps: Sequence[Sequence[_Row]], traced: bool
 ) -> Mapping[str, Mapping[int, int]]:
-    """Compute steps over pages of their own. Return the bits of the probed tokens by operation."""
+    """Compute steps with pages of their own. Return the bits of the probed tokens by operation."""
     requests, trace = 1 + len(_OTHERS), _Trace(model)
     tables, pages = layout.tables, -(-_NUM_TOKENS // layout.page_size)
     num_pages = requests * tables.num_tables * pages
@@ -202,7 +200,7 @@ def _computed(
             num_drafted = len(batch.token_ids) - batch.num_decodes
             late.write(batch.states_after(torch.diff(batch.query_starts)), num_drafted)
         chosen = {place: i for i, place in enumerate(batch.sampled.tolist())}
-        # Tokens from the prompt's last one on have logits both ways.
+        # Tokens from the last prompt token on have logits in both ways.
         sampled = {token: chosen[place] for token, place in own.items() if token >= _NUM_PROMPT - 1}
         trace.keep(norm, sampled, hidden)
         trace.keep("lm_head", sampled, model.logits(hidden))
@@ -212,7 +210,7 @@ def _computed(
             trace.keep(f"the state of layer {layer}", {_NUM_TOKENS - 1: 0}, state)
         if table == NO_TABLE:
             continue
-        first = table * pages  # of the probed request
+        first = table * pages  # pages of the probed request
         by_token = view[first : first + pages].transpose(1, 3).flatten(0, 1)
         every = {token: token for token in range(_NUM_TOKENS)}
         trace.keep(f"keys and values of layer {layer}", every, by_token)
@@ -220,7 +218,7 @@ def _computed(
 
 
 def _has_drafts(rows: Sequence[_Row]) -> bool:
-    """Return whether tokens of a step's rows of several tokens are drafts."""
+    """Return whether rows of several tokens contain drafts."""
     return any(row.start >= _NUM_PROMPT and row.end - row.start > 1 for row in rows)
 
 
@@ -245,7 +243,7 @@ def _batch(
     own, nowhere = states[requests], torch.full_like(states[requests], -1)
     # The states of rows with drafts are written after the step.
     late = (counts > 1).unsqueeze(1) & _has_drafts(rows)
-    # All tokens of rows with drafts have logits, and the last ones of the others.
+    # In rows with drafts, all tokens have logits. In other rows, only the last one has.
     wanted = (positions >= _NUM_PROMPT - 1) | (positions == lengths[of_token] - 1)
     long_rows = (counts > 1).nonzero()
     num_extends = 1 + int(long_rows[-1]) if len(long_rows) else 0

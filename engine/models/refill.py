@@ -1,6 +1,6 @@
-"""Replacement of the values in a model's tensors, in place, and of their memory.
+"""Replacement of the values in a model's tensors, in place, and release of their memory.
 
-Objects that hold these tensors, or have noted their addresses, use the new values from then on.
+Objects that refer to these tensors or their addresses see the new values.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +16,13 @@ from kernels.cuda.virtual_memory import Region, VirtualMemory
 
 T = TypeVar("T")
 
-_EXTENT_BYTES = 64 << 20  # so much is in memory twice, or the largest tensor
-_ALIGNMENT = 512  # as torch aligns tensors
+_EXTENT_BYTES = 64 << 20  # memory that is needed twice at a time, unless a tensor is larger
+_ALIGNMENT = 512  # bytes, as in torch
 
 
 def refill(present: object, fresh: object) -> None:
-    """Copy all tensors of `fresh` to the places of those in `present`, which has the same
-    structure. Nothing may compute with either meanwhile.
+    """Copy all tensors of `fresh` over those of `present`, which has the same structure. No forward
+    may use either meanwhile.
 
     Raises:
         EngineFault: they differ in more than values. Some may be copied already.
@@ -32,8 +32,8 @@ def refill(present: object, fresh: object) -> None:
 
 
 def drain(present: object) -> None:
-    """Return the memory of all host tensors of `present` to the system. They keep their addresses,
-    and `refill` fills them again. Nothing may compute with them meanwhile."""
+    """Return the memory of all host tensors of `present` to the operating system. They keep their
+    addresses, and `refill` fills them again. No forward may use them meanwhile."""
     if isinstance(present, Tensor):
         if present.device.type == "cpu":
             give_back(present)
@@ -50,7 +50,7 @@ def drain(present: object) -> None:
 
 
 def found(kind: type[T], within: object) -> Iterator[T]:
-    """Yield all objects of a kind in dataclasses and sequences, in order."""
+    """Yield all objects of a kind inside dataclasses and sequences, in order."""
     if isinstance(within, kind):
         yield within
     elif isinstance(within, tuple | list):
@@ -62,13 +62,13 @@ def found(kind: type[T], within: object) -> Iterator[T]:
 
 
 def relocated(tensors: Iterable[Tensor], memory: VirtualMemory) -> Region:
-    """Move tensors of a device into a region, which is returned. They stay the same objects with
-    the same values, and those that shared memory still do.
+    """Move tensors of a device into a region, and return the region. They stay the same objects
+    with the same values, and tensors that shared memory still do.
 
-    No address may have been noted before, and nothing may compute with the tensors meanwhile.
+    No other object may have recorded their addresses, and no forward may use them meanwhile.
 
     Raises:
-        CudaError: there is not enough memory. Some are moved already.
+        CudaError: there is not enough memory. Some tensors are already moved.
     """
     sharing: dict[int, list[Tensor]] = {}  # by address of their memory
     for each in tensors:
@@ -78,7 +78,7 @@ def relocated(tensors: Iterable[Tensor], memory: VirtualMemory) -> Region:
     region, start = memory.reserve(sum(sizes), _EXTENT_BYTES), 0
     for some, size in zip(sharing.values(), sizes, strict=True):
         if start + size > region.mapped_bytes:
-            torch.cuda.empty_cache()  # of the tensors moved so far
+            torch.cuda.empty_cache()  # frees the old memory of tensors moved so far
             region.map(start + size)
         _move(some, region.tensor(start, size))
         start += size
@@ -127,7 +127,8 @@ def _refill(present: object, fresh: object, place: str) -> None:
 def _refill_field(owner: object, other: object, name: str, place: str) -> None:
     present, fresh = getattr(owner, name), getattr(other, name)
     if isinstance(present, Tensor) and isinstance(fresh, Tensor) and fresh.is_mkldnn:
-        # An opaque tensor: its address cannot have been noted and its memory cannot be written.
+        # An opaque tensor: no object can have recorded its address, and its memory cannot be
+        # written.
         object.__setattr__(owner, name, fresh)
     else:
         _refill(present, fresh, place)

@@ -1,6 +1,6 @@
 """RoPE variants: inverse frequencies from a configuration.
 
-All arithmetic is float32, as in Hugging Face's models, so that the angles of distant tokens agree.
+All arithmetic is in float32, as in transformers, so that the angles of distant tokens are equal.
 """
 
 import math
@@ -24,7 +24,7 @@ def parse_rope(
     theta: float = 1e4,
     rotated: float | None = None,
 ) -> Rope:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     Args:
         theta: default if neither has it.
@@ -49,7 +49,7 @@ def _rotated(fields: Fields, rotated: float | None) -> float | None:
 def rope_of(
     rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float | None = None
 ) -> Rope:
-    """Return the RoPE of one object of rope parameters. Otherwise like `parse_rope`."""
+    """Return the RoPE of one object of rope parameters. See `parse_rope`."""
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
     rotated = _rotated(rope, rotated)
@@ -60,7 +60,7 @@ def rope_of(
     frequencies = 1.0 / theta**exponents
     scale = 1.0
     match kind:
-        case "default" | "mrope":  # it affects the axes, not the frequencies
+        case "default" | "mrope":  # mrope affects the axes, not the frequencies
             pass
         case "linear":
             frequencies = frequencies / rope.number("factor")
@@ -74,13 +74,13 @@ def rope_of(
 
 
 def in_sections(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialRope:
-    """Return a rope whose consecutive pairs rotate by time, by height, by width, and again from the
-    first.
+    """Return a rope whose consecutive sections of pairs rotate by time, height and width, and so on
+    cyclically.
 
     Args:
-        sections: default number of pairs of each.
+        sections: default number of pairs of each section.
     Raises:
-        ConfigError: they are not all pairs.
+        ConfigError: the sections do not add up to all pairs.
     """
     fields = _rope_fields(config)
     sections = fields.counts("mrope_section") or sections
@@ -92,11 +92,11 @@ def in_sections(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialR
 
 
 def interleaved(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialRope:
-    """Return a rope whose pairs rotate by time, height and width in turn. Pairs beyond a section of
-    height or width rotate by time.
+    """Return a rope whose pairs rotate by time, height and width in turn. Pairs after the end of a
+    section of height or width rotate by time.
 
     Args:
-        sections: default number of pairs of each.
+        sections: default number of pairs of each section.
 
     Source: Qwen3-VL, apply_interleaved_mrope of its reference code.
     """
@@ -114,7 +114,7 @@ def _rope_fields(config: Fields) -> Fields:
 
 
 def extended_context(config: Fields, context_length: int) -> int:
-    """Return the context length that yarn gives. Its factor multiplies the original length, not
+    """Return the context length with yarn. Its factor multiplies the original length, not
     max_position_embeddings."""
     rope = _rope_fields(config)
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
@@ -124,9 +124,9 @@ def extended_context(config: Fields, context_length: int) -> int:
 
 
 def score_scale(config: Fields) -> float:
-    """Return the factor by which scores grow with yarn's context extension.
+    """Return the factor by which attention scores grow with yarn's context extension.
 
-    It differs from 1 where `mscale_all_dim` is set, as in DeepSeek-V2 and later.
+    It differs from 1 if `mscale_all_dim` is set, as in DeepSeek-V2 and later.
     """
     rope = _rope_fields(config)
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
@@ -135,14 +135,14 @@ def score_scale(config: Fields) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
-    """Divide long wavelengths by the factor, keep short ones, with a smooth step between.
+    """Divide low frequencies by the factor, keep high ones, and interpolate between.
 
     Source: Llama 3.1 reference code, apply_scaling.
     """
     factor = rope.number("factor")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     original = rope.integer("original_max_position_embeddings", context_length)
-    turns = original * frequencies / (2 * math.pi)  # of the angle over the original context
+    turns = original * frequencies / (2 * math.pi)  # rotations over the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / factor + kept * frequencies
 
@@ -157,7 +157,7 @@ def _yarn(periods: Tensor, theta: float, rope: Fields, context_length: int) -> t
     head_dim = 2 * len(periods)
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose angle makes this many turns over the original context."""
+        """Return the dimension whose angle makes this number of turns over the original context."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(rope.number("beta_fast", 32)), dimension(rope.number("beta_slow", 1))

@@ -15,25 +15,24 @@ class ModelSpec:
     """The properties of a model.
 
     Attributes:
-        dtype: of the checkpoint.
-        context_length: tokens that the model was made for.
-        layers: the state that each layer keeps of a request. Pool, layout and hand-off derive from
-            it.
+        dtype: dtype of the checkpoint.
+        context_length: maximum number of tokens that the model supports.
+        layers: the state that each layer keeps of a request. Pool, layout and hand-off are derived
+            from it.
         draft: the state that a built-in drafter keeps in addition. None: there is no drafter.
-        products_per_token: multiplications of a token with weights, without the head's.
-        stored: storage scheme of the checkpoint's matrices, for people.
-        format: the format of the checkpoint's quantised matrices, if products can use it.
+        products_per_token: multiplications with weights per token, without the head.
+        stored: storage scheme of the checkpoint's matrices, for messages.
+        format: format of the checkpoint's quantised matrices, if products use it directly.
         image_token_side: pixels per side of the square that an image token covers. 0: no images.
-        image_token_size: numbers of an image token's embedding, with features for the first layers.
-            Excluded from the repr, which nodes compare, because images have their own hash there.
-        image_tokens_per_side: rows and columns of every image. 0: they depend on its size. Excluded
-            from the repr, too.
-        video_frames: frames of a temporal patch of a video. 0: no videos. Excluded from the repr,
-            too.
-        whole_images: tokens of an image see all tokens of their image. Excluded from the repr, too.
-        axial_images: image tokens are positioned by row and column. Excluded from the repr, too.
-        generates: the model has a head for tokens.
-        num_labels: classes of its classification head. 0: there is none.
+        image_token_size: numbers of an image token's embedding, including features for the first
+            layers. Nodes compare the repr of a spec. This field and the following ones up to
+            axial_images are not in it, because images have their own hash.
+        image_tokens_per_side: rows and columns of every image. 0: they depend on its size.
+        video_frames: frames of a temporal patch of a video. 0: no videos.
+        whole_images: whether image tokens attend to all tokens of their image.
+        axial_images: whether image tokens are positioned by row and column.
+        generates: whether the model has a head for tokens.
+        num_labels: number of classes of the classification head. 0: there is none.
     """
 
     architecture: str

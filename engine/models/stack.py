@@ -1,6 +1,6 @@
 """A decoder's layers as one stack: run layer by layer, or many in one compiled call.
 
-The structure of the layers decides, when the stack is made.
+The kinds of layers determine which, when the stack is created.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from kernels.cpu.layers import (
 from kernels.linear_attention.state_cells import CellView
 
 Residual: TypeAlias = Tensor | None
-# The number of the first layer of a group, and of the one after its last. None: all layers.
+# First layer of a group, and the layer after its last one. None: all layers.
 LayerNumbers: TypeAlias = tuple[int, int] | None
 
 
@@ -63,17 +63,17 @@ class Stack(Protocol):
         Args:
             x: [num_tokens, hidden], embeddings, or the output of the layer before the group. The
                 stack takes ownership.
-            residual: what that output is to be added to. None: before the first layer. The stack
+            residual: the sum to which x is to be added. None: before the first layer. The stack
                 takes ownership.
         Returns:
-            The last layer's output, and the residual that it is to be added to.
+            The last layer's output, and the residual to which it is to be added.
         """
         ...
 
 
 def stack_of(layers: tuple[Layer, ...]) -> Stack:
     """Return the compiled stack if all layers have attention and a dense net with matrices in
-    panels, else the layer-by-layer one."""
+    panels. Otherwise return the layer-by-layer one."""
     rotations: list[Rotation] = []
     compiled = [_compiled(layer, rotations) for layer in layers]
     whole = [layer for layer in compiled if layer is not None]
@@ -100,7 +100,7 @@ class LayerByLayer:
 
 
 class WithFeatures:
-    """A stack whose first layers add features of images to their outputs.
+    """A stack whose first layers add image features to their outputs.
 
     Args:
         num_layers: number of these layers.
@@ -131,7 +131,7 @@ class WithFeatures:
 def tap(
     layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: PagedLayers
 ) -> tuple[Tensor, Residual, Sequence[Tensor]]:
-    """Run all layers like `Stack.forward`, and also return the inputs of the layers in `taps`,
+    """Run all layers like `Stack.forward`. Also return the inputs of the layers in `taps`,
     [num_tokens, hidden] each."""
     residual: Residual = None
     tapped: dict[int, Tensor] = {}
@@ -147,9 +147,9 @@ class InOneCall:
     """Layers in one compiled call.
 
     Args:
-        rotations: of the angles, which layers refer to by index.
-        one_by_one: the same layers, for KV stored in another dtype than the compute dtype.
-        whole_images: steps with image tokens are computed by `one_by_one`, too.
+        rotations: sources of angles, to which layers refer by index.
+        one_by_one: the same layers, for KV with another dtype than the compute dtype.
+        whole_images: whether `one_by_one` also computes steps with image tokens.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The offload tiers below the prefix cache: evicted pages are kept there and loaded back."""
+"""Offload tiers below the prefix cache: they keep evicted pages, which can be loaded back."""

@@ -1,17 +1,17 @@
-"""The tiers below the prefix tree: host memory and files. They keep pages that the tree evicts.
+"""The offload tiers below the prefix tree: host memory and files.
 
     the tree learns a page --save--> host memory too --write--> a file too
     ... evicted when space is needed: tree first, host memory next, files last ...
     the tree  <--bring--  host memory  <--read--  a file,  before a prompt's turn
 
-Inserted pages are copied to the lower tiers at once, in parallel to the steps. Eviction therefore
-waits for nothing, because the copy already exists. Only requests that will use a copy wait for it.
-Loaded pages belong to the tree, not to the request that asked for them.
+Inserted pages are copied to the tiers at once, concurrently with steps. Eviction therefore never
+waits, because the copy already exists. Only requests that will use a copy wait for it. Loaded pages
+belong to the tree, not to the request that needs them.
 
-A page is held for COPY, on the device and in host memory, until its copy ends. Loaded pages are
-inserted into the tree at the end of the copy. Pages of windows and of states are stored with the
-page of tokens that they belong to. A request can continue after a page for which all of them are
-present.
+A copy holds its pages (COPY), on the device and in host memory, until it ends. Loaded pages are
+inserted into the tree at the end of the copy. Pages of windows and of recurrent states are stored
+with the page of tokens to which they belong. A request can continue after a page of tokens for
+which all of them are present.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,10 +38,10 @@ from engine.offload.tier_matches import TierMatch, TierMatches
 
 
 class TierLoads:
-    """Loaded pages that no request has used yet. Engine thread only.
+    """Tracks loaded pages that no request has used yet. Engine thread only.
 
     Attributes:
-        used_pages: pages of tokens, since the start. Key: whether only a file had them.
+        used_pages: pages of tokens used since the start. Key: whether only a file had them.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class TierLoads:
         self._unused.update(pages)
 
     def used(self, keys: Iterable[PageKey]) -> None:
-        """Note that a request continues from these pages. Each page counts once."""
+        """Record that a request continues from these pages. Each page counts once."""
         for key in keys:
             filed = self._unused.pop(key, None)
             if filed is not None:
                 self.used_pages[filed] += 1
 
     def left(self, keys: Iterable[PageKey]) -> None:
-        """Note that the tree has evicted these."""
+        """Record that the tree has evicted these pages."""
         for key in keys:
             self._unused.pop(key, None)
 
@@ -76,10 +76,10 @@ class CacheTiers:
     """The tiers of one engine. Engine thread only.
 
     Attributes:
-        host: the pages of host memory; others hold some of them too.
-        files: the tier below that.
+        host: the pages of host memory, some of which others hold.
+        files: the tier below host memory.
         saves: saves of inserted pages to host memory.
-        brought_pages: loaded pages of all tables, since the start, used or not.
+        brought_pages: loaded pages of all tables since the start, used or not.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CacheTiers:
 
         Args:
             copier: may be None if not `enabled`.
-            store: the store that the index in `host` describes, if there are files.
+            store: the store whose index `host` has, if there are files.
         """
         copier = copier or _NoCopier()
         self.host = host
@@ -112,20 +112,21 @@ class CacheTiers:
         self._copier = copier
         self._ways = TierMatches(host, cache, tables)
         self._brings = TierCopies(host, pages)
-        # callbacks of waiting requests, by TierMatch.key
+        # Callbacks of waiting requests, by TierMatch.key.
         self._coming: dict[PageKey, list[Callable[[], None]]] = {}
-        self._age = 0  # number of times that pages were removed for good
+        self._age = 0  # number of removals of pages from all tiers
         if self._enabled:
             cache.keep_below(self)
 
     @property
     def host_tokens(self) -> int:
-        """Tokens that were not computed because host memory had them."""
+        """Prompt tokens that were loaded from host memory instead of computed."""
         return self._brought.used_pages[False] * self._tables.page_size
 
     @property
     def file_tokens(self) -> int:
-        """Tokens that were not computed because files had them, and host memory had not."""
+        """Prompt tokens that were loaded from files, but not from host memory, instead of
+        computed."""
         return self._brought.used_pages[True] * self._tables.page_size
 
     @property
@@ -134,7 +135,7 @@ class CacheTiers:
         return self._enabled and bool(self.saves.copies or self._brings or self.files.busy)
 
     def copied(self) -> Iterator[Ints]:
-        """Yield the device pages that are held for copies."""
+        """Yield the device pages that copies hold."""
         if self._enabled:
             yield from self.saves.copies.device_pages()
             yield from self._brings.device_pages()
@@ -149,7 +150,7 @@ class CacheTiers:
         """Finish the jobs that are done.
 
         Raises:
-            Exception: the error of a failed copy.
+            Exception: the error of a failed copy. It is fatal.
         """
         if self._enabled:
             self.saves.poll()
@@ -157,7 +158,7 @@ class CacheTiers:
             self._brings.poll()
 
     def close(self) -> None:
-        """End the threads of files. Writes that are not submitted yet are dropped."""
+        """Stop the threads of files. Writes that are not submitted yet are dropped."""
         self.files.close()
 
     def check(self) -> None:
@@ -173,8 +174,7 @@ class CacheTiers:
         self.saves.learnt(node)
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """Note that the tree has evicted these. Return the names of those that no tier has any
-        more."""
+        """See LowerTier."""
         self._brought.left(keys)
         return self.host.left_tree(keys, names)
 
@@ -185,15 +185,14 @@ class CacheTiers:
         self.host.journal = journal
 
     def forget(self, keys: Collection[PageKey]) -> None:
-        """Remove keys that the tree has removed for good. The results of loads in progress are
-        discarded, since they may contain some of them."""
+        """See LowerTier. Discards the results of loads in progress, since they may contain such
+        pages."""
         self._age += 1
         self.host.forget(keys)
         self.files.forget(keys)
 
     def clear(self) -> None:
-        """Remove everything below, because the tree is being emptied. The results of loads in
-        progress are discarded."""
+        """See LowerTier. Discards the results of loads in progress."""
         self._age += 1
         self._brought.clear()
         self.saves.clear()
@@ -207,17 +206,17 @@ class CacheTiers:
         return self._ways.find(token_ids, namespace) if self._enabled else None
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
-        """Note that a request continues from all of these tokens, which the tree has."""
+        """Record that a request continues from all of these tokens, which are in the tree."""
         if self._brought:
             self._brought.used(self._cache.keys(token_ids, namespace))
 
     def bring(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
-        """Start a load, or wait for a load in progress that begins with the same page. On True,
-        `poll` will call `then` at its end.
+        """Start a load, or wait for a load in progress that begins with the same page.
 
         Args:
             way: a current result of `way`.
             room: pages that may be allocated now.
+            then: called by `poll` at the end of the load, if this returns True.
         """
         coming = self._coming.get(way.key)
         if coming is not None:
@@ -231,12 +230,12 @@ class CacheTiers:
         return self.way(wanted.token_ids, wanted.namespace)
 
     def _bring_rest(self, way: TierMatch | None, room: int, then: Callable[[], None]) -> None:
-        """Load the remaining pages of a request after the load that it waited for has ended."""
+        """Load the remaining pages of a request, after the end of the load for which it waited."""
         if way is None or not self.bring(way, room, then):
             then()
 
     def _read(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
-        """Read pages from files, then load from host memory as much as is there."""
+        """Read pages from files. Then load the pages that are in host memory."""
 
         def read() -> None:
             there = self._ways.find(way.token_ids, way.namespace, filed=False)
@@ -265,7 +264,7 @@ class CacheTiers:
     def _take_in(self, way: TierMatch, fresh: Ints, age: int) -> None:
         """Insert loaded pages into the tree."""
         here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
-        # Else the pages, or the prefix that they continue, were removed in the meantime.
+        # Otherwise the pages, or the prefix before them, were removed in the meantime.
         if age == self._age and here.shape[1] == way.prefix:
             holding = PageHolding.laid_out(self._tables, here, fresh, len(way.token_ids))
             self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
@@ -314,7 +313,7 @@ class _NoStore:
 
 
 class TierMeter:
-    """A meter of the offload tiers. Engine thread only. See Meter."""
+    """The metrics of the offload tiers. Engine thread only. See Meter."""
 
     def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
         self._tiers = tiers

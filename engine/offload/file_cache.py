@@ -1,11 +1,11 @@
 """The index of pages in files, below host memory, and the record of each page in a file.
 
-Entries are found by key as in host_cache.py, and each page is in a slot (page_files.py). The least
-recently written or used entries are evicted first. An entry in use by a read or write is not
-evicted. This module does not read or write files.
+Entries are found by key as in host_cache.py. Each page is in a slot (page_files.py). The least
+recently written or used entries are evicted first, but not while a read or write uses them. This
+module does not read or write files.
 
-A record has 64 bytes, with checksums of the record and of the page. A later process can therefore
-verify the files instead of trusting them.
+A record has 64 bytes, including checksums of the record and of the page. A later process can
+therefore verify the files instead of trusting them.
 
     index:  header | record of slot 0 | record of slot 1 | ...
     pages:  page of slot 0 | page of slot 1 | ...
@@ -42,9 +42,8 @@ class PageRecord(NamedTuple):
 
     Attributes:
         key, name, place: identify the page, see HostPages.
-        order: the later of two records has the larger number.
-        checksum: of the page, see `checksum`.
-        width: number of places.
+        order: the newer of two records has the larger number.
+        width: number of places per page of tokens.
     """
 
     key: PageKey
@@ -60,10 +59,10 @@ def checksum(page: memoryview) -> int:
 
 
 def version_of(fingerprint: Mapping[str, str], weights: bytes) -> bytes:
-    """Return the version of pages: a digest of everything that they depend on.
+    """Return the version of pages: a digest of everything on which their content depends.
 
     Args:
-        fingerprint: the fingerprint of an engine, field by field.
+        fingerprint: the fingerprint of an engine, by field.
         weights: the id of the content of all weights.
     """
     digest = hashlib.blake2b(digest_size=VERSION_BYTES, person=b"baton files KV")
@@ -86,12 +85,12 @@ def packed(record: PageRecord, slot: int) -> bytes:
 
 
 def record_of(data: bytes) -> PageRecord:
-    """Return the record that `packed` has made, without a check of its checksum."""
+    """Return a record from the bytes of `packed`, without verifying its checksum."""
     return PageRecord(*_BODY.unpack(data[_SUM.size :]))
 
 
 def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
-    """Yield slots and records of an index without its header. Invalid records are skipped."""
+    """Yield slots and records of an index without its header. Invalid records are left out."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
         body = index[at + _SUM.size : at + RECORD_BYTES]
         (expected,) = _SUM.unpack_from(index, at)
@@ -107,11 +106,11 @@ class FiledPages:
     """The KV of one page of tokens, in files.
 
     Attributes:
-        name: the name that routers know it by.
-        slots: by place, as HostPages.pages; NO_PAGE where no slot has it.
-        in_tree: the prefix tree has it too.
+        name: name by which routers know the page.
+        slots: by place, like HostPages.pages. NO_PAGE where no slot has it.
+        in_tree: whether the prefix tree has it, too.
         uses: reads and writes in progress. The entry is not evicted before they end.
-        writes: writes among them. The entry is incomplete before they end.
+        writes: the writes among them. The entry is incomplete until they end.
     """
 
     name: int
@@ -128,7 +127,7 @@ class FileCache:
     """The index of the files. Engine thread only.
 
     Attributes:
-        num_slots: constant.
+        num_slots: number of slots, constant.
         num_evicted: keys evicted since the start.
     """
 
@@ -139,19 +138,19 @@ class FileCache:
 
         Args:
             width: places per page of tokens.
-            found: filled slots of an earlier process; of two with the same page the newer one
+            found: used slots of an earlier process. If two have the same page, the newer one
                 counts.
         """
         self.num_slots = num_slots
         self.num_evicted = 0
-        self._limit = num_slots  # slots from here on are not allocated
+        self._limit = num_slots  # slots from this one on are not allocated
         self._width = width
         self._kept: OrderedDict[PageKey, FiledPages] = OrderedDict()  # least recently used first
-        self._free: list[int] = []  # used before; slots from _fresh on were never used
+        self._free: list[int] = []  # slots that were used; slots from _fresh on were never used
         self._fresh = 0
-        self._withheld: list[int] = []  # free, and beyond the limit
+        self._withheld: list[int] = []  # free slots beyond the limit
         self._order = 0
-        self._leaving: list[FiledPages] = []  # removed, but still in use
+        self._leaving: list[FiledPages] = []  # removed entries that are still in use
         self._recover(found)
 
     def __len__(self) -> int:
@@ -162,14 +161,14 @@ class FileCache:
 
     @property
     def num_filled(self) -> int:
-        """Slots that have a page."""
+        """Number of slots with a page."""
         return self._fresh - len(self._free) - len(self._withheld)
 
     def get(self, key: PageKey) -> FiledPages | None:
         return self._kept.get(key)
 
     def touch(self, key: PageKey) -> None:
-        """Note that the tree has it, and that it was used now."""
+        """Record that the tree has the page, and that it was used now."""
         filed = self._kept.get(key)
         if filed is not None:
             filed.in_tree = True
@@ -188,7 +187,7 @@ class FileCache:
         return slots, gone
 
     def limit_to(self, num_slots: int) -> None:
-        """Limit allocation to the first `num_slots` slots, because the disk is full."""
+        """Allocate only the first `num_slots` slots from now on, because the disk is full."""
         self._limit = min(self._limit, num_slots)
         free, self._free = self._free, []
         self._release(free)
@@ -200,11 +199,11 @@ class FileCache:
         self._withheld.clear()
 
     def use(self, filed: FiledPages) -> None:
-        """Note that a read or write of it begins."""
+        """Record that a read or write of the entry begins."""
         filed.uses += 1
 
     def release(self, filed: FiledPages) -> None:
-        """Note that a read or write of it has ended."""
+        """Record that a read or write of the entry has ended."""
         filed.uses -= 1
         if not filed.uses and filed in self._leaving:
             self._leaving.remove(filed)
@@ -216,7 +215,7 @@ class FileCache:
         return self._order
 
     def add(self, key: PageKey, name: int, *, in_tree: bool) -> FiledPages:
-        """Return the entry of this key, which is created if it does not exist."""
+        """Return the entry of this key. It is created if it does not exist."""
         filed = self._kept.get(key)
         if filed is None:
             filed = self._kept[key] = FiledPages(name, [NO_PAGE] * self._width, in_tree)
@@ -231,7 +230,7 @@ class FileCache:
             self._release(filed.present())
 
     def left_tree(self, keys: Sequence[PageKey]) -> None:
-        """Note that the tree has evicted these."""
+        """Record that the tree has evicted these pages."""
         for key in keys:
             filed = self._kept.get(key)
             if filed is not None:

@@ -1,10 +1,12 @@
-"""The file tier below host memory. Pages that enter host memory are also written to files, a few at
-a time and in parallel to the steps. They can be loaded after host memory has evicted them. They are
-read back into host memory before the request that needs them is scheduled.
+"""The file tier below host memory.
 
-Pages of host memory are held for COPY while they are written to files or read into. Read pages are
-added to host memory at the end of the read, if they were correct. After a disk error the tier only
-relies on the entries that it still has.
+Pages that enter host memory are also written to files, a few at a time and concurrently with steps.
+After host memory has evicted them, they can be read back into it, before the request that needs
+them is scheduled.
+
+Writes and reads hold pages of host memory (COPY). Read pages are added to host memory at the end of
+the read, if their checksums are correct. After a disk error the tier only uses the entries that it
+still has.
 """
 
 import time
@@ -26,33 +28,33 @@ from engine.offload.file_cache import FileCache, FiledPages, PageRecord
 from engine.offload.host_cache import HostCache, HostPages
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
 
-MOST_WRITING = 64  # pages at a time,
-WRITING_SHARE = 16  # limited to this part of host memory,
-LEAST_WRITING = 8  # but at least this many
-READING_SHARE = 2  # reads may use at most this part of host memory
+MOST_WRITING = 64  # limit of pages that are written at the same time
+WRITING_SHARE = 16  # at most 1 / WRITING_SHARE of host memory is being written,
+LEAST_WRITING = 8  # but at least this number of pages
+READING_SHARE = 2  # reads may use at most 1 / READING_SHARE of host memory
 READ_TOGETHER = 32  # pages per job of a thread
-MAX_BEHIND = 1 << 14  # queued pages of tokens; beyond this the oldest are not written
-AFTER_FAULT_S = 60.0  # until the next attempt
+MAX_BEHIND = 1 << 14  # limit of queued pages of tokens; beyond it the oldest are not written
+AFTER_FAULT_S = 60.0  # seconds until the next attempt after an error
 
 
 class StoredPage(NamedTuple):
-    """A page that is in a file, and not in host memory."""
+    """A page that is in a file and not in host memory."""
 
     key: PageKey
     place: int
 
 
 class PageStore(Protocol):
-    """An asynchronous store of pages. Writes keep their order, with `erase` and `clear` in between.
-    Results contain the fault of each page, or None."""
+    """An asynchronous store of pages. Writes, `erase` and `clear` run in order. Results have the
+    error of each page, or None."""
 
     @property
     def num_slots(self) -> int:
-        """Slots of one page each."""
+        """Number of slots, of one page each."""
         ...
 
     def found(self) -> Iterable[tuple[int, PageRecord]]:
-        """Return slots and records of an earlier process. Must be exhausted before the first
+        """Yield slots and records of an earlier process. Must be exhausted before the first
         write."""
         ...
 
@@ -68,7 +70,7 @@ class PageStore(Protocol):
 
 
 class _Piece(NamedTuple):
-    """One page on its way from host memory to a slot, or back."""
+    """One page that is copied from host memory to a slot, or back."""
 
     key: PageKey
     filed: FiledPages
@@ -85,9 +87,8 @@ class _Job:
     """A group of reads or writes in progress.
 
     Attributes:
-        futures: of all pieces, in order.
         kept: entries that stay in host memory until the job is done.
-        held: all pages of these entries, held by this job.
+        held: all pages of these entries. This job holds them.
         age: the tier's age when the job began.
     """
 
@@ -103,7 +104,7 @@ class _Job:
         return all(future.done() for future in self.futures)
 
     def faults(self) -> Iterator[FileFault | None]:
-        """Yield the fault of each piece, or None."""
+        """Yield the error of each piece, or None."""
         return chain.from_iterable(future.result() for future in self.futures)
 
     def host_pages(self) -> Ints:
@@ -115,8 +116,8 @@ class FileTier:
 
     Attributes:
         cache: the index of the files.
-        num_written, num_read: pages, since the start.
-        faults: number of faulty pages, by kind.
+        num_written, num_read: pages since the start.
+        faults: number of pages with an error, by kind.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class FileTier:
         """Create the tier.
 
         Args:
-            host: host memory, with the index of `store`.
+            host: host memory, which has the index of `store`.
             width: see HostPages.
         """
         self.cache: FileCache = host.files
@@ -163,7 +164,7 @@ class FileTier:
             yield job.host_pages()
 
     def saved(self, keys: Sequence[PageKey]) -> None:
-        """Queue keys of which host memory has got more pages."""
+        """Queue keys for which host memory has new pages."""
         if self.cache.num_slots:
             self._behind.update(dict.fromkeys(keys))
             while len(self._behind) > MAX_BEHIND:
@@ -182,12 +183,15 @@ class FileTier:
     def read(
         self, wanted: Sequence[StoredPage], kept: Sequence[HostPages], then: Callable[[], None]
     ) -> bool:
-        """Start reading pages back into host memory. On True, `poll` will call `then` at the end of
-        the read, when the correct pages are in host memory. On False nothing has changed.
+        """Start reading pages back into host memory.
 
         Args:
             wanted: pages that `cache` has now.
             kept: entries that stay in host memory until `then` returns.
+            then: called by `poll` at the end of the read, when the correct pages are in host
+                memory.
+        Returns:
+            False if the read was not started. Then nothing has changed.
         """
         num_pages = len(wanted)
         if self._num_reading + num_pages > self._host.pages.num_pages // READING_SHARE:
@@ -211,8 +215,7 @@ class FileTier:
         return True
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Remove these keys, as far as they are here, so that they are not found after a restart
-        either."""
+        """Remove these keys if they are here, so that they are not found after a restart either."""
         found = ((key, self.cache.get(key)) for key in keys)
         gone = [(key, filed) for key, filed in found if filed is not None]
         for key, _ in gone:
@@ -274,8 +277,8 @@ class FileTier:
         return max(most, LEAST_WRITING) - self._num_writing
 
     def _lacking(self, key: PageKey, kept: HostPages | None) -> list[int]:
-        """Return the places that host memory has and files do not. Return none while a save is in
-        progress: the key is queued again at its end."""
+        """Return the places that host memory has and files do not. Return none during a save, after
+        which the key is queued again."""
         if kept is None or kept.saves:
             return []
         filed = self.cache.get(key)
@@ -294,7 +297,11 @@ class FileTier:
     def _begin_to_write(
         self, key: PageKey, kept: HostPages, slots: Mapping[int, int]
     ) -> list[_Piece]:
-        """Create the pieces of a write. slots: by place."""
+        """Create the pieces of a write.
+
+        Args:
+            slots: slot of each place.
+        """
         filed = self.cache.add(key, kept.name, in_tree=kept.in_tree)
         for place, slot in slots.items():
             filed.slots[place] = slot
@@ -326,7 +333,8 @@ class FileTier:
     def _have_read(self, job: _Job) -> None:
         right = []
         for piece, fault in zip(job.pieces, job.faults(), strict=True):
-            if fault is None and self.cache.get(piece.key) is piece.filed:  # else it was removed
+            # Otherwise it was removed.
+            if fault is None and self.cache.get(piece.key) is piece.filed:
                 right.append(piece)
             self._end(job, piece, fault)
         self._num_reading -= len(job.pieces)
@@ -340,7 +348,7 @@ class FileTier:
     # Both directions ------------------------------------------------------------------------------
 
     def _end(self, job: _Job, piece: _Piece, fault: FileFault | None) -> None:
-        """End a piece. After a fault its entry is removed from the index."""
+        """End a piece. After an error, remove its entry from the index."""
         key, filed = piece.key, piece.filed
         if fault is not None:
             self._note(fault, piece)

@@ -1,8 +1,8 @@
-"""The pages of host memory. Some hold the KV of retracted requests. All others form the tier below
-the prefix tree, which is found by key (radix_nodes.py).
+"""The pages of host memory: KV of retracted requests, and the first offload tier.
 
-Requests have priority over cached pages. The least recently inserted or loaded entries are evicted
-first. This module does not copy pages; it only knows which copies are in progress.
+The pages of the tier are found by key (radix_nodes.py). Requests have precedence over them. The
+least recently inserted or loaded entries are evicted first. This module does not copy pages. It
+only knows the copies in progress.
 """
 
 from collections import OrderedDict
@@ -26,14 +26,12 @@ class HostPages:
     """The KV of one page of tokens, in host memory.
 
     Attributes:
-        name: the name that routers know it by.
-        pages: by table, then of the state after it, if one is kept; NO_PAGE where there is
-            none.
-        in_tree: the prefix tree has it too.
-        copies: copies in progress to or from these pages. The entry is not evicted before they
-            end.
-        saves: copies to these pages among them. The entry is incomplete before they end.
-        from_file: it was read from a file, and has not been loaded to the device since.
+        name: name by which routers know the page.
+        pages: by table, then pages of the state after it, if one is kept. NO_PAGE where absent.
+        in_tree: whether the prefix tree has it, too.
+        copies: copies in progress to or from these pages. The entry is not evicted before they end.
+        saves: the copies to these pages among them. The entry is incomplete until they end.
+        from_file: whether it was read from a file and not loaded to the device since.
     """
 
     name: int
@@ -48,14 +46,14 @@ class HostPages:
 
 
 class HostCache:
-    """Host memory: pages of retracted requests, and the tier below the tree. Engine thread only.
+    """Host memory: pages of retracted requests, and the first offload tier. Engine thread only.
 
     Attributes:
-        pages: holders of each host page. REQUEST: KV of a retracted request; STEP: a launched
-            step copies it; COPY: another copy is in progress; CACHE: it is found by its key.
+        pages: holders of each host page. REQUEST: KV of a retracted request. STEP: a launched step
+            copies it. COPY: another copy is in progress. CACHE: it can be found by its key.
         num_evicted: keys evicted since the start.
         journal: receives the keys that neither the tree nor a file has any more.
-        files: the tier below this one.
+        files: the next tier.
     """
 
     def __init__(self, num_pages: int, files: FileCache | None = None) -> None:
@@ -76,17 +74,17 @@ class HostCache:
 
     @property
     def num_cached(self) -> int:
-        """Pages that are found by their keys. O(pages)."""
+        """Number of pages that can be found by key. O(pages)."""
         return int(np.count_nonzero(self.pages.holds(PageHolder.CACHE)))
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can return."""
+        """Number of pages that `allocate` can return."""
         return self.pages.num_free + self.pages.num_evictable
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
-        """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
-        fail."""
+        """Allocate as PageAllocator.allocate does, evicting if needed. Evicts nothing if it
+        fails."""
         short = num_pages - self.pages.num_free
         if short > self.pages.num_evictable:
             return None
@@ -95,8 +93,8 @@ class HostCache:
         return self.pages.allocate(num_pages, holder)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Note that the tree has them, and that they were used now. The last key is evicted
-        last."""
+        """Record that the tree has these pages, and that they were used now. The last key is
+        evicted last."""
         for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
@@ -105,7 +103,7 @@ class HostCache:
             self.files.touch(key)
 
     def add(self, key: PageKey, name: int, num_pages: int, *, in_tree: bool = True) -> HostPages:
-        """Return the entry of this key, which is created with `num_pages` places if it does not
+        """Return the entry of this key. It is created with `num_pages` places if it does not
         exist."""
         kept = self._kept.get(key)
         if kept is None:
@@ -113,8 +111,8 @@ class HostCache:
         return kept
 
     def take_in(self, read: Iterable[tuple[PageKey, FiledPages, int, int]], width: int) -> None:
-        """Add pages that were read from files: key, entry, place, and a host page that is held.
-        Pages already here under other page numbers stay."""
+        """Add pages that were read from files: key, entry, place, and a held host page. If another
+        host page already has the same content, it stays."""
         taken = []
         for key, filed, place, page in read:
             kept = self.add(key, filed.name, width, in_tree=filed.in_tree)
@@ -125,7 +123,8 @@ class HostCache:
         self.pages.hold(np.array(taken, np.int32), PageHolder.CACHE)
 
     def pin(self, kept: Sequence[HostPages]) -> Ints:
-        """Hold all pages of these entries for a copy. They must be distinct. Return them."""
+        """Hold all pages of these entries for a copy, and return them. The entries must be
+        distinct."""
         for each in kept:
             each.copies += 1
         pages = np.array([page for each in kept for page in each.present()], np.int32)
@@ -133,14 +132,14 @@ class HostCache:
         return pages
 
     def unpin(self, kept: Sequence[HostPages], pages: Ints) -> None:
-        """End the holds of the copy for which `pin` was called."""
+        """Drop the holds of a copy that `pin` has added."""
         for each in kept:
             each.copies -= 1
         self.pages.drop(pages, PageHolder.COPY)
 
     def left_tree(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """Note that the tree has evicted these. Return the names of those that no tier has any
-        more."""
+        """Record that the tree has evicted these pages. Return the names of the pages that are in
+        no tier either."""
         self.files.left_tree(keys)
         lost = []
         for key, name in zip(keys, names, strict=True):
@@ -152,7 +151,7 @@ class HostCache:
         return lost
 
     def left_files(self, gone: Iterable[tuple[PageKey, FiledPages]]) -> None:
-        """Note that no file has these any more."""
+        """Record that no file has these pages any more."""
         if self.journal is not None:
             left = (filed.name for key, filed in gone if not filed.in_tree and key not in self)
             self.journal.removed(left)
@@ -163,8 +162,7 @@ class HostCache:
         yield from self.files.names()
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Remove these keys, as far as they are here. Pages being copied stay held until the copy
-        ends."""
+        """Remove these keys if they are here. Pages being copied stay held until the copy ends."""
         self._drop([(key, self._kept.pop(key)) for key in keys if key in self._kept])
 
     def clear(self) -> None:

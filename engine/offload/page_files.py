@@ -1,16 +1,15 @@
-"""Pages in slots of two files in a directory: one holds the pages, the other a record of each page
-(`PageRecord`). Data is used only if its checksum is correct.
+"""Pages in slots of two files: one has the pages, the other a record of each page (`PageRecord`).
 
-Each directory belongs to one process at a time. This module does not know the contents of a page,
-or which slot to use. Any thread may call it, but calls for the same slot must not overlap.
+Data is used only if its checksum is correct. Each directory belongs to one process at a time. This
+module does not know the contents of a page or the choice of slots. Any thread may call it, but
+calls for the same slot must not overlap.
 
-An attacker with write access to a shared directory may create a symbolic link, a hard link or a
-file under a name that is opened later. Each is checked on the open descriptor, before anything is
-read or truncated.
+In a shared directory, an attacker may create a link or a file under a name that is opened later.
+Files are therefore checked on the open descriptor, before anything is read or truncated.
 
-Nodes on several hosts may share a directory. Each locks its own part of it by flock. Some mounts
-keep these locks on their host, and then two nodes would write the same files. So `check_locks`
-refuses such mounts.
+Nodes on several hosts may share a directory. Each locks its own subdirectory by flock. Some mounts
+keep these locks on one host only, so that two nodes could write the same files. `check_locks`
+rejects such mounts.
 """
 
 import errno
@@ -43,7 +42,7 @@ from engine.offload.file_cache import (
 _MOUNTS = Path("/proc/self/mountinfo")
 _NFS = frozenset({"nolock", "local_lock=all", "local_lock=flock"})
 _SMB = frozenset({"nobrl", "nolock"})
-# By file system: the options with which locks hold on one host alone.
+# By file system: the mount options with which locks are local to one host.
 _LOCAL = {
     "nfs": _NFS,
     "nfs4": _NFS,
@@ -51,7 +50,7 @@ _LOCAL = {
     "smb3": _SMB,
     "lustre": frozenset({"localflock", "noflock"}),
 }
-_UNKNOWN = re.compile(r"fuse\b|virtiofs|9p")  # it depends on what is behind them
+_UNKNOWN = re.compile(r"fuse\b|virtiofs|9p")  # it depends on the file system behind them
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +67,9 @@ def check_locks(directory: Path, mounts: str = "") -> None:
     """Check the mount of an existing directory.
 
     Args:
-        mounts: the contents of mountinfo. Empty: those of this process.
+        mounts: the contents of mountinfo. Empty: read those of this process.
     Raises:
-        ConfigError: locks hold on this host alone, and other hosts may have the directory.
+        ConfigError: locks are local to this host, and other hosts may mount the directory.
     """
     mount = _mount_of(directory.resolve(), mounts or _MOUNTS.read_text())
     if mount is None:
@@ -89,7 +88,8 @@ def check_locks(directory: Path, mounts: str = "") -> None:
 
 
 def _mount_of(directory: Path, text: str) -> Mount | None:
-    """Return the newest mount of those nearest to the directory."""
+    """Return the mount with the directory. If several are mounted at the same place, the newest
+    one."""
     nearest = None
     for mount in _parsed(text):
         above = directory.is_relative_to(mount.at)
@@ -107,12 +107,12 @@ def _parsed(text: str) -> Iterator[Mount]:
 
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a FIFO may block for ever. It has no effect on regular files.
+# Without O_NONBLOCK, opening a FIFO may block forever. It has no effect on regular files.
 _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_directory(path: Path) -> int:
-    """Return a descriptor of the directory, which is created if it does not exist.
+    """Return a descriptor of the directory. It is created if it does not exist.
 
     Raises:
         OSError: it is a symbolic link, or has another owner.
@@ -122,12 +122,12 @@ def open_directory(path: Path) -> int:
 
 
 def open_file(path: Path, directory: int) -> int:
-    """Return a descriptor of a regular file, which is created if it does not exist.
+    """Return a descriptor of a regular file. It is created if it does not exist.
 
     Args:
         directory: descriptor of the directory that contains it.
     Raises:
-        OSError: it is a symbolic link, has another owner or a second name, or is not a regular
+        OSError: it is a symbolic link, has another owner or a second hard link, or is not a regular
             file.
     """
     file = _descriptor_of(path, path.name, _FILE, directory)
@@ -168,7 +168,7 @@ def _unsafe(path: Path, why: str) -> OSError:
     return OSError(errno.EPERM, f"it {why}; remove it, or choose another directory", str(path))
 
 
-MOST_NODES = 64  # nodes that share a directory, each in its own subdirectory
+MOST_NODES = 64  # limit of nodes that share a directory, each in its own subdirectory
 _FLAG = "engine.offload.disk_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 READERS = 4
@@ -176,7 +176,7 @@ T = TypeVar("T")
 
 
 class FileFault(Enum):
-    """The reason why a page is not in its slot, or cannot be read from it."""
+    """The error because of which a page is not in its slot, or cannot be read from it."""
 
     FULL = "full"
     WRITE = "write"
@@ -185,7 +185,7 @@ class FileFault(Enum):
 
 
 class SlotWrite(NamedTuple):
-    """A page to write. record: complete except for its checksum."""
+    """A page to write. The record is complete except for its checksum."""
 
     slot: int
     host_page: int
@@ -202,7 +202,7 @@ class PageFiles:
 
     Attributes:
         directory: this process's subdirectory of `root`.
-        num_slots: slots of one page each.
+        num_slots: number of slots, of one page each.
     """
 
     def __init__(
@@ -211,13 +211,12 @@ class PageFiles:
         """Open the files, and discard pages of another version.
 
         Args:
-            root: parent directory. Its contents must only be readable by users that may read
-                prompts.
+            root: parent directory. Only users that may read prompts may have access.
             memory: host pages [n, page bytes], contiguous.
             version: see version_of. Existing pages of another version are discarded.
             num_bytes: maximum size of the files.
         Raises:
-            ConfigError: the files cannot be created, or would hold no page.
+            ConfigError: the files cannot be created, or are too small for a page.
         """
         page_bytes = memory.shape[1]
         self._page_bytes = page_bytes
@@ -239,8 +238,7 @@ class PageFiles:
         self._logged: set[FileFault] = set()
 
     def found(self) -> Iterator[tuple[int, PageRecord]]:
-        """Yield slots and records of an earlier process. Must be exhausted before the first
-        write."""
+        """See PageStore."""
         index = bytearray(max(0, os.fstat(self._index).st_size - HEADER_BYTES))
         num_read = _read_all(self._index, memoryview(index), HEADER_BYTES)
         num_pages = os.fstat(self._pages).st_size // self._page_bytes
@@ -250,11 +248,11 @@ class PageFiles:
                 yield slot, record
 
     def write(self, writes: Sequence[SlotWrite]) -> list[FileFault | None]:
-        """Write pages. Return the fault of each page, or None."""
+        """Write pages. Return the error of each page, or None."""
         return [self._write(each) for each in writes]
 
     def read(self, reads: Sequence[SlotRead]) -> list[FileFault | None]:
-        """Read pages into host pages. Return the fault of each page, or None."""
+        """Read pages into host pages. Return the error of each page, or None."""
         return [self._read(each) for each in reads]
 
     def erase(self, slots: Sequence[int]) -> None:
@@ -315,7 +313,7 @@ class PageFiles:
         _write_all(self._index, memoryview(self._header), 0)
 
     def _log_first(self, fault: FileFault, error: OSError | None) -> None:
-        """Log the first fault of each kind. Metrics count all faults."""
+        """Log the first error of each kind. Metrics count all errors."""
         if fault not in self._logged:
             self._logged.add(fault)
             why = "its checksum is wrong" if error is None else str(error)
@@ -326,8 +324,8 @@ class PageFiles:
 
 
 def _claim(root: Path, header: bytes) -> tuple[Path, int]:
-    """Return a subdirectory of `root` that no process uses, and its index file. The file is locked
-    until it is closed. A subdirectory with the same header is preferred."""
+    """Return a subdirectory of `root` that no process uses, preferably with the same header, and
+    its locked index file."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_locks(root)
     places = [root / str(number) for number in range(MOST_NODES)]
@@ -345,7 +343,7 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
 
 
 def _lock(place: Path) -> int | None:
-    """Return the locked index file, or None if another process has it."""
+    """Return the locked index file, or None if another process has locked it."""
     index = _opened(place, "index")
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -356,7 +354,7 @@ def _lock(place: Path) -> int | None:
 
 
 def _opened(place: Path, name: str) -> int:
-    """Open a file of one of the directories, or raise OSError as `open_file` does."""
+    """Open a file of a subdirectory. Raise OSError as `open_file` does."""
     directory = open_directory(place)
     try:
         return open_file(place / name, directory)
@@ -391,7 +389,7 @@ def _read_all(file: int, into: memoryview, at: int) -> int:
 
 
 class FileThreads:
-    """One writer thread, which keeps the order of calls, and some reader threads. Owns the files.
+    """One writer thread, which runs jobs in order, and several reader threads. Owns the files.
 
     Args:
         notify: called from any of the threads when a job is done.
@@ -429,7 +427,7 @@ class FileThreads:
         self._submit(self._writer, self._files.clear)
 
     def close(self) -> None:
-        """Wait for running jobs and for queued writer jobs. Cancel queued reads."""
+        """Wait for running jobs and for queued jobs of the writer. Cancel queued reads."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._files.close()

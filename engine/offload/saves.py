@@ -1,10 +1,10 @@
-"""Saves of inserted pages to the tier below the prefix tree, and copies in progress between device
-and host memory. Pages are copied as soon as they are inserted, a few at a time and in parallel to
-the steps. Eviction therefore does not wait for copies. The pages of a copy are held on both sides
-(COPY).
+"""Saves of inserted pages to host memory, and copies in progress between device and host memory.
 
-If a prompt is longer than host memory, only its beginning is saved, which other requests can
-continue from. Saving the rest as well would make both parts evict each other for ever.
+Pages are copied as soon as they are inserted, a few at a time and concurrently with steps, so that
+eviction never waits for a copy. A copy holds its pages on both sides (COPY).
+
+If a prompt is longer than host memory, only its beginning is saved, from which other requests can
+continue. If the rest were saved too, both parts would evict each other forever.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ class TierCopy(Protocol):
 
 
 class TierCopier(Protocol):
-    """A copier of pages in parallel to the steps. Saves run in order, and so do loads."""
+    """Copies pages concurrently with steps. Saves run in order, and so do loads."""
 
     def save(self, copies: PageCopies) -> TierCopy: ...
 
@@ -46,7 +46,7 @@ class _Job:
 
 
 class TierCopies:
-    """The copies of one direction, first in, first out. Engine thread only."""
+    """The copies in one direction, first in, first out. Engine thread only."""
 
     def __init__(self, host: HostCache, pages: PageAllocator) -> None:
         self._host = host
@@ -62,10 +62,9 @@ class TierCopies:
         """Add a copy that has begun.
 
         Args:
-            device: pages that are already held for it; they are dropped when it is done.
-            kept: entries that it writes or reads. They stay in host memory with all their
-                pages.
-            then: called when it is done, before anything is dropped.
+            device: device pages that are held for it. They are dropped when it is done.
+            kept: entries that it writes or reads. They stay in host memory with all their pages.
+            then: called when it is done, before any page is dropped.
         """
         self._jobs.append(_Job(copy, device, self._host.pin(kept), kept, then))
 
@@ -73,7 +72,7 @@ class TierCopies:
         """Finish the copies that are done.
 
         Raises:
-            Exception: the error of a failed copy.
+            Exception: the error of a failed copy. It is fatal.
         """
         while self._jobs and self._jobs[0].copy.done:
             job = self._jobs.popleft()
@@ -82,22 +81,23 @@ class TierCopies:
             self._host.unpin(job.kept, job.host)
 
     def device_pages(self) -> Iterator[Ints]:
-        """Yield the device pages, one array per hold."""
+        """Yield the device pages of all copies, one array per hold."""
         return (job.device for job in self._jobs)
 
     def host_pages(self) -> Iterator[Ints]:
         return (job.host for job in self._jobs)
 
 
-SAVING_SHARE = 16  # maximum part of either memory being saved at a time,
-LEAST_SAVING = 8  # but at least this many pages,
+SAVING_SHARE = 16  # at most 1 / SAVING_SHARE of either memory is being saved,
+LEAST_SAVING = 8  # but at least this number of pages,
 MOST_SAVING = 128  # and at most this many: larger saves delay the engine thread's step
-MAX_BEHIND = 1024  # queued nodes; beyond this the oldest are not saved
-SLACK_SHARE = 8  # part of the keys that may be evicted before used pages are marked as used again
+MAX_BEHIND = 1024  # limit of queued nodes; beyond it the oldest are not saved
+# Used pages are marked as used again once 1 / SLACK_SHARE of the keys may have been evicted.
+SLACK_SHARE = 8
 
 
 class _Lacking(NamedTuple):
-    """The pages of one page of tokens that the lower tier lacks: device pages by place in
+    """The pages of one page of tokens that are not in host memory: device pages by place in
     HostPages.pages."""
 
     key: PageKey
@@ -106,14 +106,13 @@ class _Lacking(NamedTuple):
 
 
 class TierSaves:
-    """The saves of the prefix tree's pages. Engine thread only.
+    """Saves the pages of the prefix tree. Engine thread only.
 
     Attributes:
-        copies: copies in progress.
-        num_pages: saved since the start.
+        num_pages: pages saved since the start.
     Args:
         width: pages per page of tokens, see HostPages.
-        saved: called with the keys of which host memory has got more pages.
+        saved: called with the keys for which host memory has new pages.
     """
 
     def __init__(
@@ -133,20 +132,20 @@ class TierSaves:
         self.copies = TierCopies(host, pages)
         self.num_pages = 0
         self._num_saving = 0
-        self._behind: dict[RadixNode, None] = {}  # inserted, and not all of it is being saved yet
+        self._behind: dict[RadixNode, None] = {}  # inserted nodes that are not completely saved
 
     def learnt(self, node: RadixNode) -> None:
-        """Save the pages from the start of a prompt to the end of the node, as far as the tier
-        below lacks them. Saves that exceed the limit are queued."""
-        # deepest nodes are marked first, so that they are evicted first
+        """Save the pages from the start of a prompt to the end of the node that are not in host
+        memory. Saves beyond the limit are queued."""
+        # Mark the deepest nodes first, so that they are evicted first.
         for each in (node, *node.above()):
             if not self._is_settled(each):
                 self._host.touch(reversed(each.keys))
         self._save_path(node)
 
     def _save_path(self, node: RadixNode) -> bool:
-        """Save the pages of a node and of those above that the tier below lacks, from the root
-        down. Return False if the limit was reached: the node is then queued."""
+        """Save the pages of a node and of all nodes above that are not in host memory, from the
+        root down. Return False if the limit was reached, and queue the node."""
         room, places = self._room_to_save(), self._room_of_all()
         lacking: list[_Lacking] = []
         for each in (*reversed([*node.above()]), node):
@@ -172,7 +171,7 @@ class TierSaves:
     def poll(self) -> None:
         """Finish the copies that are done, and start queued saves."""
         self.copies.poll()
-        # Not while requests have all of host memory.
+        # Save nothing while requests use all of host memory.
         while self._behind and not self._num_saving and self._host.num_available:
             node = next(iter(self._behind))
             if node.parent is None or self._save_path(node):
@@ -183,7 +182,7 @@ class TierSaves:
         self._behind.clear()
 
     def _is_settled(self, node: RadixNode) -> bool:
-        """Return whether all of it was recently in the tier below, and marked as used."""
+        """Return whether the whole node was recently in host memory, and marked as used."""
         return node.num_saved == node.num_pages and self._is_recent(node)
 
     def _is_recent(self, node: RadixNode) -> bool:
@@ -198,12 +197,12 @@ class TierSaves:
         return min(most - self._num_saving, self._host.num_available)
 
     def _room_of_all(self) -> int:
-        """Return the number of host pages that can hold pages of the tree."""
+        """Return the number of host pages that can store pages of the tree."""
         return self._host.num_available + self._num_saving
 
     def _lacking(self, node: RadixNode, end: int) -> Iterator[_Lacking]:
-        """Yield the node's pages before `end` that the tier below lacks, in order. Updates the
-        number of saved pages: the caller must save each page that it receives."""
+        """Yield the node's pages before `end` that are not in host memory, in order. Updates the
+        number of saved pages, so the caller must save each of them."""
         if not self._is_recent(node):
             node.num_saved, node.settled_at = 0, self._host.num_evicted
         while (first := node.num_saved) < end:
@@ -252,8 +251,8 @@ class TierSaves:
 
 
 def _pages_up_to(node: RadixNode) -> Ints:
-    """Return the cumulative number of pages of all tables up to each page of tokens. The last entry
-    includes the pages of the state."""
+    """Return the cumulative number of pages of all tables per page of tokens. The last entry
+    includes state pages."""
     counts = np.count_nonzero(node.pages != NO_PAGE, axis=0)
     counts[-1] += len(node.state)
     return np.cumsum(counts, dtype=np.int32)

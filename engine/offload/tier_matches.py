@@ -1,4 +1,4 @@
-"""Lookup of the part of a prompt that is in the tiers below the prefix tree and can be loaded."""
+"""Lookup of the part of a prompt that is in the offload tiers and can be loaded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from engine.offload.file_cache import FiledPages
 from engine.offload.file_tier import StoredPage
 from engine.offload.host_cache import HostCache, HostPages
 
-LEAST_TOKENS = 64  # computing fewer is faster than the wait for a load
+LEAST_TOKENS = 64  # computing fewer tokens is faster than a load
 
 _Look = Callable[[PageKey], FiledPages | None]
 
@@ -25,16 +25,16 @@ class TierMatch(NamedTuple):
 
     token_ids: Ints  # tokens that will have KV
     namespace: Namespace
-    prefix: int  # whole pages of it that the tree has in full tables
-    gained: int  # tokens that need not be computed then
-    key: PageKey  # of the first loaded page, or the last
+    prefix: int  # number of whole pages in full tables of the tree
+    gained: int  # tokens that do not have to be computed after the load
+    key: PageKey  # key of the first loaded page; if none is loaded, of the last page
     kept: Sequence[HostPages]
     host: Ints  # in the order of PageTables.handed_over; NO_PAGE for pages that only files have
     filed: Sequence[StoredPage]  # the pages that only files have
 
 
 class _Below(NamedTuple):
-    """The loadable pages below the tree for one page of tokens."""
+    """The loadable pages of one page of tokens."""
 
     kept: HostPages | None
     filed: FiledPages | None
@@ -44,7 +44,7 @@ class _Below(NamedTuple):
         return [NO_PAGE] * width if self.kept is None else self.kept.pages
 
     def anywhere(self, width: int) -> list[int]:
-        """Return pages or slots by place: NO_PAGE where neither host memory nor a file has one."""
+        """Return pages or slots by place. NO_PAGE where neither host memory nor a file has one."""
         if self.filed is None:
             return self.on_host(width)
         pairs = zip(self.on_host(width), self.filed.slots, strict=True)
@@ -52,7 +52,7 @@ class _Below(NamedTuple):
 
 
 class TierMatches:
-    """The lookup in the tiers. Engine thread only."""
+    """Looks up pages in the tiers. Engine thread only."""
 
     def __init__(self, host: HostCache, cache: PrefixCache, tables: PageTables) -> None:
         self._host = host
@@ -66,7 +66,7 @@ class TierMatches:
         """Return the loadable pages for these tokens, or None if a load is not worth it.
 
         Args:
-            filed: include pages in files.
+            filed: whether to include pages in files.
         """
         tables, size = self._tables, self._tables.page_size
         match = self._cache.match(token_ids, namespace)
@@ -96,8 +96,8 @@ class TierMatches:
     def _below(
         self, token_ids: Ints, namespace: Namespace, prefix: int, look: _Look
     ) -> tuple[list[PageKey], list[_Below]]:
-        """Return the keys of all pages that full tables have in the tree or, without a gap, below
-        it. Also return the entries below the tree for each of them."""
+        """Return the keys of all pages in the tree (full tables) or, without a gap, in the tiers,
+        and the tiers' entries of each."""
         keys = self._cache.keys(token_ids, namespace)[:prefix]
         below = [self._below_of(key, look) for key in keys]
         above = keys[-1] if keys else namespace
@@ -120,8 +120,8 @@ class TierMatches:
         return _Below(kept, None if filed is None or filed.writes else filed)
 
     def _lacking(self, pages: Ints, spans: Sequence[PageSpan]) -> Iterator[tuple[int, int]]:
-        """Yield (place, page of tokens) for each entry of these spans that host memory, pages
-        [places, n], lacks."""
+        """Yield (place, page of tokens) for each entry of these spans that `pages` [places, n] of
+        host memory lack."""
         num_tables, last = self._tables.num_tables, pages.shape[1] - 1
         for table, first, past in spans:
             if table < num_tables:
@@ -132,8 +132,8 @@ class TierMatches:
                 yield from ((place, last) for place in lacking.tolist())
 
     def _last_resumable(self, below: Sequence[_Below]) -> int:
-        """Return the largest number of these pages after which a request can continue with pages
-        from below alone, apart from full tables."""
+        """Return the largest number of these pages after which a request can continue. Only pages
+        of full tables may come from the tree."""
         tables, end = self._tables, len(below)
         if not end or not (tables.sliding or tables.state_pages):
             return end

@@ -1,4 +1,4 @@
-"""The ranks of a node, each with its part of the model, and the collectives between them."""
+"""The ranks of a node, each with a part of the model, and the collectives between them."""
 
 from engine.ranks.group import Group
 from engine.ranks.share import WHOLE, ExpertPart, Share, Stage, stage_layers

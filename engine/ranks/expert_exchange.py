@@ -1,7 +1,7 @@
-"""The exchange of tokens between the nodes of a group, each of which has some experts of a layer.
+"""Exchange of tokens in a data-parallel group, whose nodes share the experts of each layer.
 
-In each layer all nodes gather the tokens of all, compute their own experts for them, and add the
-results. Every node must therefore take part in every step, also without tokens.
+In each layer, all nodes gather all tokens, compute their own experts for them, and add the results.
+Every node must therefore take part in every step, even without tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.ranks.group import Group
 
 
 class ExpertExchange:
-    """The place of a node in its group, and the exchange of a step. Forward stream only.
+    """The position of a node in its group, and the exchange of a step. Forward stream only.
 
     Args:
         group: the nodes. None: nothing is computed (a survey of the weights).
@@ -24,7 +24,7 @@ class ExpertExchange:
         self._rank = rank
         self._size = size
         self._group = group
-        self._num_tokens: Sequence[int] = ()  # of the current step, by node
+        self._num_tokens: Sequence[int] = ()  # number of tokens of the current step, by node
 
     def part(self, count: int) -> range:
         """Return this node's part of `count` experts.
@@ -40,19 +40,19 @@ class ExpertExchange:
         return range(self._rank * own, (self._rank + 1) * own)
 
     def begin(self, num_tokens: Sequence[int]) -> None:
-        """Begin a step, in which the nodes have so many tokens."""
+        """Begin a step. `num_tokens` are the numbers of tokens of all nodes."""
         self._num_tokens = num_tokens
 
     def gather(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens of all nodes in the order of nodes, with their weights and experts.
+        """Return the tokens of all nodes, in the order of nodes, with their weights and experts.
 
-        The node of a token chooses its experts, so that all nodes agree on them.
+        The node of a token chooses its experts, so that all nodes use the same ones.
 
         Args:
             x: [own tokens, hidden].
             weights, ids: [own tokens, k].
         Raises:
-            EngineFault: the step has another number of own tokens.
+            EngineFault: the number of own tokens is not the announced one.
         """
         if len(x) != self._num_tokens[self._rank]:
             raise EngineFault(
@@ -67,10 +67,10 @@ class ExpertExchange:
         return of_x.view(x.dtype), of_weights.view(weights.dtype), of_ids.view(ids.dtype)
 
     def own_sum(self, y: Tensor) -> Tensor:
-        """Return the sum over all nodes for the own tokens, [own tokens, hidden].
+        """Return the sum over all nodes for this node's tokens, [own tokens, hidden].
 
         Args:
-            y: this node's part for the tokens of all nodes.
+            y: this node's part of the result for the tokens of all nodes.
         """
         assert self._group is not None
         first = sum(self._num_tokens[: self._rank])
@@ -83,7 +83,8 @@ class ExpertExchange:
             self._group.close()
 
     def _every(self, rows: Tensor) -> Tensor:
-        """Return the rows of all nodes. Each sends as many as the node with the most tokens."""
+        """Return the rows of all nodes. Each node sends as many rows as the node with the most
+        tokens."""
         assert self._group is not None
         most, width = max(self._num_tokens), rows.shape[1]
         sent = rows.new_zeros(most, width)

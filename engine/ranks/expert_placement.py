@@ -1,7 +1,7 @@
-"""The experts of each rank, of which busy ones have replicas on several ranks (EPLB).
+"""Expert placement: the experts of each rank. Busy experts have replicas on several ranks (EPLB).
 
-Every layer has a number of slots, equally many on each rank. A slot has one expert. The number of a
-token in its step selects the replica, so that each replica computes its part of the tokens.
+Every layer has the same number of slots on each rank. A slot has one expert. The index of a token
+in its step selects the replica, so that each replica computes a part of the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ from common.errors import ConfigError
 
 LayerSlots: TypeAlias = tuple[tuple[int, ...], ...]  # by rank: the expert in each slot
 
-_LEAST_GAIN = 0.05  # part of the largest load, below which no expert is moved
+_LEAST_GAIN = 0.05  # minimum reduction of the largest load for which experts move, as a share of it
 
 
 class ExpertPlacement:
-    """The experts in the slots of all ranks, by layer. It is the same on all ranks, and is changed
-    only while no step is computed.
+    """The experts in the slots of all ranks, by layer. It is equal on all ranks, and changes only
+    while no step is computed.
 
     Args:
         size: number of ranks.
         num_redundant: slots of a layer in addition to its experts.
     Attributes:
-        counts_tokens: rank 0 counts the tokens of each expert.
+        counts_tokens: whether rank 0 counts the tokens of each expert.
     """
 
     def __init__(self, size: int, num_redundant: int, *, counts_tokens: bool) -> None:
@@ -35,17 +35,17 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, config: ParallelConfig) -> "ExpertPlacement | None":
-        """Return the placement at start. None: experts have no replicas and are not moved."""
+        """Return the placement at start. None: experts have no replicas and never move."""
         if not config.redundant_experts and not config.rebalance_steps:
             return None
         counts_tokens = config.rebalance_steps > 0
         return cls(config.tp, config.redundant_experts, counts_tokens=counts_tokens)
 
     def slots(self, layer: str, count: int) -> LayerSlots:
-        """Return the slots of a layer with so many experts.
+        """Return the slots of a layer with `count` experts.
 
         Args:
-            layer: prefix of its names in the checkpoint.
+            layer: prefix of the layer's names in the checkpoint.
         Raises:
             ConfigError: the ranks cannot have equal numbers of slots with different experts.
         """
@@ -54,11 +54,11 @@ class ExpertPlacement:
         return self._layers[layer]
 
     def move(self, moves: Mapping[str, LayerSlots]) -> None:
-        """Note the new slots of some layers."""
+        """Record the new slots of some layers."""
         self._layers.update(moves)
 
     def _first_slots(self, count: int) -> LayerSlots:
-        """Return consecutive experts for each rank. The first experts have the replicas."""
+        """Assign consecutive experts to each rank. The first experts get the replicas."""
         size, total = self._size, count + self._num_redundant
         if total % size:
             raise ConfigError(
@@ -78,8 +78,8 @@ class ExpertPlacement:
 
 
 def slot_table(slots: LayerSlots, rank: int, count: int) -> list[list[int]]:
-    """Return the slot of each expert on a rank, by the number of a token modulo the number of
-    ranks. The number of slots: another rank computes the expert for such tokens."""
+    """Return the slot of each expert on a rank, by token index modulo the number of ranks. If
+    another rank computes the expert for such tokens, the value is the number of slots."""
     places = {expert: slot for slot, expert in enumerate(slots[rank])}
     none, owners = len(places), _owners(slots, count)
     return [
@@ -92,7 +92,8 @@ def slot_table(slots: LayerSlots, rank: int, count: int) -> list[list[int]]:
 
 
 def rank_loads(counts: Sequence[int], slots: LayerSlots) -> list[float]:
-    """Return the tokens that each rank computes if the experts of a layer get so many tokens."""
+    """Return the number of tokens that each rank computes, given the tokens of each expert of a
+    layer."""
     loads = [0.0] * len(slots)
     for expert, owners in enumerate(_owners(slots, len(counts))):
         rows = range(len(slots)) if len(owners) > 1 else (0,)
@@ -102,7 +103,7 @@ def rank_loads(counts: Sequence[int], slots: LayerSlots) -> list[float]:
 
 
 def imbalance(counts: Sequence[Sequence[int]], layers: Sequence[LayerSlots]) -> float:
-    """Return the largest load of a rank divided by the mean load, each added over all layers. A
+    """Return the largest load of a rank divided by the mean load, each summed over all layers. A
     layer waits for the rank with its largest load."""
     loads = [rank_loads(*layer) for layer in zip(counts, layers, strict=True)]
     mean = sum(map(sum, loads)) / len(layers[0])
@@ -116,7 +117,7 @@ def num_moved(before: LayerSlots, after: LayerSlots) -> int:
 
 
 def balanced(counts: Sequence[int], present: LayerSlots) -> LayerSlots:
-    """Return slots in which the ranks compute similar numbers of tokens. They are the present ones
+    """Return slots in which the ranks compute similar numbers of tokens. Returns the present slots
     unless others are clearly better.
 
     Replicas go to the experts with the most tokens per replica. Experts then go to the rank with
@@ -142,7 +143,7 @@ def _owners(slots: LayerSlots, count: int) -> list[list[int]]:
 
 
 def _owner(owners: Sequence[int], expert: int, row: int) -> int:
-    # The first token of a step would otherwise always use the first replica.
+    # `+ expert`, because otherwise the first token of a step would always use the first replica.
     return owners[(row + expert) % len(owners)]
 
 
@@ -164,7 +165,7 @@ def _packed(
     shares: Sequence[float], num_replicas: Sequence[int], present: LayerSlots
 ) -> list[set[int]]:
     """Return the experts of each rank, with equal numbers of slots. Among equal ranks, an expert
-    goes to one that has it at present."""
+    goes to a rank that already has it."""
     num_slots = len(present[0])
     ranks: list[set[int]] = [set() for _ in present]
     loads = [0.0] * len(present)
@@ -174,11 +175,12 @@ def _packed(
         loads[rank] += sign * shares[expert]
 
     def room_for(expert: int) -> list[int]:
-        """Return the ranks that may take an expert."""
+        """Return the ranks that may get an expert."""
         free = [rank for rank, has in enumerate(ranks) if len(has) < num_slots]
         if usable := [rank for rank in free if expert not in ranks[rank]]:
             return usable
-        # All ranks with a free slot have it. A full one gives another expert to one of them.
+        # All ranks with a free slot have the expert. A full rank moves another expert to one of
+        # them.
         full = min((r for r, has in enumerate(ranks) if expert not in has), key=loads.__getitem__)
         given = min(ranks[full] - ranks[free[0]], key=lambda other: (shares[other], other))
         put(given, full, -1)
@@ -195,7 +197,8 @@ def _packed(
 
 
 def _in_present_slots(ranks: Sequence[set[int]], present: LayerSlots) -> LayerSlots:
-    """Give each set of experts to the rank that has most of them. These stay in their slots."""
+    """Assign each set of experts to the rank that has most of them. These experts keep their
+    slots."""
     pairs = [(old, new) for old in range(len(present)) for new in range(len(ranks))]
     pairs.sort(key=lambda pair: -len(ranks[pair[1]].intersection(present[pair[0]])))
     given: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The followers of a host as forks of one process, which has imported the engine for all of them.
+"""Forks the followers of a host from one process that has imported the engine for all of them.
 
 Imports take most of the time in which a rank of a small model starts.
 """
@@ -16,16 +16,16 @@ HELLO = b"forked"  # the packet with a follower's pidfd
 
 
 def forked(descriptors: Sequence[int]) -> int:
-    """Fork a process for each descriptor of a socket, and return in these processes alone.
+    """Fork one process per socket descriptor. Return only in these processes.
 
-    This process must have one thread. It ends when all of them have ended, or at once if one is
-    killed by a signal. Then the others are killed, too.
+    The calling process must have a single thread. It ends when all forks have ended. If a fork is
+    killed by a signal, it kills the others and ends at once.
 
     Returns:
-        The descriptor of the new process, which has sent its pidfd over it.
+        The descriptor of the fork, which has sent its pidfd over it.
     """
     gc.collect()
-    gc.freeze()  # a collection would copy the memory that the processes share
+    gc.freeze()  # a garbage collection would copy the shared memory
     parent = os.getpid()
     for number, descriptor in enumerate(descriptors):
         if os.fork() == 0:
@@ -46,11 +46,12 @@ def _send_pidfd(descriptor: int) -> None:
 
 
 def _wait(count: int) -> NoReturn:
-    """End with the exit code of a process that failed. Processes that end at once have no order."""
+    """Exit with the exit code of a failed fork."""
     failed = 0
     for _ in range(count):
         _, status = os.wait()
-        if os.WIFSIGNALED(status):  # the others may still report their own errors after an exit
+        # After an ordinary exit, the others may still report their own errors.
+        if os.WIFSIGNALED(status):
             os.kill(os.getpid(), signal.SIGKILL)
         failed = failed or os.WEXITSTATUS(status)
     os._exit(failed)

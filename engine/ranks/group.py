@@ -1,4 +1,5 @@
-"""Collectives between the ranks of a node, which all call them in the same order."""
+"""The interface of collectives between the ranks of a node, which all call them in the same
+order."""
 
 from typing import Protocol
 
@@ -8,12 +9,12 @@ from torch import Tensor
 class Group(Protocol):
     """Some ranks of a node. Forward stream only.
 
-    Every call waits until the other ranks make the same call, and raises RankLost if one of them
-    ends or is too late. Nothing may be called afterwards. On GPUs the stream waits in place of the
-    host, and the process ends in place of the error.
+    Every call waits until the other ranks make the same call. It raises RankLost if one of them
+    ends or times out. No further call is allowed then. On GPUs the stream waits instead of the
+    host, and the process exits instead of raising an error.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this rank in the group, from 0.
         size: number of ranks.
     """
 
@@ -32,7 +33,7 @@ class Group(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks in the order of ranks, joined along the last dimension.
+        """Return the tensors of all ranks in rank order, concatenated along the last dimension.
 
         Args:
             x: contiguous, of the same shape and dtype on all ranks.
@@ -40,10 +41,10 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
-        """Return the tensor of one rank.
+        """Return the tensor of the rank `sender` on all ranks.
 
         Args:
-            x: contiguous. On other ranks, any tensor of the same shape and dtype, which may be
+            x: contiguous. On other ranks, any tensor of the same shape and dtype. It may be
                 overwritten.
         """
         ...

@@ -1,14 +1,14 @@
-"""The steps of a group of nodes, which all begin together.
+"""Lockstep of a data-parallel group: all its nodes begin each step together.
 
-Before each step every node announces its part of it, and waits for the announcements of the others.
-If a node has rows, all nodes launch the step. Otherwise all fall asleep in their ordinary waits.
+Before each step, every node announces its part of it, and waits for the announcements of the
+others. If a node has rows, all nodes launch the step. Otherwise all nodes go idle.
 
-A sleeping group is woken by any node that has something to announce:
+Any node that has something to announce wakes the group:
 
     the node:   announces -> signals the descriptors that the others sleep on -> waits for them
     another:    looks for announcements -> sleeps on its descriptor, if it has found none
 
-A signal comes after the announcement, and stays until a sleep ends by it. So none is lost.
+A signal follows the announcement and persists until it has ended a sleep, so that none is lost.
 """
 
 import os
@@ -25,24 +25,24 @@ from engine.ranks.shm import SharedMemoryGroup
 
 
 class Stage(IntEnum):
-    """A node on its way to its end."""
+    """The stages of a node's shutdown."""
 
     SERVING = 0
     DRAINING = 1
-    DRAINED = 2  # no request is left
+    DRAINED = 2  # no requests are left
 
 
 class Turn(NamedTuple):
-    """A node's part of the next step.
+    """A node's announcement about the next step.
 
     Attributes:
-        num_tokens: of its forward.
-        launches: it has something to launch, perhaps copies of pages alone.
-        decodes: it has decode rows.
-        wants_prefill: prompts wait for their forward.
-        has_room: a prompt could be admitted.
-        chunks: a prompt is between two of its chunks.
-        allowed_ms: longest time that its part may take in a healthy node.
+        num_tokens: tokens of its forward.
+        launches: whether it has something to launch, possibly only copies of pages.
+        decodes: whether it has decode rows.
+        wants_prefill: whether prompts wait for their forward.
+        has_room: whether a prompt could be admitted.
+        chunks: whether a prompt is partly computed.
+        allowed_ms: longest time that its part may take on a healthy node.
     """
 
     num_tokens: int = 0
@@ -56,18 +56,18 @@ class Turn(NamedTuple):
 
 
 class Lockstep:
-    """A node's place in the steps of its group. Engine thread only.
+    """The part of one node in the steps of its group. Engine thread only.
 
     Args:
-        group: of all nodes, used for nothing else.
+        group: collectives of all nodes, used only here.
         others: pidfds of the other nodes' engines, by rank. Owned by this object.
-        wakes: eventfds that the other nodes sleep on. Owned by this object.
+        wakes: eventfds on which the other nodes sleep. Owned by this object.
 
     Attributes:
-        turns: of all nodes in the newest step that was announced, by rank.
+        turns: announcements of all nodes for the newest step, by rank.
         waited_s: total time spent waiting for the other nodes.
         idle_batches: number of steps in which this node had nothing to launch.
-        delayed_prefills: number of steps in which its prompts waited for those of other nodes.
+        delayed_prefills: number of steps in which its prompts waited for prompts of other nodes.
     """
 
     def __init__(
@@ -91,20 +91,21 @@ class Lockstep:
 
     @property
     def ended(self) -> int:
-        """A descriptor that is readable when another node has ended before the group is drained."""
+        """Descriptor that is readable when another node has ended before the group is drained."""
         return self._ended.fileno()
 
     @property
     def is_drained(self) -> bool:
-        """Return whether all nodes are drained. The group makes no step any more."""
+        """Return whether all nodes are drained. The group then makes no more steps."""
         return all(turn.stage is Stage.DRAINED for turn in self.turns)
 
     def meet(self, own: Turn) -> bool:
-        """Announce this node's part of a step, and wait for the others. Return whether the step is
-        to be launched. In a group that sleeps, it is not if there is nothing to announce.
+        """Announce this node's part of a step, and wait for the others.
 
+        Returns:
+            Whether to launch the step. False if the group is idle and there is nothing to announce.
         Raises:
-            RankLost: another node has ended, or is too late.
+            RankLost: another node has ended or timed out.
         """
         if self._asleep and not self._begins(own):
             return False
@@ -130,7 +131,7 @@ class Lockstep:
         self._group.close()
 
     def _begins(self, own: Turn) -> bool:
-        """Return whether a sleeping group has to begin a step."""
+        """Return whether an idle group must begin a step."""
         if self.is_drained:
             return False
         if own.launches or own.stage is not self.turns[self.rank].stage or self._group.is_awaited:

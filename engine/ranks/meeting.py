@@ -1,7 +1,7 @@
-"""The rendezvous of ranks for collectives of torch.distributed, and the interface that these use.
+"""Rendezvous of ranks for torch.distributed: its store and its network interface.
 
-None of it is authenticated. On one host it is a private directory and loopback. On several hosts it
-is a store at the first one and an interface of their trusted network.
+The connections are not authenticated. On one host they use a private directory and loopback. On
+several hosts they use a store on the first host and an interface of the trusted network.
 """
 
 import os
@@ -22,27 +22,27 @@ _api: Any = distributed  # its stores have no annotations
 
 
 class Meeting(Protocol):
-    """The place where the ranks of a group find each other."""
+    """The rendezvous of the ranks of a group."""
 
     @property
     def interface(self) -> OwnAddress:
-        """Return the address and the interface of connections between ranks."""
+        """Return the address and the network interface of connections between ranks."""
         ...
 
     def store(self, name: str, size: int) -> Any:
-        """Return the store of a group, which no other group of the node has.
+        """Return the store of a group. No other group of the node uses it.
 
         Args:
-            size: number of its ranks.
+            size: number of ranks of the group.
         """
         ...
 
 
 class LoopbackMeeting:
-    """The meeting of ranks on one host.
+    """The rendezvous of ranks on one host.
 
     Args:
-        directory: that only this user can read. It has no files of these groups.
+        directory: readable only by this user, without files of these groups.
     """
 
     interface = OwnAddress("127.0.0.1", "lo")
@@ -55,22 +55,22 @@ class LoopbackMeeting:
 
 
 class NetworkMeeting:
-    """The meeting of ranks on several hosts.
+    """The rendezvous of ranks on several hosts.
 
     Args:
-        interface: of this host in the trusted network.
-        store: of the node.
+        interface: interface of this host in the trusted network.
+        store: the store of the node.
     """
 
     def __init__(self, interface: OwnAddress, store: Any) -> None:
         self.interface = interface
         self._store = store
-        # NCCL has no option for it. On several hosts, it must use no other network.
+        # NCCL has no other option for this. On several hosts, it must use no other network.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface.interface}"
 
     @classmethod
     def leading(cls, config: ParallelConfig) -> tuple["NetworkMeeting", str]:
-        """Open the store on the first host. Return the address of the store too.
+        """Open the store on the first host. Return the rendezvous and the address of the store.
 
         Raises:
             ConfigError: this host has no address in the trusted network.
@@ -78,7 +78,7 @@ class NetworkMeeting:
         interface = _interface(config)
         family = socket.AF_INET6 if ":" in interface.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            # Otherwise the store would listen on all addresses.
+            # Without this, the store would listen on all addresses.
             listener.bind((interface.host, 0))
             port = listener.getsockname()[1]
             listener.listen()
@@ -96,10 +96,10 @@ class NetworkMeeting:
 
 
 def meeting_of(config: ParallelConfig, store: str) -> Meeting:
-    """Return the meeting of a follower.
+    """Return the rendezvous of a follower.
 
     Args:
-        store: as in StartRank.
+        store: see StartRank.
     """
     if config.hosts == 1:
         return LoopbackMeeting(Path(store))
@@ -107,15 +107,13 @@ def meeting_of(config: ParallelConfig, store: str) -> Meeting:
 
 
 def _interface(config: ParallelConfig) -> OwnAddress:
-    assert config.trusted_network is not None  # with several hosts
+    assert config.trusted_network is not None  # required with several hosts
     return own_address(config.trusted_network, NETWORK)
 
 
 def _tcp_store(config: ParallelConfig, host: str, port: int, listener: int | None) -> Any:
-    """
-    Args:
-        listener: descriptor of the listening socket, which the store owns. None: it is elsewhere.
-    """
+    """Open or connect to a TCP store. `listener`: descriptor that the store then owns. None: it is
+    elsewhere."""
     return _api.TCPStore(
         host,
         port,

@@ -1,8 +1,9 @@
-"""Messages between rank 0 of a node and its followers, beside those of steps.
+"""Messages between rank 0 of a node and its followers, except steps.
 
-A job is work other than steps. All followers do it, and each replies.
+A job is work other than steps. All followers do it, and each one replies.
 
-Each is one packet of a socket pair that rank 0 has made. No other process has an end of it.
+Each message is one packet of a socket pair that rank 0 has created. No other process has an end of
+it.
 """
 
 from math import prod
@@ -11,18 +12,19 @@ from typing import Literal, TypeAlias
 import msgspec
 
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
-MOST_PAGES = 4096  # of one CopyPages or EraseSlots
+MOST_PAGES = 4096  # pages per CopyPages or EraseSlots
 _ITEM_BYTES = {"int32": 4, "int64": 8}
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Load a part of the model. Comes with the memories of this rank's collectives, see
-    `open_groups`, and the pidfds of all other ranks, by rank. With several hosts it comes alone.
+    """Load a part of the model. The packet has the memories of this rank's collectives, see
+    `open_groups`, and the pidfds of all other ranks, by rank. With several hosts it has no
+    descriptors.
 
     Attributes:
         config: EngineConfig as JSON. `collectives` is not auto.
         store: directory for the rendezvous of gloo and NCCL. With several hosts, HOST:PORT.
-        log_level, log_format: of rank 0's log.
+        log_level, log_format: settings of rank 0's log.
     """
 
     rank: int
@@ -33,21 +35,21 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeasureRank(msgspec.Struct, frozen=True, tag=True):
-    """Measure the memory that steps take on a GPU beside weights and pages. All ranks do this at
+    """Measure the GPU memory that steps need in addition to weights and pages. All ranks do this at
     the same time, because it contains collectives.
 
     Attributes:
-        free_bytes: that every rank has for them, from which it gets the sizes of steps.
+        free_bytes: memory for steps that every rank has. It determines the sizes of steps.
     """
 
     free_bytes: int
 
 
 class StartSteps(msgspec.Struct, frozen=True, tag=True):
-    """Allocate pages, then run steps. Comes with the memory of the blocks of steps.
+    """Allocate pages, then run steps. The packet has the memory of the blocks of steps.
 
     Attributes:
-        num_tokens: of the largest forward.
+        num_tokens: tokens of the largest forward.
         block_bytes: see StepRing.
     """
 
@@ -60,28 +62,28 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="Launch"):
-    """The beginning of a Launch, for processes that pass steps on.
+    """The first fields of a Launch, for processes that forward steps without decoding them.
 
     Attributes:
-        tensors: dtype, shape, and start in the block, of each tensor.
+        tensors: dtype, shape and offset in the block, per tensor.
     """
 
     tensors: tuple[tuple[Literal["int32", "int64"], tuple[int, ...], int], ...]
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of the block that have tensors."""
+        """Return the number of bytes of the block that tensors use."""
         ends = (start + _ITEM_BYTES[dtype] * prod(shape) for dtype, shape, start in self.tensors)
         return max(ends, default=0)
 
 
 class SampleStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Sample the newest step now, without waiting for the next one. Only the first of two stages
-    does it."""
+    """Sample the newest step now, without waiting for the next one. For the first of two pipeline
+    stages."""
 
 
 class CaptureGraph(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Capture the CUDA graph of steps of a shape. Comes between steps, because it contains
+    """Capture the CUDA graph of steps of one shape. Sent between steps, because it contains
     collectives.
 
     Attributes:
@@ -95,8 +97,8 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read this rank's part of an adapter. The result is its id.
 
     Attributes:
-        reading: names this reading for DropAdapter.
-        path: of its directory, as in AdapterDirectory.read.
+        reading: number of this reading, for DropAdapter.
+        path: path of the adapter's directory, as in AdapterDirectory.read.
     """
 
     number: int
@@ -105,14 +107,14 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget one reading of an adapter. Nothing happens if it failed."""
+    """Drop one reading of an adapter. Does nothing if the reading failed."""
 
     number: int
     reading: int
 
 
 class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy device[i] -> host[i], or the other way round, when all steps sent before are done.
+    """Copy device[i] -> host[i], or the other way round, when all steps sent before are finished.
 
     Attributes:
         device_pages, host_pages: int32, at most MOST_PAGES.
@@ -125,10 +127,10 @@ class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Replace the weights by those of a directory of the same model. No step comes meanwhile.
+    """Replace the weights by those of a directory of the same model. No step is sent meanwhile.
 
     Attributes:
-        weights: WeightsId of the directory, which other hosts than rank 0's compare with theirs.
+        weights: WeightsId of the directory. Other hosts compare it with their files.
     """
 
     number: int
@@ -137,13 +139,13 @@ class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the memory of the weights to the system, until RefillWeights."""
+    """Return the memory of the weights to the operating system, until RefillWeights."""
 
     number: int
 
 
 class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take other experts from the files of the present weights. No step comes meanwhile.
+    """Read other experts from the files of the current weights. No step is sent meanwhile.
 
     Attributes:
         layers: new slots of all ranks (int16) by layer, see ExpertPlacement.
@@ -154,7 +156,7 @@ class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the memory of all pages to the system. No page has an owner."""
+    """Return the memory of all pages to the operating system. No page has a holder."""
 
     number: int
 
@@ -166,7 +168,7 @@ class RestorePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReplaceHostPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take so many host pages instead. No step and no copy is under way."""
+    """Use this number of host pages from now on. No step and no copy is in flight."""
 
     number: int
     num_pages: int
@@ -176,9 +178,9 @@ class OpenPageFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Open this rank's page files.
 
     Attributes:
-        directory: of rank 0, which has it locked.
-        version: of the whole pages, see version_of.
-        num_bytes: of the files.
+        directory: directory of rank 0, which has locked it.
+        version: version of whole pages, see version_of.
+        num_bytes: size of the files.
     """
 
     number: int
@@ -188,8 +190,8 @@ class OpenPageFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write host pages (int32) into slots (int64), with their records. The result has a byte for
-    each page: 0, or the number of its fault."""
+    """Write host pages (int32) into slots (int64), with their records. The result has one byte per
+    page: 0, or the number of its error."""
 
     number: int
     slots: bytes
@@ -198,8 +200,8 @@ class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read slots (int64) into host pages (int32), if they have the records with these identities
-    (uint64). The result is that of WriteSlots."""
+    """Read slots (int64) into host pages (int32), if the slots have records with these identities
+    (uint64). The result is as for WriteSlots."""
 
     number: int
     slots: bytes
@@ -221,10 +223,10 @@ class ClearSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Do a part of hand-offs, as `body` says. The engine does not know such messages.
+    """Do a part of hand-offs, as described by `body`. The engine does not decode it.
 
     Attributes:
-        steps: number of steps that must be done before.
+        steps: number of steps that must be finished before.
     """
 
     number: int
@@ -237,22 +239,22 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EndRanks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End in order. The last message. If rank 0 fails, its socket ends without it."""
+    """Graceful shutdown. The last message. If rank 0 fails, its socket is closed without it."""
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag=True):
-    """The rank will open its collectives now. Sent only with several hosts, whose first ranks wait
-    for it before they open theirs."""
+    """The rank opens its collectives next. Sent only with several hosts. The first ranks wait for
+    it before they open theirs."""
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The part of the model is in memory.
+    """The rank's part of the model is in memory.
 
     Attributes:
-        free_bytes: left for steps and pages.
-        pid: of the rank, on its host.
-        fingerprint: of the model in the files of this host. Empty unless the rank is the first one
-            of another host than rank 0's.
+        free_bytes: memory left for steps and pages.
+        pid: process id of the rank, on its host.
+        fingerprint: fingerprint of the model files of this host. Set only by the first rank of each
+            host other than rank 0's, otherwise empty.
     """
 
     free_bytes: int
@@ -264,21 +266,21 @@ class RankMeasured(msgspec.Struct, frozen=True, tag=True):
     """The reply to MeasureRank.
 
     Attributes:
-        free_bytes: left for pages.
+        free_bytes: memory left for pages.
     """
 
     free_bytes: int
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """Steps may come."""
+    """The rank is ready for steps."""
 
 
 class JobDone(msgspec.Struct, frozen=True, tag=True):
     """The end of a job.
 
     Attributes:
-        error: "": there was none.
+        error: "": the job succeeded.
     """
 
     number: int
@@ -290,7 +292,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True):
     """The reply to a Ping.
 
     Attributes:
-        steps: number of steps that the rank is done with.
+        steps: number of steps that the rank has finished.
         memory_bytes: resident memory of its process.
     """
 
@@ -299,10 +301,10 @@ class RankReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a rank that ends.
+    """The last message of a rank that fails.
 
     Attributes:
-        config: the user can correct the error.
+        config: whether it is a configuration error, which the user can correct.
     """
 
     error: str

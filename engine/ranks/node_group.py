@@ -1,10 +1,10 @@
-"""Rendezvous of the nodes of a group on one host, in a directory that is configured.
+"""Rendezvous of the nodes of a data-parallel group on one host, in a configured directory.
 
     rank 0: listens ............ one JoinGroup each -> JoinedGroup to all, and listens no more
     others: connect -> JoinGroup ------------------------^
 
-Each node is started by itself, and all of them end when one does. A node that is started again
-therefore waits for the others, which are started again too.
+Each node is started separately. All nodes end when one ends. A restarted node therefore waits until
+the others are restarted, too.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 
-MEET_S = 600.0  # from the start of a node until all nodes of its group have started
-LOAD_S = 3600.0  # for weights from a slow disk
-_RETRY_S = 0.1  # between two attempts to connect
-_REPLY_S = 5.0  # for a message that a connected node sends at once
+MEET_S = 600.0  # seconds from the start of a node until all nodes of its group have started
+LOAD_S = 3600.0  # seconds to load weights from a slow disk
+_RETRY_S = 0.1  # seconds between two attempts to connect
+_REPLY_S = 5.0  # seconds to wait for a message that a connected node sends at once
 _NUM_MEMORIES = 3
 _MAX_MESSAGE_BYTES = 64 << 10
 _MAX_FILES = 253
@@ -42,10 +42,11 @@ _encode = msgspec.msgpack.encode
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Let a node join. Comes with a pidfd of its engine, and the eventfd that it sleeps on.
+    """Request of a node to join. The packet has a pidfd of its engine, and the eventfd on which it
+    sleeps.
 
     Attributes:
-        settings: all that must be equal on all nodes.
+        settings: all settings that must be equal on all nodes.
     """
 
     rank: int
@@ -53,11 +54,11 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinedGroup(msgspec.Struct, frozen=True, tag=True):
-    """The answer. Comes with the memories of the group, the pidfds of all other nodes, and their
-    eventfds, both by rank.
+    """The reply. The packet has the memories of the group, and the pidfds and eventfds of all other
+    nodes, both by rank.
 
     Attributes:
-        error: why the node cannot join. "": it has.
+        error: the reason why the node cannot join. "": it has joined.
     """
 
     error: str = ""
@@ -65,10 +66,10 @@ class JoinedGroup(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeGroup:
-    """A group of nodes, as one of them sees it.
+    """A data-parallel group as one of its nodes sees it.
 
     Attributes:
-        loading: used once, when this node has loaded its weights.
+        loading: collectives used once, when this node has loaded its weights.
     """
 
     exchange: ExpertExchange
@@ -81,7 +82,7 @@ class NodeGroup:
         self.loading.close()
 
     def close(self) -> None:
-        """Leave the group. No step is under way."""
+        """Leave the group. No step may be in flight."""
         self.lockstep.close()
         self.exchange.close()
 
@@ -90,17 +91,17 @@ def join_group(config: ParallelConfig, settings: str, wake: int) -> NodeGroup:
     """Wait until all nodes of the group have started.
 
     Args:
-        config: has a group.
+        config: a configuration with a group.
         settings: see JoinGroup.
-        wake: eventfd that this node sleeps on. Not owned.
+        wake: eventfd on which this node sleeps. Not owned.
     Raises:
-        ConfigError: the directory is not this user's alone, or the nodes do not fit each other.
+        ConfigError: other users can access the directory, or the nodes have different settings.
         EngineFault: a node is missing after MEET_S.
     """
     rank, size, timeout_s = config.dp_rank, config.dp, config.collective_s
     assert config.dp_group is not None
     with _entered(config.dp_group) as directory:
-        place = f"{directory}/rank-0"  # short, whatever the length of the directory's name
+        place = f"{directory}/rank-0"  # short, even if the directory's name is long
         own = os.pidfd_open(os.getpid()), wake
         try:
             if rank == 0:
@@ -128,7 +129,7 @@ def join_group(config: ParallelConfig, settings: str, wake: int) -> NodeGroup:
 
 @contextlib.contextmanager
 def _entered(directory: Path) -> Iterator[str]:
-    """Yield a short name of a directory that is this user's alone."""
+    """Yield a short name of a directory that only this user can access."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -148,7 +149,7 @@ def _entered(directory: Path) -> Iterator[str]:
 
 
 def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[int]:
-    """Let all other nodes join. Return this node's files, see JoinedGroup."""
+    """Accept all other nodes. Return this node's descriptors, see JoinedGroup."""
     deadline = time.monotonic() + MEET_S
     joined: dict[int, _Connection] = {}
     with contextlib.ExitStack() as open_until_joined:
@@ -166,7 +167,7 @@ def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[
                         f"nodes {missing} of the group did not join within {MEET_S} s"
                     )
                 for rank in [rank for rank, each in joined.items() if each.socket in ready]:
-                    del joined[rank]  # it has ended, and may be started again
+                    del joined[rank]  # it has ended, and may be restarted
                 if listener in ready and (one := _accepted(listener, size, settings, joined)):
                     open_until_joined.callback(one.close)
                     joined[one.rank] = one
@@ -181,7 +182,7 @@ def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[
             return [*memories, *(pidfd for pidfd, _ in others), *(wake for _, wake in others)]
 
         for rank, each in joined.items():
-            with contextlib.suppress(OSError):  # it has ended, which its pidfd reports
+            with contextlib.suppress(OSError):  # it has ended, and its pidfd reports that
                 socket.send_fds(each.socket, [_encode(JoinedGroup())], files_of(rank))
         return [*memories, *(os.dup(file) for file in files_of(0)[_NUM_MEMORIES:])]
 
@@ -203,7 +204,7 @@ class _Connection:
 def _accepted(
     listener: socket.socket, size: int, settings: str, joined: dict[int, _Connection]
 ) -> _Connection | None:
-    """Return the node that connects, or None if it may not join."""
+    """Return the node that connects, or None if it is not allowed to join."""
     connection, _ = listener.accept()
     connection.settimeout(_REPLY_S)
     files: Sequence[int] = ()
@@ -227,7 +228,7 @@ def _accepted(
 
 
 def _follow(place: str, message: JoinGroup, own: Sequence[int]) -> Sequence[int]:
-    """Join the group of rank 0. Return this node's files, see JoinedGroup."""
+    """Join the group of rank 0. Return this node's descriptors, see JoinedGroup."""
     deadline = time.monotonic() + MEET_S
     while (left := deadline - time.monotonic()) > 0:
         with _socket() as connection:
@@ -238,7 +239,7 @@ def _follow(place: str, message: JoinGroup, own: Sequence[int]) -> Sequence[int]
                 packet, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, _MAX_FILES)
             except OSError:
                 packet, files = b"", []
-        if not packet:  # rank 0 does not listen yet, or has ended meanwhile
+        if not packet:  # rank 0 does not listen yet, or has ended
             time.sleep(_RETRY_S)
             continue
         if error := msgspec.msgpack.decode(packet, type=JoinedGroup).error:
@@ -254,7 +255,7 @@ def _socket() -> socket.socket:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
+    """Return the user id of the process at the other end of a socket."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )

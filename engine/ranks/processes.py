@@ -2,12 +2,12 @@
 
     start: StartRank -> ... loads ... -> RankLoaded; StartSteps -> RankReady; then headers of steps
 
-The followers on other hosts are behind one process, the relay. It has a socket for what each of
-them sends. What is sent to the first of them goes to all.
+A process of rank 0's host, the relay, connects all followers on other hosts. It has one socket per
+follower for their messages. It forwards each message on the first socket to all of them.
 
-Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
-followers are found by the timeout of the next collective, and without steps by their missing reply
-to a Ping. A follower that cannot load reports one sentence, which is rank 0's error.
+Rank 0 is a node's engine process. If a follower ends, rank 0 ends, too, and with it the node. A
+frozen follower is detected by the timeout of the next collective or, without steps, by a missing
+reply to a Ping. A follower that cannot load reports one sentence, which becomes rank 0's error.
 """
 
 import contextlib
@@ -62,11 +62,11 @@ from engine.ranks.rank_groups import RankGroups, group_memories, open_groups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import Share
 
-_LOAD_S = 3600.0  # for weights from a slow disk
-_CLOSE_S = 3.0  # less than the frontend waits for the end of an engine before it kills it
-_FORKS_END_S = 0.5  # from the end of one fork to that of all, if it was killed
-_LOOK_S = 1.0  # between two looks for missing replies
-_PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one if a step runs
+_LOAD_S = 3600.0  # seconds to load weights from a slow disk
+_CLOSE_S = 3.0  # less than the time after which the frontend kills an engine that does not end
+_FORKS_END_S = 0.5  # seconds from the end of a killed fork to the end of all forks
+_LOOK_S = 1.0  # seconds between two checks for missing replies
+_PATIENCE_S = 5.0  # longer than the timeout of a collective, whose error is better if a step runs
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
@@ -75,11 +75,11 @@ _Reply = TypeVar("_Reply", RankStarted, RankLoaded, RankMeasured, RankReady)
 
 
 class JobFailed(EngineFault):
-    """A follower could not do a job."""
+    """A follower failed to do a job."""
 
 
 class _AskedJob:
-    """A job whose replies are awaited."""
+    """A job whose replies are still missing."""
 
     def __init__(
         self, num_followers: int, on_done: "Callable[[Future[Sequence[bytes]]], None] | None"
@@ -94,7 +94,7 @@ class _AskedJob:
         return rank in self._missing
 
     def take(self, rank: int, reply: JobDone) -> bool:
-        """Note the reply of a rank, and return whether it was the last one."""
+        """Record the reply of a rank. Return whether it was the last one."""
         self._missing.remove(rank)
         self._results.append(reply.result)
         self._error = self._error or reply.error
@@ -110,23 +110,23 @@ class _AskedJob:
 
 
 class PingTimer:
-    """When to send a Ping to all followers, and which of them are late with their report. If this
-    process was stopped meanwhile, that time does not count, because they may have been stopped too.
+    """Decides when to send a Ping to all followers, and which of them are late with their report.
+    Time in which this process was suspended does not count, because the followers may have been
+    suspended, too.
 
     Args:
-        ranks: of the followers.
-        silent_s: longest time until a report.
+        silent_s: longest time until a report, in seconds.
     """
 
     def __init__(self, ranks: Collection[int], silent_s: float) -> None:
         self._ranks = frozenset(ranks)
         self._silent_s = silent_s
         self._missing: set[int] = set()
-        self._waited_s = 0.0  # since the newest Ping
-        self._looked = -2 * _LOOK_S  # so that the first Ping is due at the first look
+        self._waited_s = 0.0  # time since the newest Ping
+        self._looked = -2 * _LOOK_S  # the first Ping is due at the first look
 
     def look(self, now: float) -> None:
-        """Note the time. Called at least once in a second."""
+        """Record the time. Called at least once per second."""
         self._waited_s += min(now - self._looked, 2 * _LOOK_S)
         self._looked = now
 
@@ -148,11 +148,11 @@ class PingTimer:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The state of a rank, as it last reported it.
+    """The state of a rank as of its last report.
 
     Attributes:
         memory_bytes: resident memory of its process.
-        steps_behind: number of steps that rank 0 had begun and this rank was not done with.
+        steps_behind: number of steps that rank 0 had begun and this rank had not finished.
     """
 
     memory_bytes: int
@@ -161,11 +161,12 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankProcess:
-    """A follower, or the relay to one on another host.
+    """A follower, or the relay to a follower on another host.
 
     Attributes:
-        pidfd: of the process. Owned by the process that started it, like the socket.
-        is_fork: the follower is one of the forks of `process`, and the pidfd is its own.
+        pidfd: pidfd of the process. Owned by the process that started it, like the socket.
+        is_fork: whether the follower is one of several forks of `process`. The pidfd is then its
+            own.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -174,14 +175,14 @@ class RankProcess:
     is_fork: bool = False
 
     def exit_code(self) -> int | None:
-        """Return the exit code after the end of the follower. None: other forks still run."""
+        """Return the exit code of an ended follower. None: other forks still run."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_FORKS_END_S if self.is_fork else _CLOSE_S)
         return self.process.returncode
 
     def close(self, deadline: float) -> None:
-        """Wait for the end of the process, which has seen the end of file of its socket. Kill it at
-        the deadline."""
+        """Wait for the end of the process, whose socket was closed before. Kill it at the
+        deadline."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -192,33 +193,34 @@ class RankProcess:
 
 
 class Followers:
-    """All ranks but rank 0, as rank 0 sees them. Engine thread only, except for `ask`.
+    """All followers, as rank 0 sees them. Engine thread only, except for `ask`.
 
     Attributes:
-        parallel: the configuration, with collectives in place of auto.
+        parallel: the configuration, with the chosen collectives instead of auto.
         ranks: the collectives of rank 0.
-        free_bytes: least memory that a follower has left. Set by `loaded`.
-        steps_sent: number of steps that rank 0 has begun.
-        steps_done: number of steps that rank 0 is done with. Any thread may read both.
+        free_bytes: free memory of the follower with the least. Set by `loaded`.
+        steps_sent: number of steps that rank 0 has begun. Any thread may read it.
+        steps_done: number of steps that rank 0 has finished. Any thread may read it.
     """
 
     def __init__(self, config: EngineConfig, program: str, relay: Sequence[str] = ()) -> None:
-        """Start the followers, which load their parts of the model meanwhile. Made on the main
-        thread: they end with the thread that makes them. Waits for other hosts.
+        """Start the followers, which then load their parts of the model. Waits for other hosts.
+
+        Must be called on the main thread, because the followers end with the calling thread.
 
         Args:
             program: module that a follower runs.
             relay: module of the relay to other hosts, and its arguments after the sockets.
         Raises:
-            ConfigError: the configuration does not suit the hosts.
+            ConfigError: the configuration is impossible on these hosts.
         """
         self.steps_sent = self.steps_done = self.free_bytes = 0
-        self._states: dict[int, RankState] = {}  # of followers that have reported
+        self._states: dict[int, RankState] = {}  # followers that have reported
         self._silent_s = config.parallel.collective_s + _PATIENCE_S
         self.parallel = parallel = config.parallel
         settings = config.model_dump_json().encode()
         self._followers: list[RankProcess] = []
-        self._addressed: Sequence[RankProcess] = ()  # those that messages are sent to
+        self._addressed: Sequence[RankProcess] = ()  # the receivers of messages
         self._pids: tuple[int, ...] = ()
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
@@ -242,7 +244,7 @@ class Followers:
             raise
 
     def _know_forks(self, count: int) -> None:
-        """Wait until the first followers have been forked, and know them by their own pidfds."""
+        """Wait until the first followers have been forked, and record their own pidfds."""
         for rank, follower in enumerate(self._followers[:count], start=1):
             packet, files = self._received(rank, 1)
             if packet != HELLO or len(files) != 1:
@@ -251,7 +253,7 @@ class Followers:
             self._followers[rank - 1] = replace(follower, pidfd=files[0], is_fork=True)
 
     def _met(self, config: ParallelConfig, settings: bytes) -> RankGroups:
-        """Have all followers open their collectives, and open those of rank 0."""
+        """Make all followers open their collectives, and open those of rank 0."""
         if config.hosts > 1:
             return self._met_on_hosts(config, settings)
         directory = Path(self._directory.name)
@@ -268,7 +270,7 @@ class Followers:
         return open_groups(config, 0, own, LoopbackMeeting(directory))
 
     def _met_on_hosts(self, config: ParallelConfig, settings: bytes) -> RankGroups:
-        """Do it when all hosts are there, because collectives do not wait for long."""
+        """Do the same once all hosts are connected, because collectives have a short timeout."""
         meeting, store = NetworkMeeting.leading(config)
         here = range(1, config.ranks_per_host)
         elsewhere = range(config.ranks_per_host, config.num_ranks)
@@ -281,20 +283,19 @@ class Followers:
 
     @property
     def share(self) -> Share:
-        """The part of rank 0."""
+        """The share of rank 0 in the model."""
         return self.ranks.share
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes, by rank from 1 on, each with its number on its own host. Set by
-        `loaded`."""
+        """The process ids by rank from 1 on, each on its own host. Set by `loaded`."""
         return self._pids
 
     def loaded(self) -> Sequence[RankLoaded]:
         """Wait until all followers have loaded their parts. Return their replies by rank from 1 on.
 
         Raises:
-            ConfigError: one cannot. The error is its sentence.
+            ConfigError: a follower cannot load. The error has its sentence.
         """
         replies = self._await(RankLoaded)
         self.free_bytes = min(each.free_bytes for each in replies)
@@ -302,16 +303,16 @@ class Followers:
         return replies
 
     def measure(self, free_bytes: int) -> None:
-        """Have all followers measure the memory of steps, see MeasureRank."""
+        """Make all followers measure the memory of steps, see MeasureRank."""
         for follower in self._addressed:
             _send(follower, MeasureRank(free_bytes), ())
 
     def measured(self) -> int:
-        """Wait until all followers have measured it. Return the least memory that one has left for
-        pages.
+        """Wait for the results of `measure`. Return the memory for pages of the follower with the
+        least.
 
         Raises:
-            ConfigError: as `loaded`.
+            ConfigError: see `loaded`.
         """
         return min(each.free_bytes for each in self._await(RankMeasured))
 
@@ -319,10 +320,10 @@ class Followers:
         """Wait until all followers are ready for steps, and return the blocks of steps.
 
         Args:
-            make: returns the message, of a block's size.
-            num_bytes: of the largest step.
+            make: returns the message, given the size of a block.
+            num_bytes: size of the largest step.
         Raises:
-            ConfigError: as `loaded`.
+            ConfigError: see `loaded`.
         """
         block_bytes = whole_pages(num_bytes)
         memory = ring_memory(block_bytes)
@@ -348,7 +349,7 @@ class Followers:
                 raise EngineFault(f"rank {rank} takes no steps: {error}") from error
 
     def sample_now(self) -> None:
-        """Have the first of two stages sample the newest step, see SampleStep."""
+        """Make the first of two pipeline stages sample the newest step, see SampleStep."""
         self.send(_encoder.encode(SampleStep()))
 
     def ask(
@@ -356,14 +357,15 @@ class Followers:
         make: Callable[[int], Job],
         on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
-        """Have all followers do a job. Any thread. Requires `watch`.
+        """Make all followers do a job. Any thread. Requires `watch`.
 
         Args:
-            make: returns the job, with its number.
-            on_done: called with the future by the thread that takes the replies. Never within this
-                call, unlike a callback that is added later. If it raises, the node ends.
+            make: returns the job, given its number.
+            on_done: called with the future by the thread that receives the replies. Unlike a
+                callback that is added later, it never runs inside this call. If it raises, the node
+                ends.
         Returns:
-            The results of all followers, completed by another thread. Or JobFailed.
+            A future of the results of all followers, or of JobFailed. Another thread completes it.
         """
         number, asked = next(self._numbers), _AskedJob(len(self._followers), on_done)
         self._jobs[number] = asked
@@ -375,12 +377,12 @@ class Followers:
         return {0: self._state(self.steps_done, resident_bytes()), **self._states}
 
     def _state(self, steps_done: int, memory_bytes: int) -> RankState:
-        # A follower may be done with a step that rank 0 has sent and not counted yet.
+        # A follower may have finished a step that rank 0 has sent and not counted yet.
         return RankState(memory_bytes, max(0, self.steps_sent - steps_done))
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have another thread take the replies to jobs and the reports of followers, and call
-        `on_end` when a follower ends or freezes before `close`."""
+        """Make another thread receive the replies to jobs and the reports of followers. It calls
+        `on_end` if a follower ends or freezes before `close`."""
         self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
         self._watcher.daemon = True
         self._watcher.start()
@@ -389,7 +391,7 @@ class Followers:
         """End the followers, and wait until they have ended.
 
         Args:
-            in_order: the node has not failed. Other hosts get to know.
+            in_order: True: the node has not failed. Other hosts are informed.
         """
         os.close(self._end)
         if self._watcher is not None:
@@ -397,11 +399,12 @@ class Followers:
         os.close(self._closed)
         self._queue.close()
         if in_order:
-            with contextlib.suppress(EngineFault):  # one has failed meanwhile
+            with contextlib.suppress(EngineFault):  # a follower has failed in the meantime
                 self.send(_encoder.encode(EndRanks()))
         for follower in self._followers:
-            with contextlib.suppress(OSError):  # it has closed its end
-                # A closed socket with unread replies would be an error there, and lose EndRanks.
+            with contextlib.suppress(OSError):  # the follower has closed its end
+                # Closing a socket with unread replies would cause an error there, and EndRanks
+                # would be lost.
                 follower.socket.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _CLOSE_S
         for follower in self._followers:
@@ -409,7 +412,7 @@ class Followers:
         self._directory.cleanup()
 
     def _await(self, expected: type[_Reply], ranks: range | None = None) -> Sequence[_Reply]:
-        """Wait for the replies of some followers. None: of all."""
+        """Wait for the replies of some followers. None: of all followers."""
         replies = []
         for rank in range(1, 1 + len(self._followers)) if ranks is None else ranks:
             packet, _ = self._received(rank)
@@ -425,13 +428,13 @@ class Followers:
         return replies
 
     def _received(self, rank: int, num_files: int = 0) -> tuple[bytes, Sequence[int]]:
-        """Wait for a packet of a starting follower. Return it and its files."""
+        """Wait for a packet of a starting follower. Return the packet and its descriptors."""
         follower = self._followers[rank - 1]
         ready, _ = poll_ready([follower.socket], seconds=_LOAD_S)
         if not ready:
             raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
         packet, files = b"", list[int]()
-        with contextlib.suppress(ConnectionResetError):  # it ended with a message unread
+        with contextlib.suppress(ConnectionResetError):  # it ended without reading a message
             packet, files, _, _ = socket.recv_fds(follower.socket, MAX_PACKET_BYTES, num_files)
         if not packet:
             raise EngineFault(f"rank {rank} ended with code {follower.exit_code()}")
@@ -446,7 +449,7 @@ class Followers:
         on_end()
 
     def _take_replies(self) -> bool:
-        """Take replies until `close`, or until a follower ends or freezes. Return whether it was
+        """Receive replies until `close`, or until a follower ends or freezes. Return True after
         `close`."""
         pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         sockets = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
@@ -481,9 +484,9 @@ class Followers:
                 return False
 
     def _take_reply(self, source: socket.socket, rank: int, ping: PingTimer) -> bool:
-        """Return whether the follower still has its end."""
+        """Receive from one follower. Return False if it has closed its end."""
         packet = b""
-        with contextlib.suppress(ConnectionResetError):  # it was killed with a job unread
+        with contextlib.suppress(ConnectionResetError):  # it was killed without reading a job
             packet = source.recv(MAX_PACKET_BYTES)
         match _from_follower.decode(packet) if packet else None:
             case JobDone(number=number) as reply:
@@ -498,21 +501,21 @@ class Followers:
         return bool(packet)
 
     def _report_end(self, ranks: Sequence[int]) -> None:
-        """Report followers that have ended, because of the first of them."""
+        """Report followers that have ended. The first one is the cause."""
         named, code = ", ".join(map(str, ranks)), self._followers[ranks[0] - 1].exit_code()
         log.error("a rank has ended, and so does this node %s", kv(ranks=named, exit_code=code))
 
 
 class JobQueue:
-    """Jobs on their way to all followers. Any thread.
+    """Jobs that wait to be sent to all followers. Any thread.
 
-    Jobs share the sockets with steps, which must never wait. So jobs wait here while a socket is
-    more than a quarter full, because a follower is busy.
+    Jobs share the sockets with steps, and sending a step must never block. While a follower is busy
+    and its socket is more than a quarter full, jobs therefore wait here.
 
     Args:
         send: sends a packet to all followers.
     Attributes:
-        waiting: descriptor that is readable after a job has begun to wait. `flush` reads it.
+        waiting: descriptor that is readable once a job waits. `flush` reads it.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], send: Callable[[bytes], None]) -> None:
@@ -531,18 +534,18 @@ class JobQueue:
 
     @property
     def full(self) -> Sequence[socket.socket]:
-        """Return the sockets that jobs wait for."""
+        """Return the sockets for which jobs wait."""
         return self._full() if self._packets else ()
 
     def flush(self) -> None:
-        """Send the jobs that need not wait any more."""
+        """Send the jobs that no longer need to wait."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.waiting)
             self._send_some()
 
     def close(self) -> None:
-        """A job that comes later is an error, as of a rank that has ended."""
+        """Reject later jobs with the error of an ended rank."""
         self._sockets = ()
         os.close(self.waiting)
 
@@ -556,18 +559,20 @@ class JobQueue:
 
 
 def start_ranks(program: str, count: int, *arguments: str) -> list[RankProcess]:
-    """Start followers, which end with the calling thread. Several are forks of one process, whose
-    pidfd they have until each sends its own, in a packet HELLO.
+    """Start followers, which end with the calling thread.
+
+    Several followers are forks of one process. They have its pidfd until each sends its own, in a
+    packet HELLO.
 
     Args:
         program: module that a follower runs.
-        arguments: after the descriptors of its sockets.
+        arguments: arguments after the descriptors of its sockets.
     """
     return _start_processes(program, count, arguments) if count else []
 
 
 def _start_processes(program: str, num_sockets: int, more: Sequence[str]) -> list[RankProcess]:
-    """Start one process with several sockets. Return one entry for each."""
+    """Start one process with several sockets. Return one entry per socket."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_sockets)]
     ends = [theirs.fileno() for _, theirs in pairs]
     command = [sys.executable, "-m", program, ",".join(map(str, ends)), *more]
@@ -585,4 +590,4 @@ def _send(follower: RankProcess, message: ToFollower, files: Sequence[int]) -> N
     try:
         socket.send_fds(follower.socket, [_encoder.encode(message)], files)
     except OSError:
-        log.warning("a rank ended before it was asked to start")  # `loaded` finds it
+        log.warning("a rank ended before it was asked to start")  # `loaded` reports it

@@ -1,4 +1,4 @@
-"""The collectives of one rank: those of its stage, and with the rank of the other stage."""
+"""The collectives of one rank: with the ranks of its stage, and with a rank of the other stage."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ class RankGroups:
     """The collectives of one rank.
 
     Attributes:
-        own: the ranks of its stage.
+        own: the ranks of its pipeline stage.
         pipe: see Stage. None: there is one stage.
     """
 
@@ -30,7 +30,7 @@ class RankGroups:
     pipe: Group | None = None
 
     def meet(self, device: torch.device) -> None:
-        """Wait until all ranks of the node have begun to wait here."""
+        """Wait until all ranks of the node have called this (a barrier)."""
         for group in (self.own, self.pipe):
             if group is not None:
                 group.all_reduce(torch.zeros(1, device=device))
@@ -43,11 +43,10 @@ def open_groups(
 
     Args:
         config: `collectives` is not auto.
-        rank: among all ranks of the node.
-        files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
-            stages. Then the pidfds of all other ranks, by rank. All are closed. With several hosts
-            there are none.
-        meeting: for gloo and NCCL.
+        rank: number among all ranks of the node.
+        files: descriptors of shared memory: of its stage and, with two stages, of its pipe. Then
+            the pidfds of all other ranks, by rank. All are closed. Empty with several hosts.
+        meeting: rendezvous for gloo and NCCL.
     """
     num_memories = config.pp
     memories, pidfds = files[:num_memories], list(files[num_memories:])
@@ -82,14 +81,14 @@ def _stage_ranks(config: ParallelConfig, stage: int) -> range:
 
 
 def _pipe_ranks(config: ParallelConfig, place: int) -> range:
-    """Return the ranks with the same heads."""
+    """Return the ranks of all stages with the same heads."""
     return range(place, config.num_ranks, config.tp)
 
 
 @contextlib.contextmanager
 def group_memories(config: ParallelConfig) -> Iterator[Callable[[int], Sequence[int]]]:
-    """Create the memories of all groups. Yield a function that returns those of a rank's stage and
-    pipe, as `open_groups` takes them."""
+    """Create the shared memory of all groups. Yield a function that returns the descriptors of a
+    rank's stage and pipe, as arguments of `open_groups`."""
 
     def created(num_groups: int, size: int) -> list[int]:
         made = [os.memfd_create("baton-collectives", os.MFD_CLOEXEC) for _ in range(num_groups)]

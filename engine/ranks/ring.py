@@ -1,10 +1,10 @@
 """The tensors of steps in memory that all ranks share.
 
-Packing a step into a block is its broadcast. A block is written again only when every rank has
-finished the step that it held.
+Packing a step into a block broadcasts it. A block is reused only when every rank has finished the
+step in it.
 
-The memory is not pinned for GPUs. `upload` packs a step into pinned memory when it is launched, and
-most of a ring is never used, which pinning would occupy.
+The memory is not pinned for GPUs. `upload` packs a step into pinned memory when it is launched.
+Pinning would occupy the whole ring, most of which is never used.
 """
 
 import mmap
@@ -18,7 +18,8 @@ _PAGE = 4096
 
 
 def ring_memory(block_bytes: int) -> int:
-    """Return the descriptor of new memory for a ring. Memory is used as far as blocks are filled.
+    """Return the descriptor of new memory for a ring. Physical memory is used only as far as blocks
+    are filled.
 
     Args:
         block_bytes: a result of `whole_pages`.
@@ -33,10 +34,10 @@ def whole_pages(num_bytes: int) -> int:
 
 
 class StepRing:
-    """The blocks, by the number of the step.
+    """The blocks by step number.
 
     Args:
-        memory: of `ring_memory`. The caller may close it.
+        memory: descriptor from `ring_memory`. The caller may close it.
     """
 
     def __init__(self, memory: int, block_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The part of a model that a rank has."""
+"""The share of a rank: the part of the model's layers, heads and experts that it computes."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,37 +13,38 @@ from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.expert_placement import ExpertPlacement
 from engine.ranks.group import Group
 
-NUM_STAGES = 2  # of a node with stages
+NUM_STAGES = 2  # stages of a node with pipeline stages
 
 
 class ExpertPart(NamedTuple):
-    """The experts of a layer that a rank has, and the inner numbers that it has of each."""
+    """The experts of a layer that a rank has, and its part of the intermediate size of each."""
 
     experts: Sequence[int]
     inner: range
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """Return the layers of a stage. The first stages have fewer, because the first one has the
-    embedding and the head too."""
+    """Return the layers of a pipeline stage. The first stages have fewer layers, because the first
+    one also has the embedding and the head."""
     return range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)
 
 
 class Stage:
-    """One of the two parts of a model's layers, and its exchange of hidden states with the other.
-    Forward stream only.
+    """One of two pipeline stages, and its exchange of hidden states with the other. Forward stream
+    only.
 
     Args:
         number: 0: the first layers, with the embedding and the head.
-        pipe: of this rank, and the rank with the same heads in the other stage, by stage. None:
-            nothing is computed.
+        pipe: group of this rank and the rank with the same heads in the other stage, by stage.
+            None: nothing is computed.
     """
 
     def __init__(self, number: int, pipe: Group | None = None) -> None:
         self.number = number
         self._pipe = pipe
         self._held: Sequence[Tensor] = ()
-        self._experts: deque[Tensor | None] = deque()  # of steps whose states have not come back
+        # One entry per step whose states have not come back.
+        self._experts: deque[Tensor | None] = deque()
 
     @property
     def is_first(self) -> bool:
@@ -58,31 +59,31 @@ class Stage:
         Args:
             held: the hidden states, and the embeddings of their tokens if the last stage has a
                 drafter.
-            experts: int32 [n, layers, k], of the n tokens whose states come back, with zeros for
-                the layers of the other stage. None: experts are not recorded.
+            experts: int32 [n, layers, k], experts of the n tokens whose states come back, with
+                zeros for the layers of the other stage. None: experts are not recorded.
         """
         self._held = held
         self._experts.append(experts)
 
     def send_held(self) -> None:
-        """Send what is held to the last stage."""
+        """Send the kept tensors to the last stage."""
         for each in self._held:
             self._exchange(each, 0)
         self._held = ()
 
     def receive(self, x: Tensor) -> Tensor:
-        """Return the next tensor that the first stage sends. It may be in the memory of `x`, whose
-        shape and dtype it has."""
+        """Return the next tensor from the first stage. It has the shape and dtype of `x`, and may
+        be in its memory."""
         return self._exchange(x, 0)
 
     def send_back(self, x: Tensor, experts: Tensor | None) -> None:
-        """Send the hidden states of the last stage to the first one, and experts as in `hold`."""
+        """Send hidden states and experts (see `hold`) from the last stage back to the first one."""
         self._exchange(x, 1)
         if experts is not None:
             self._exchange(experts, 1)
 
     def receive_back(self, x: Tensor) -> Tensor | None:
-        """Write the hidden states that the last stage sends into `x`. Called once for each `hold`.
+        """Write the hidden states from the last stage into `x`. Called once for each `hold`.
 
         Returns:
             The experts of all layers, int32 [n, layers, k]. None: they are not recorded.
@@ -98,16 +99,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """One of the parts of a model: one of `size` equal parts of each layer of its stage.
+    """A rank's share of a model: one of `size` equal parts of each layer of its pipeline stage.
 
     Attributes:
-        group: the ranks with the other parts of the same layers. None: there are none, or nothing
-            is computed (a survey of the weights).
-        whole_experts: a rank has some whole experts of each layer, not a part of every expert.
+        group: the ranks with the other parts of the same layers. None: there are no others, or
+            nothing is computed (a survey of the weights).
+        whole_experts: whether a rank has some whole experts of each layer, instead of a part of
+            every expert.
         stage: None: this rank has a part of every layer.
-        exchange: the nodes that share the experts of each layer with this one, which has
-            everything else as a whole. None: there are none.
-        placement: of whole experts that have replicas or are moved. None: each rank has
+        exchange: the nodes that share the experts of each layer. Each of them has a full copy of
+            all other weights. None: experts are not shared.
+        placement: placement of whole experts with replicas or rebalancing. None: each rank has
             consecutive experts.
     """
 
@@ -135,7 +137,7 @@ class Share:
 
     @property
     def node_rank(self) -> int:
-        """Return the rank among all ranks of the node, which are in the order of stages."""
+        """Return the number of the rank among all ranks of the node, which are ordered by stage."""
         return self.rank + (0 if self.stage is None else self.stage.number * self.size)
 
     @property
@@ -160,10 +162,10 @@ class Share:
         return range(num_layers) if self.stage is None else self.stage.layers(num_layers)
 
     def part(self, count: int, name: str) -> range:
-        """Return this rank's part of `count` units that are split evenly.
+        """Return this rank's part of `count` units that are divided evenly.
 
         Args:
-            name: of the units, for the error.
+            name: name of the units, for the error.
         Raises:
             ConfigError: the number of ranks does not divide `count`.
         """
@@ -175,7 +177,7 @@ class Share:
         return range(self.rank * own, (self.rank + 1) * own)
 
     def expert_part(self, count: int, inner: int) -> ExpertPart:
-        """Return this rank's part of `count` experts. Raises ConfigError as `part`."""
+        """Return this rank's part of `count` experts. Raise ConfigError as `part` does."""
         if self.exchange is not None:
             return ExpertPart(self.exchange.part(count), range(inner))
         if self.whole_experts:

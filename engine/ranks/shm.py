@@ -1,9 +1,9 @@
 """Collectives in shared memory, for ranks on one CPU host.
 
-Each rank has a counter and two buffers, which alternate. In its call number n a rank writes its
-part into buffer n % 2 and sets its counter to n. It reads the part of another rank once that rank's
-counter is at least n. A buffer is written again in call n + 2. Each writer then waits until all
-counters are at least n + 1, because a rank that has begun call n + 1 has read all parts of call n.
+Each rank has a counter and two buffers, which alternate. In call number n, a rank writes its part
+into buffer n % 2 and sets its counter to n. It reads the part of another rank once that rank's
+counter is at least n. Call n + 2 reuses the buffer. Its writer first waits until all counters are
+at least n + 1. A rank that has begun call n + 1 has read all parts of call n.
 
 A waiting rank yields its core for a moment and then sleeps on the counter (futex).
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from common.errors import RankLost
 
-BUFFER_BYTES = 1 << 20  # larger tensors are divided
-_LINE = 64  # bytes of a cache line. Counters are in separate ones.
+BUFFER_BYTES = 1 << 20  # larger tensors are sent in pieces
+_LINE = 64  # bytes of a cache line. Each counter has its own line.
 _YIELD_S = 100e-6
-_SLEEP_S = 0.02  # between two looks at the processes of the other ranks
+_SLEEP_S = 0.02  # seconds between two checks of the other processes
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None)
@@ -50,10 +50,10 @@ class SharedMemoryGroup:
     """A Group of ranks that share a file.
 
     Args:
-        rank: in this group.
-        ranks: those of the node that are in this group.
-        memory: descriptor of a file of `memory_bytes` zeros, for example a memfd.
-        others: pidfds of the others of `ranks`. Owned by the group.
+        rank: number of this rank in the group.
+        ranks: ranks of the node that are in this group.
+        memory: descriptor of a file with `memory_bytes` zeros, for example a memfd.
+        others: pidfds of the other `ranks`. Owned by the group.
         timeout_s: longest wait for another rank.
     """
 
@@ -107,7 +107,7 @@ class SharedMemoryGroup:
         return torch.cat([combine(piece) for piece, _ in _pieces(flat)]).view(x.shape)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Add in the order of ranks, 16-bit numbers in float32."""
+        """Add in rank order, 16-bit numbers in float32."""
         parts = self._exchange(x, range(self.size))
         total = parts[0].to(torch.float32 if x.dtype.itemsize == 2 else x.dtype, copy=True)
         for part in parts[1:]:
@@ -115,18 +115,18 @@ class SharedMemoryGroup:
         return total.to(x.dtype)
 
     def _exchange(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Make a call, see `publish` and `collect`."""
+        """Make a whole call, see `publish` and `collect`."""
         self.publish(x, ranks)
         return self.collect(x, ranks)
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether another rank has begun a call that this one has not."""
+        """Return whether another rank has begun a call that this rank has not begun."""
         return bool((self._counters > self._number).any())
 
     def publish(self, x: Tensor, ranks: Sequence[int]) -> None:
-        """Begin a call: write this rank's part if it is one of `ranks`. The other ranks see that
-        this one has begun."""
+        """Begin a call: write this rank's part if it is one of `ranks`, and signal the other
+        ranks."""
         number = self._number = self._number + 1
         buffers = self._buffers[number % 2, :, : x.nbytes]
         if self.rank in ranks:
@@ -144,7 +144,7 @@ class SharedMemoryGroup:
         """End a call. Return the parts of `ranks`, as views that are valid until the next call.
 
         Args:
-            x: as in `publish`.
+            x: see `publish`.
         """
         for rank in ranks:
             self._wait_for(rank, self._number)
@@ -160,20 +160,21 @@ class SharedMemoryGroup:
         while self._counters[rank] < number:
             waited = time.monotonic() - began
             if waited < _YIELD_S:
-                _libc.sched_yield()  # unlike os.sched_yield, releases the GIL in every Python
+                # Releases the GIL in every Python version, unlike os.sched_yield.
+                _libc.sched_yield()
                 continue
             self._sleepers[rank] = 1
             self._fence()
             seen = int(self._counters[rank])
             if seen < number:
-                low = seen & 0xFFFFFFFF  # a futex is the first half of a counter
+                low = seen & 0xFFFFFFFF  # a futex is the lower half of a counter
                 _futex(self._addresses[rank], _FUTEX_WAIT, low, ctypes.byref(_SLEEP))
             self._check(rank, number, waited)
 
     def _check(self, rank: int, number: int, waited: float) -> None:
         ended = {pidfd for pidfd, _ in self._ended.poll(0)}
         if self._counters[rank] >= number:
-            return  # another rank that has ended since then has ended in order
+            return  # another rank that ended after that has finished its calls
         for other, pidfd in self._others.items():
             if pidfd in ended:
                 raise RankLost(f"rank {other} has ended")
@@ -183,7 +184,8 @@ class SharedMemoryGroup:
             )
 
     def _fence(self) -> None:
-        """Order the accesses to shared memory before and after it, on every kind of CPU."""
+        """Memory fence: order the accesses to shared memory before and after it, on every CPU
+        architecture."""
         self._lock.release()
         self._lock.acquire()
 

@@ -1,5 +1,5 @@
-"""Collectives of torch.distributed: NCCL between GPUs, and gloo between CPUs, on several hosts and
-for comparisons."""
+"""Collectives of torch.distributed: NCCL between GPUs, gloo between CPUs of several hosts and for
+tests."""
 
 import os
 from collections.abc import Iterator
@@ -20,16 +20,17 @@ _api: Any = distributed  # its process groups have no annotations
 
 
 class TorchGroup:
-    """A Group of ranks that find each other by a store, and connect without authentication.
+    """A Group of ranks that find each other through a store. Connections are not authenticated.
 
-    Sums and broadcasts are written over their input. With NCCL all calls are enqueued on the
-    current stream, and the host waits for none of them. A CUDA graph may contain them after one
-    call outside a graph, which connects the ranks. If a rank is late, a thread of torch ends this
-    process. The process should end by os._exit: NCCL does not disconnect while there are graphs.
+    Sums and broadcasts overwrite their input. With NCCL, all calls are enqueued on the current
+    stream, and the host waits for none of them. A CUDA graph may contain them after one call
+    outside a graph, which connects the ranks. If a rank times out, a thread of torch ends this
+    process. The process should end by os._exit, because NCCL does not disconnect while there are
+    graphs.
 
     Args:
-        meeting: of the ranks of the node.
-        name: of this group among those of the node.
+        meeting: rendezvous of the ranks of the node.
+        name: name of this group, unique in the node.
         timeout_s: longest wait for another rank.
     """
 
@@ -44,7 +45,7 @@ class TorchGroup:
     ) -> None:
         self.rank = rank
         self.size = size
-        # Otherwise NCCL would use a stream of its own.
+        # By default NCCL would use a stream of its own.
         self._sum = _in_order(_api.AllreduceOptions())
         self._gathering = _in_order(_api.distributed_c10d.AllgatherOptions())
         self._sending = [_in_order(_api.BroadcastOptions()) for _ in range(size)]  # by sender
@@ -81,7 +82,7 @@ def _in_order(options: Any) -> Any:
 
 
 def _finish(work: Any) -> None:
-    """Wait for a call of gloo. Calls of NCCL in order return None."""
+    """Wait for a call of gloo. NCCL calls that are in stream order return None."""
     if work is not None:
         work.wait()
 
@@ -94,7 +95,7 @@ def _gloo(store: Any, interface: OwnAddress, rank: int, size: int, timeout: time
 
 
 def _nccl(store: Any, interface: OwnAddress, rank: int, size: int, timeout: timedelta) -> Any:
-    # Its peers do not authenticate. Within a host, tensors do not go through this.
+    # Connections of NCCL are not authenticated. Tensors inside a host do not use this interface.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.interface}")
     options = _api.ProcessGroupNCCL.Options()
     options._timeout = timeout

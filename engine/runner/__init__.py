@@ -1,1 +1,1 @@
-"""Execution of a batch on the device: the forward, its streams, graphs and warm-up."""
+"""Execution of a batch on the device: forwards, streams, CUDA graphs and warmup."""

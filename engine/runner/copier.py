@@ -1,7 +1,7 @@
-"""Copies of pages between device and host memory, concurrent with steps.
+"""Copies of pages between device and host memory, concurrent with steps. The offload tiers use
+them.
 
-Each direction has a thread, and with CUDA a stream. Independent of the content and the users of
-pages.
+Each direction has a thread, and with CUDA a stream. It knows neither content nor holders of pages.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Copier(Protocol):
 
 
 class PageCopier:
-    """Copies pages in both directions. The caller owns the pages of both sides until the copy is
+    """Copies pages in both directions. The caller holds the pages on both sides until a copy is
     done.
 
     Attributes:
@@ -65,11 +65,11 @@ class PageCopier:
         self._in = _Direction("bring-pages", copy_in)
 
     def save(self, copies: PageCopies) -> PageCopy:
-        """Copy device[i] -> host[i], after all earlier requests of this direction."""
+        """Copy device[i] -> host[i], after all earlier copies in this direction."""
         return self._out.submit(copies, lambda: self.notify())
 
     def bring(self, copies: PageCopies) -> PageCopy:
-        """Copy host[i] -> device[i], after all earlier requests of this direction."""
+        """Copy host[i] -> device[i], after all earlier copies in this direction."""
         return self._in.submit(copies, lambda: self.notify())
 
     def close(self) -> None:
@@ -95,11 +95,11 @@ class _Direction:
 def _copies(
     pool: KVPool, host_pool: HostPool
 ) -> tuple[Callable[[PageCopies], None], Callable[[PageCopies], None]]:
-    """Return the two functions that copy device to host and back. Each returns when the copy is
+    """Return the functions that copy from device to host and back. Both return when a copy is
     done."""
     device = pool.tensor.device
     if device.type == "cpu":
-        # Not by torch, whose threads would take cores from the computation.
+        # Copies by numpy, because the threads of torch would take cores from the computation.
         here, there = pool.tensor.numpy(), host_pool.tensor.numpy()
         return (
             lambda copies: _copy_runs(here, copies.device_pages, there, copies.host_pages),
@@ -125,7 +125,7 @@ def _on_a_stream(
 
 
 def _copy_runs(source: _Bytes, source_pages: Ints, target: _Bytes, target_pages: Ints) -> None:
-    """Copy runs of pages that are consecutive on both sides. Other threads run between two runs."""
+    """Copy runs of pages that are consecutive on both sides. The GIL is free between two runs."""
     breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(target_pages) != 1)) + 1
     for start, end in pairwise([0, *breaks.tolist(), len(source_pages)]):
         first, into = int(source_pages[start]), int(target_pages[start])

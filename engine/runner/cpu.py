@@ -1,7 +1,4 @@
-"""Setup of a process that computes on a CPU: its threads and its compiled operations.
-
-Independent of models and memory.
-"""
+"""Setup of a process that computes on a CPU: its threads and its compiled operations."""
 
 import logging
 
@@ -18,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
-    """Set the threads of this process and load the compiled operations.
+    """Set the number of threads of this process and load the compiled operations.
 
     The first start on a machine compiles them, which takes seconds, unless the image has them.
 
     Raises:
-        ConfigError: they are required and cannot be provided.
+        ConfigError: compiled operations are required and cannot be loaded.
     """
     torch.set_num_threads(threads)
     if cpu_kernels == "off":

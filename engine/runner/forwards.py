@@ -1,4 +1,5 @@
-"""Runs steps of a model on the forward stream, and never waits for them. Knows no requests."""
+"""Forwards: runs the steps of a model on the forward stream without waiting for them. It knows no
+requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -27,7 +28,7 @@ from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
 from kernels.sampling.sample import SamplingColumns, sample
 
-# Draws int32 [n] drafts from logits [n, any] of the samples at places int64 [n].
+# Draws drafts, int32 [n], from the logits [n, any] of the samples at places int64 [n].
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -35,16 +36,17 @@ class TokenSampling(Protocol):
     """The choice of a step's tokens. `sent` are its `tensors` on the device."""
 
     def tensors(self) -> list[Tensor]:
-        """Return tensors in host memory, contiguous, that go to the device with the step's."""
+        """Return contiguous tensors in host memory that are uploaded together with the step's
+        tensors."""
         ...
 
     def parameters(self) -> Sequence[Tensor] | None:
-        """Return parameters of sampling in host memory, as SamplingColumns has them, or nothing if
-        every row is greedy. None: the choice depends on more, or other ranks take part in it."""
+        """Return the sampling parameters in host memory, as in SamplingColumns. Empty if every row
+        is greedy. None: the choice depends on more, or other ranks take part in it."""
         ...
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
-        """Return how drafts are drawn. On the forward stream.
+        """Return the function that draws drafts. On the forward stream.
 
         Args:
             early: see HiddenStates.
@@ -56,9 +58,9 @@ class TokenSampling(Protocol):
         ...
 
 
-# Both take the sampling work, tensors that go to the device after those of the forward, and where
-# the results are written. The first one launches the sampling of a launched forward. The second one
-# returns it as work of the forward stream.
+# Both take the sampling work, its tensors to upload, and the destination of the results. The first
+# one launches the sampling of a launched forward. The second one returns it as work of the forward
+# stream.
 SampleLater: TypeAlias = Callable[[TokenSampling, Sequence[Tensor], StepOutput], StreamEvent]
 SamplingWork: TypeAlias = Callable[
     [TokenSampling, Sequence[Tensor], StepOutput], Callable[[], None]
@@ -67,11 +69,11 @@ SamplingWork: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class ForwardSizes:
-    """The sizes of the largest decode step.
+    """Sizes of the largest decode step.
 
     Attributes:
-        max_pages: of one row, in all page tables together.
-        sampling_bytes: of the packed tensors of its sampling work.
+        max_pages: pages of one row, in all page tables together.
+        sampling_bytes: bytes of the packed tensors of its sampling work.
     """
 
     num_slots: int
@@ -80,11 +82,11 @@ class ForwardSizes:
 
 
 class FutureMap:
-    """The last tokens by slot. Written after sampling and read at the start of the next forward,
-    both on the forward stream.
+    """The last token of each slot. Written after sampling and read at the start of the next
+    forward, both on the forward stream.
 
-    A step's input refers to a token that the CPU does not know as -(slot + 1). Padding of graphs
-    has a slot of its own, the last one.
+    A step refers to a token that the CPU does not know yet as -(slot + 1). Padding of graphs uses
+    an additional slot, the last one.
 
     Attributes:
         tokens: int32 [num_slots + 1].
@@ -97,10 +99,10 @@ class FutureMap:
         self.rejected = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
     def store(self, slots: Tensor, tokens: Tensor, rejected: Tensor | None = None) -> None:
-        """Store tokens[i] as the last one of slots[i] (int64, distinct except for padding).
+        """Store tokens[i] as the last token of slots[i] (int64, distinct except for padding).
 
-        A row without a valid token (a negative one) still takes part in a step that is launched
-        before the CPU knows. It gets token 0, and its result is discarded.
+        A row without a valid token (a negative one) is still part of the next step, because that is
+        launched before the CPU knows. The row gets token 0, and its result is discarded.
         """
         self.tokens.index_copy_(0, slots, tokens.clamp(min=0))
         if rejected is not None:
@@ -109,12 +111,12 @@ class FutureMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """A forward whose tokens are sampled later. Written and read by the forward stream.
+    """A forward whose tokens are sampled later. Used only on the forward stream.
 
     Attributes:
         sent: tensors of the sampling work, on the device.
         late: pending state updates, if rows have drafts.
-        chooses: a graph chooses the tokens.
+        chooses: whether a graph chooses the tokens.
     """
 
     step: SettledDrafts
@@ -126,13 +128,13 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """A step on the device before its forward. Written and read by the forward stream.
+    """A step on the device before its forward. Used only on the forward stream.
 
     Attributes:
         sent: tensors of the sampling work.
-        graph: shape of the graph that computes the forward. None: none does.
-        guessed: the device has drawn its drafts.
-        chooses: a graph chooses the tokens.
+        graph: shape of the graph that computes the forward. None: no graph does.
+        guessed: whether the device has drawn its drafts.
+        chooses: whether a graph chooses the tokens.
     """
 
     step: SettledDrafts
@@ -145,14 +147,14 @@ class _Prepared:
 
 
 class LayersInGroups(Protocol):
-    """A forward of a model whose layers are computed in groups, see SplitForward."""
+    """A forward whose layers are computed in groups, see SplitForward."""
 
     def advance(self, past: int) -> None: ...
 
     def complete(self) -> Tensor: ...
 
 
-# Begins such a forward. Takes what Model.forward takes.
+# Begins such a forward. Has the arguments of Model.forward.
 BeginLayers: TypeAlias = Callable[
     [ForwardBatch, KVPool, Tensor, AdapterStep | None], LayersInGroups
 ]
@@ -160,8 +162,8 @@ BeginLayers: TypeAlias = Callable[
 
 @dataclass(slots=True, eq=False)
 class HeldForward:
-    """A step whose layers are computed in groups. What is held between two groups is written and
-    read by the forward stream."""
+    """A step whose layers are computed in groups. Its data between two groups is used only on the
+    forward stream."""
 
     step: Step
     sampling: TokenSampling
@@ -174,10 +176,9 @@ class BegunStep:
     """A launched forward whose tokens are sampled later.
 
     Attributes:
-        event: of the forward.
         sample: launches the sampling.
-        token_ids: waits for the tokens of the step, in host memory, before its forward has ended.
-            None: the device drafts none of them.
+        token_ids: waits for the tokens of the step in host memory, which may be known before the
+            forward has ended. None: the device drafts none of them.
     """
 
     event: StreamEvent
@@ -186,11 +187,11 @@ class BegunStep:
 
 
 class Forwards:
-    """The forwards of a model over a pool. Engine thread only.
+    """The forwards of a model over one page pool. Engine thread only.
 
     Args:
-        bank: of the adapters of steps.
-        recorder: of the graphs of steps. None: every step is launched kernel by kernel.
+        bank: LoRA adapters of the steps.
+        recorder: records the CUDA graphs of steps. None: every step is launched kernel by kernel.
     """
 
     def __init__(
@@ -213,13 +214,13 @@ class Forwards:
         self._graphs = None if recorder is None else self._made_graphs(recorder)
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "Forwards":
-        """Return the forwards of the same model over another host pool. The two must not be used
-        at the same time."""
+        """Return forwards of the same model over another host pool. Use only one of the two at a
+        time."""
         beside = self._bank, self._stream, self._sizes
         return Forwards(self._model, self._pool, host_pool, *beside, recorder)
 
     def over(self, host_pool: HostPool) -> "Forwards":
-        """Return these forwards, with their tokens and graphs, over another host pool."""
+        """Return these forwards, with the same tokens and graphs, over another host pool."""
         changed = copy(self)
         changed._host_pool = host_pool
         return changed
@@ -234,25 +235,26 @@ class Forwards:
 
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes of the graphs for which `capture` is to be called, descending."""
+        """Shapes of the graphs to `capture`, in descending order."""
         return self._graphs.shapes if self._graphs is not None else ()
 
     def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
         """Return the shape of the smallest graph for a step. None: no captured graph fits.
 
         Args:
-            late: rows have drafts.
-            adapted: tokens have adapters.
+            late: whether rows have drafts.
+            adapted: whether tokens have adapters.
         """
         graphs = self._graphs
         return None if graphs is None else graphs.shape_for(rows, late=late, adapted=adapted)
 
     def capture(self, shape: GraphShape, *, choice: bool = True) -> None:
-        """Capture one of `graph_shapes`, and wait until it is done. Until then, steps that it would
-        fit use a larger graph or none.
+        """Capture one of `graph_shapes`, and wait until it is done. Until then, steps of this shape
+        use a larger graph or none.
 
         Args:
-            choice: this rank alone chooses tokens, so that this can be part of graphs.
+            choice: whether this rank alone chooses tokens, so that the choice can be part of
+                graphs.
         """
         graphs = self._graphs
         assert graphs is not None
@@ -262,7 +264,7 @@ class Forwards:
         """Enqueue a step.
 
         The order is: swap out, swap in, adapters, forward, sampling, and the copy of the tokens to
-        host memory. A step without rows has only the first two.
+        host memory. A step without rows has only the swaps.
         """
 
         def work() -> None:
@@ -275,8 +277,8 @@ class Forwards:
     def _replayed(
         self, step: Step, rows: ForwardBatch, sampling: TokenSampling, output: StepOutput
     ) -> bool:
-        """Run a step by graphs alone, with its choice of tokens. Return False if that is not
-        possible, without any effect."""
+        """Run a step by graphs alone, including the choice of its tokens. Return False, without any
+        effect, if that is not possible."""
         if step.graph is None or step.speculated:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
@@ -289,14 +291,14 @@ class Forwards:
         return True
 
     def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
-        """Enqueue a step with rows without its sampling."""
+        """Enqueue the forward of a step with rows, without its sampling."""
         if step.speculated.to_guess:
             return self._launch_guessed(step, sampling)
         event, sampling_work = self.begin(step, sampling)
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)))
 
     def _launch_guessed(self, step: Step, sampling: TokenSampling) -> BegunStep:
-        """Enqueue a step whose drafts are known on the host before its forward has ended."""
+        """Enqueue a step whose drafts reach the host before its forward has ended."""
         rows, prepared, done = step.rows, list[_Prepared](), list[_Forward]()
         token_ids = list[Tensor]()
         assert rows is not None
@@ -317,10 +319,10 @@ class Forwards:
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)), guessed_ids)
 
     def launch_group(self, forward: HeldForward, past: int, copies: Step) -> StreamEvent:
-        """Enqueue a group of layers, up to number `past` - 1, which is not the last one.
+        """Enqueue the layers up to number `past` - 1 of a forward, but not its last layers.
 
         Args:
-            copies: a step without rows, whose copies come before the group.
+            copies: a step without rows, whose copies precede the layers.
         """
 
         def work() -> None:
@@ -332,7 +334,7 @@ class Forwards:
     def launch_last_group(
         self, forward: HeldForward, past: int, copies: Step, output: StepOutput
     ) -> StreamEvent:
-        """Enqueue the last group of layers, and the sampling of the step."""
+        """Enqueue the last layers of a forward, and the sampling of the step."""
 
         def work() -> None:
             self._swap(copies)
@@ -351,7 +353,7 @@ class Forwards:
         return forward.held
 
     def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
-        """Enqueue a step with rows without its sampling. Return its sampling as work."""
+        """Enqueue the forward of a step with rows. Return its sampling as work for the stream."""
         rows, done = step.rows, list[_Forward]()
         assert rows is not None
 
@@ -362,7 +364,7 @@ class Forwards:
         return self.enqueue(work), self._sampling_of(done)
 
     def _sampling_of(self, done: Sequence[_Forward]) -> SamplingWork:
-        """Return the sampling of a forward, which is in `done` when the work runs."""
+        """Return the sampling of a forward. The forward is in `done` when the work runs."""
 
         def sampling_work(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
@@ -376,7 +378,7 @@ class Forwards:
         return sampling_work
 
     def enqueue(self, work: Callable[[], None]) -> StreamEvent:
-        """Enqueue work of the forward stream."""
+        """Enqueue work on the forward stream."""
 
         def enqueue() -> None:
             with torch.inference_mode():
@@ -418,7 +420,7 @@ class Forwards:
             swap_in(self._pool, self._host_pool, step.swap_in)
 
     def _forward(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Forward:
-        """Run the forward, and copy the tensors that go to the device with its inputs."""
+        """Run the forward. Upload the sampling tensors together with its inputs."""
         return self._computed(self._prepared(step, rows, sampling))
 
     def _prepared(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Prepared:
@@ -466,7 +468,7 @@ class Forwards:
         return _Forward(settled, states, prepared.sent, late, prepared.chooses)
 
     def _guessed(self, settled: SettledDrafts, step: Step, draw: Draw) -> SettledDrafts:
-        """Return a step with guessed drafts."""
+        """Return the step with drafts that the device has drawn."""
         drafter, verified, batch = self._model.drafter, settled.verified, settled.batch
         assert drafter is not None and verified is not None
 
@@ -529,15 +531,15 @@ def _all_to_host(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _to_host(tokens: Tensor) -> Tensor:
-    """Copy to the host. From a device the copy is asynchronous, and valid after the stream has
-    passed it."""
+    """Copy to the host. A copy from a device is asynchronous, and valid once the stream has passed
+    it."""
     if tokens.device.type == "cpu":
         return tokens
     return _copied_to_host(tokens)
 
 
 def _copied_to_host(tokens: Tensor) -> Tensor:
-    """Copy to other memory of the host, see `_to_host`."""
+    """Copy to other host memory, see `_to_host`."""
     pinned = tokens.device.type == "cuda"
     host = torch.empty_like(tokens, device="cpu", pin_memory=pinned)
     return host.copy_(tokens, non_blocking=True)

@@ -1,7 +1,5 @@
-"""CUDA requirements that are checked before an engine is built, and CUDA settings of the process.
-
-Independent of models and memory.
-"""
+"""CUDA requirements that are checked before an engine is built, and CUDA settings of the
+process."""
 
 import ctypes
 import logging
@@ -13,8 +11,8 @@ from common.errors import ConfigError
 from common.logs import kv
 from kernels.early_launch import LEAST_CAPABILITY, LEAST_DRIVER, use_early_launch
 
-# torch's messages for a machine without a GPU, or without one visible to this process. All other
-# messages concern an existing GPU.
+# Messages of torch for a machine without a GPU, or without one visible to this process. All other
+# messages are about a GPU that exists.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -24,8 +22,9 @@ log = logging.getLogger(__name__)
 def has_gpu() -> bool:
     """Return whether this process has a GPU.
 
-    Raises ConfigError if there is a GPU that this torch cannot use, for example because the driver
-    is too old. Serving on the CPU instead would look like a slow GPU.
+    Raises:
+        ConfigError: torch cannot use the GPU, for example because the driver is too old. Serving on
+            the CPU instead would look like a slow GPU.
     """
     if torch.cuda.is_available():
         return True
@@ -44,8 +43,8 @@ def has_gpu() -> bool:
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if torch's allocator is configured to use memory that other processes
-    cannot map."""
+    """Raise ConfigError if torch's allocator is set to use memory that other processes cannot
+    map."""
     for name in _ALLOCATOR_SETTINGS:
         settings = environment.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in settings:
@@ -56,15 +55,16 @@ def check_allocator(environment: Mapping[str, str]) -> None:
 
 
 def use_gpu(device: torch.device) -> None:
-    """Make `device` the calling thread's current one, and sum 16-bit products in float32."""
+    """Make `device` the calling thread's current device, and accumulate 16-bit products in
+    float32."""
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def choose_early_launch(device: torch.device, *, wanted: bool) -> None:
-    """Let kernels of this process start while the one before ends, if the GPU and its driver can.
-    Log the choice."""
+    """Let each kernel of this process start before the previous one ends, if GPU and driver support
+    it. Log the choice."""
     major, minor = torch.cuda.get_device_capability(device)
     driver = _driver_version()
     reason = ""
@@ -82,7 +82,7 @@ def choose_early_launch(device: torch.device, *, wanted: bool) -> None:
 
 
 def _driver_version() -> int:
-    """Return 12030 for a driver of CUDA 12.3, and 0 for one that does not report it."""
+    """Return the CUDA version of the driver, 12030 for 12.3, or 0 if it does not report one."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

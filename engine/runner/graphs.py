@@ -1,12 +1,13 @@
-"""CUDA graphs of steps: one for each shape, captured once and replayed.
+"""CUDA graphs of steps: one graph per shape, captured once and replayed. Forwards uses them.
 
 A graph contains the layers of the model and its last norm. The head and sampling have graphs of
-their own, see ChoiceGraphs, which steps need unless a request has features that change logits or
-report more than tokens. So graphs of layers need no memory for logits.
+their own (ChoiceGraphs), for requests without features that change logits or report more than
+tokens. Graphs of layers therefore need no memory for logits.
 
-All graphs read their inputs from one block of memory. Parameters of sampling come first, and then
-the tensors whose sizes follow from the shape. So each of them has the same address in every step of
-that shape. Where a step has less than its shape, the rows of padding of the capture follow.
+All graphs read their inputs from one block of memory. Parameters of sampling come first, then the
+tensors whose sizes follow from the shape. Each of these tensors therefore has the same address in
+every step of a shape. If a step is smaller than its shape, padding rows of the capture fill the
+rest.
 """
 
 import logging
@@ -35,11 +36,11 @@ from kernels.adapters.low_rank import TokensBySlot
 
 log = logging.getLogger(__name__)
 
-_DRAFT_BYTES = 512  # for the columns of one token in SpeculativeStep
+_DRAFT_BYTES = 512  # columns of one token in SpeculativeStep
 
 _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a shape
 
-# Runs the model. Its arguments are those of Model.forward without the pool and the future tokens.
+# Runs the model. Has the arguments of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
 _NO_CHOICE = [ONLY_PADDING] * NUM_INPUTS
@@ -54,21 +55,21 @@ class Graph(Protocol):
 
 
 class Recorder(Protocol):
-    """Records the launches of a function as a graph. The function runs before the capture, so that
-    nothing is compiled during it."""
+    """Records the launches of a function as a graph. Runs the function once before the capture, so
+    that nothing is compiled during the capture."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Return the graph and the result of `work`, which every replay writes again.
+        """Return the graph and the result of `work`. Every replay overwrites the result.
 
         Raises:
-            Uncapturable: some operation of `work` cannot be part of a graph.
+            Uncapturable: an operation of `work` cannot be part of a graph.
             RuntimeError: the capture failed.
         """
         ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool, because they are replayed one after the
+    """Records CUDA graphs. They share one memory pool, because they are replayed one after the
     other."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class CudaRecorder:
         work()
         check_capturable(work, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device during capture without affecting this graph.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(
             graph,
             pool=self._pool,
@@ -91,17 +92,16 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """The sizes of the steps that graphs compute.
+    """Sizes of the steps that graphs compute.
 
     Attributes:
-        max_rows: of a decode step. A step with drafts has at most as many tokens.
+        max_rows: rows of a decode step. A step with drafts has at most as many tokens.
         num_tables: page tables of every row.
-        max_pages: of one row, in all tables together.
-        hidden_size: numbers in a hidden state.
-        state_pages: further pages of one row, for states.
-        late: the model has states to update after verification.
-        beside_bytes: space for tensors of sampling that are copied to the device together with a
-            step's inputs.
+        max_pages: pages of one row, in all tables together.
+        hidden_size: numbers per hidden state.
+        state_pages: pages of one row for recurrent states, in addition.
+        late: whether the model has states to update after verification.
+        beside_bytes: bytes for sampling tensors that are uploaded together with a step's inputs.
     """
 
     max_rows: int
@@ -125,12 +125,12 @@ class GraphModel:
 
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """The inputs of a graph, and the state updates that its forward leaves for later.
+    """The inputs of a graph, and the state updates that its forward defers.
 
     Attributes:
         batch, adapted: the step and its adapters, on the device.
-        fixed: the tensors of `batch` whose sizes follow from the shape.
-        padding: the padding of the choice of tokens, of adapters and of `fixed`, in host memory.
+        fixed: tensors of `batch` whose sizes follow from the shape.
+        padding: padding of the choice of tokens, of adapters and of `fixed`, in host memory.
         late: the pending state updates of the latest replay.
     """
 
@@ -146,8 +146,8 @@ class _Recorded:
     """A captured graph.
 
     Attributes:
-        hidden: hidden states of the latest replay, one for each token of a ragged shape, otherwise
-            one for each row.
+        hidden: hidden states of the latest replay, one per token of a ragged shape, otherwise one
+            per row.
         drafts: a forward of the drafter over the same inputs. None: the shape has no drafts.
     """
 
@@ -158,7 +158,7 @@ class _Recorded:
 
 
 class GraphDrafter:
-    """A drafter whose forwards are captured. Their inputs have memory beside that of a step.
+    """A drafter whose forwards are captured. Its inputs are in memory next to those of a step.
 
     Args:
         before: returns the vectors before each row's first token, see DeviceDrafter.
@@ -175,7 +175,7 @@ class GraphDrafter:
         self._made: tuple[Tensor, Tensor] | None = None
 
     def allocate(self, batch: ForwardBatch, max_rows: int) -> None:
-        """Allocate the inputs, if that is not done yet.
+        """Allocate the inputs, unless that is done.
 
         Args:
             batch: any batch on the device. It determines the size of a vector.
@@ -187,13 +187,14 @@ class GraphDrafter:
 
     @property
     def vectors(self) -> Tensor:
-        """The vectors before the next forward, [most rows, hidden]."""
+        """Vectors before the next forward, [most rows, hidden]."""
         assert self._made is not None
         return self._made[0]
 
     @property
     def place(self) -> Tensor:
-        """The index of a token in its row, and the number of rows that have it: int64 [2]."""
+        """The index of a token in its row, and the number of rows that have this token: int64
+        [2]."""
         assert self._made is not None
         return self._made[1]
 
@@ -205,7 +206,7 @@ class GraphDrafter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphDrafts:
-    """Forwards of a drafter within a step, see DraftSteps. Each one replays the same graph."""
+    """Forwards of a drafter within a step, see DraftSteps. Each replays the same graph."""
 
     token_ids: Tensor
     graph: Graph
@@ -219,7 +220,7 @@ class GraphDrafts:
 
 
 class StepGraphs:
-    """Captures the graphs of steps, and replays them. For use on the forward stream only."""
+    """Captures and replays the graphs of steps. For use on the forward stream only."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class StepGraphs:
         self._graphs: dict[GraphShape, _Recorded] = {}
         self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
         self._impossible: set[_Kind] = set()
-        # Every graph reads its inputs here, and every step's inputs are copied here.
+        # Every graph reads its inputs here. The inputs of every step are copied here.
         num_bytes = max(packed_bytes(self._tensors(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -259,16 +260,16 @@ class StepGraphs:
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes of the graphs to capture, descending. The largest comes first, so that the others
-        reuse its memory."""
+        """Shapes of the graphs to capture, in descending order. The largest comes first, so that
+        the others reuse its memory."""
         return self._shapes[::-1]
 
     def capture(self, shape: GraphShape, *, choice: bool) -> None:
-        """Capture the graph of a shape, over a batch of padding. If it is the shape of a decode
-        step, also capture the choice of its tokens.
+        """Capture the graph of a shape over a batch of padding. For the shape of a decode step,
+        also capture the choice of its tokens.
 
-        If a model waits for the device in a forward of this kind, the kind gets no graphs. This is
-        logged once.
+        If the model waits for the device in a forward of this kind, the kind gets no graphs. This
+        is logged once.
 
         Args:
             choice: see Forwards.capture.
@@ -299,8 +300,8 @@ class StepGraphs:
         insort(self._captured[_kind(shape)], shape)
 
     def _capture_choice(self, num_rows: int) -> None:
-        """Capture the choice of the tokens of so many rows, unless the head waits for the device or
-        copies."""
+        """Capture the choice of the tokens of `num_rows` rows, unless the head waits for the
+        device."""
         try:
             self._choice.capture(num_rows)
         except Uncapturable as error:
@@ -322,7 +323,7 @@ class StepGraphs:
         return _Recorded(inputs, graph, hidden, drafts)
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
-        """Return the inputs of a graph, on the device. Their values are padding."""
+        """Return the inputs of a graph on the device, filled with padding."""
         tensors = self._tensors(shape)
         sent = upload(tensors, self._device, self._block)[NUM_INPUTS:]
         adapted = None
@@ -332,7 +333,7 @@ class StepGraphs:
         return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
 
     def _tensors(self, shape: GraphShape) -> list[Tensor]:
-        """Return the inputs of a graph in host memory, with the values of padding."""
+        """Return the inputs of a graph in host memory, filled with padding."""
         sizes = self._sizes
         num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
         batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
@@ -362,8 +363,8 @@ class StepGraphs:
         """Return the shape of the smallest graph for this step, or None if no graph fits.
 
         Args:
-            late: rows have drafts.
-            adapted: tokens have adapters.
+            late: whether rows have drafts.
+            adapted: whether tokens have adapters.
         """
         if batch.seen:  # a graph has no images or embeddings
             return None
@@ -378,12 +379,13 @@ class StepGraphs:
         given: Sequence[Tensor],
         beside: Sequence[Tensor],
     ) -> tuple[ForwardBatch, list[Tensor]]:
-        """Copy a step to the inputs of a graph. Return the step without padding and the tensors in
-        `beside`, on the device. All of it is valid until the next `upload`.
+        """Copy a step to the inputs of a graph. Return the step without padding and the tensors of
+        `beside`, on the device. Both are valid until the next `upload`.
 
         Args:
             given: parameters of sampling, if not all rows are greedy, and adapters of an adapted
                 shape.
+            beside: tensors to upload in the same copy.
         """
         own, inputs = batch.tensors(), self._graphs[shape].inputs
         fixed = [*given, *_fixed(shape, batch)]
@@ -397,8 +399,8 @@ class StepGraphs:
         return ForwardBatch.of(self._views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
 
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
-        """Copy tensors of the step that were replaced since `upload` to the inputs of the graph.
-        Return the step over these inputs."""
+        """Copy tensors of the step that changed since `upload` to the inputs of the graph. Return
+        the step over these inputs."""
         for view, tensor in zip(self._views, batch.tensors(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)
@@ -408,7 +410,7 @@ class StepGraphs:
         """Return the forwards of the drafter before a step of a shape with drafts.
 
         Args:
-            batch: as `settle` has returned it.
+            batch: result of `settle`.
         """
         graph, drafter = self._graphs[shape].drafts, self._drafter
         assert graph is not None and drafter is not None
@@ -417,12 +419,12 @@ class StepGraphs:
         return GraphDrafts(batch.token_ids, graph, drafter)
 
     def chooses(self, num_tokens: int) -> bool:
-        """Return whether there is a graph for the choice of so many tokens."""
+        """Return whether there is a graph for the choice of this many tokens."""
         return self._choice.fits(num_tokens)
 
     def choose(self, num_tokens: int, early: Tensor | None) -> Tensor:
-        """Choose the tokens after the first hidden states of the newest forward. They are stored
-        for no slot.
+        """Choose the tokens after the first hidden states of the newest forward, without storing
+        them.
 
         Args:
             early: see HiddenStates.
@@ -440,11 +442,11 @@ class StepGraphs:
         adapters: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ) -> Tensor:
-        """Compute a step without drafts, and choose its tokens: one copy to the device and two
+        """Compute a step without drafts, and choose its tokens, by one copy to the device and two
         graphs.
 
         Args:
-            adapters: of an adapted shape.
+            adapters: adapters of an adapted shape.
             parameters: see TokenSampling.
         Returns:
             int32 [rows of the step], valid until the next step.
@@ -462,7 +464,7 @@ class StepGraphs:
         updates. Both are valid until the next `replay`.
 
         Args:
-            batch: see `settle`.
+            batch: result of `settle`.
         """
         recorded = self._graphs[shape]
         self.settle(batch)
@@ -471,8 +473,8 @@ class StepGraphs:
 
 
 def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
-    """Return the tensors of a step whose sizes follow from the shape, without padding. Those that
-    equal the padding of the shape are empty."""
+    """Return the tensors of a step whose sizes follow from the shape, without padding. Empty if
+    equal to the padding."""
     if shape.is_ragged:
         starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
         return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]

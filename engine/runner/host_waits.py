@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 _ATEN = torch.ops.aten
 _SIZED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default, _ATEN.lift_fresh.default)
-# The host counts the elements that a mask selects. Other indices have a known length.
+# Indexing with a mask makes the host wait for the number of selected elements. Other indices have a
+# known length.
 _READS, _WRITES = (_ATEN.index.Tensor,), (_ATEN.index_put.default, _ATEN.index_put_.default)
 
 
@@ -23,10 +24,10 @@ class Uncapturable(Exception):
 
 
 def check_capturable(work: Callable[[], object], device: torch.device) -> None:
-    """Run `work` again, after a first run, on the current stream of `device`.
+    """Run `work`, which must have run before, on the current stream of `device`.
 
     Raises:
-        Uncapturable: the host waits for the device in it, or copies to or from it.
+        Uncapturable: the host waits for the device in it, or copies to or from the device.
     """
     with HostWaits(device) as waits:
         work()
@@ -36,10 +37,10 @@ def check_capturable(work: Callable[[], object], device: torch.device) -> None:
 
 class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations of this thread for which the host waits for the device, or that copy
-    between the two. Results are not changed.
+    between host and device. Results are not changed.
 
     Attributes:
-        found: names of those operations, each once.
+        found: distinct names of these operations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with self:  # in inference mode composite operations arrive whole
+        with self:  # inference mode does not split composite operations
             decomposed = func.decompose(*args, **(kwargs or {}))
         if decomposed is not NotImplemented:
             return decomposed

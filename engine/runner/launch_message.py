@@ -1,7 +1,7 @@
-"""A step as bytes: a small header, and one block with its tensors.
+"""A step as bytes, from rank 0 to other ranks: a small header, and one block with its tensors.
 
-A rank that runs another rank's steps needs nothing else. Adapters travel by identity, because each
-rank has its own copies. Of images only their places travel, because another rank encodes them.
+A rank needs nothing else to run the step. Adapters are sent by identity, because each rank has its
+own copies. Images are sent by position only, because another rank encodes them.
 """
 
 import math
@@ -37,7 +37,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class StepParts(msgspec.Struct, frozen=True, array_like=True):
-    """Number of tensors of each part of a step, in their order."""
+    """Number of tensors of each part of a step, in order."""
 
     rows: int
     given: int
@@ -53,11 +53,11 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The header of an encoded step.
 
     Attributes:
-        tensors: dtype, shape and first byte in the block.
+        tensors: dtype, shape and offset in the block, in bytes.
         seen: number of tokens of each visible image, and `place`, `row` and `at` of VisibleImage.
-        given: first tokens in the step of input embeddings.
+        given: token positions in the step at which input embeddings begin.
         chosen, num_prompt: see HeadInputs.
-        fills: slots to fill with adapters.
+        fills: adapter slots to fill.
         graph, num_decodes, to_guess: see Step and its parts.
         extends: see ForwardBatch.
     """
@@ -108,7 +108,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     """Return the step. Its tensors are views of the block.
 
     Args:
-        adapter: returns an adapter of this rank.
+        adapter: returns this rank's part of an adapter.
     """
     packed = torch.from_numpy(block)
     views = iter([_view(packed, *each) for each in launch.tensors])
@@ -137,7 +137,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
 
 
 def _parts(step: Step) -> Sequence[Sequence[Tensor]]:
-    """Return the tensors of a step, by part as in StepParts."""
+    """Return the tensors of a step, by part in the order of StepParts."""
     early, verified = step.speculated.early, step.speculated.verified
     return (
         () if step.rows is None else step.rows.tensors(),

@@ -24,12 +24,11 @@ _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """The result of a step, in host memory. Written by the forward stream, and read after its
-    event.
+    """The result of a step, in host memory. Written by the forward stream. Valid after its event.
 
     Attributes:
         logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
-        pooled: of the rows that generate no token.
+        pooled: vectors of the rows that generate no token.
         runs: tokens and counts of a step with drafts, see AcceptedRuns.
     """
 
@@ -44,7 +43,7 @@ class LaunchedStep:
     """A launched forward and the source of its tokens.
 
     Args:
-        later: launches the sampling if some rows could not be sampled at launch.
+        later: launches the sampling, if some rows could not be sampled at launch.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class LaunchedGroup:
     """A launched group of layers after which no token is sampled.
 
     Attributes:
-        num_rows: rows in the result. 0: it is not the end of their forward.
+        num_rows: rows in the result. 0: the group does not end its forward.
     """
 
     batch: ScheduleBatch
@@ -108,7 +107,7 @@ def _that_stand(
     """Return the logprobs of accepted tokens.
 
     Args:
-        logprobs: of all samples, in order.
+        logprobs: logprobs of all samples, in order.
     """
     rows, places = standing(batch, runs)
     asked = np.isin(places, logprobs.rows)

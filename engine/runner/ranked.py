@@ -1,8 +1,8 @@
-"""Steps of a node with several ranks: rank 0 decides and samples, followers run its steps.
+"""Steps of a node with several ranks: rank 0 decides and samples, followers run the same steps.
 
-Rank 0 sends each step before it runs it. All ranks then make the same collectives in the same
-order: the layers' sums, the gathers of logits, and the broadcasts of drafts and tokens. Followers
-apply the head to the same inputs and have no sampling work.
+Rank 0 sends each step before it runs it. All ranks therefore run the same collectives in the same
+order: sums of layers, gathers of logits, and broadcasts of drafts and tokens. Followers apply the
+head to the same inputs and have no other sampling work.
 """
 
 import socket
@@ -45,8 +45,8 @@ from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HiddenStates
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
-_TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions, places, slots
-_PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
+_TOKEN_BYTES = 64  # bytes per token of a step, without its locations: ids, positions, places, slots
+_PAGE_BYTES = 16  # bytes per page of a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
@@ -96,7 +96,7 @@ class _Following:
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
         for _ in states.logits():
-            pass  # each is a part of the logits, which rank 0 gathers
+            pass  # each result is a part of the logits, which rank 0 gathers
         if not states.inputs.chosen:
             return SampledTokens(_NO_TOKENS)
         return SampledTokens(self._received(states.num_samples))
@@ -107,11 +107,11 @@ class _Following:
 
 
 class StepSender(Protocol):
-    """The followers, as steps need them.
+    """The connection from rank 0 to the followers, as steps need it.
 
     Attributes:
         steps_sent: number of steps that rank 0 has begun.
-        steps_done: number of steps that rank 0 is done with.
+        steps_done: number of steps that rank 0 has finished.
     """
 
     steps_sent: int
@@ -123,7 +123,7 @@ class StepSender(Protocol):
 
 
 class LeadingForwards:
-    """The forwards of rank 0. Has the interface of Forwards. Engine thread only."""
+    """The forwards of rank 0, with the interface of Forwards. Engine thread only."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class LeadingForwards:
         self._followers = followers
         self._ranks = ranks
         self._ring = ring
-        self._events: list[StreamEvent | None] = [None] * BLOCKS  # of the newest steps
+        self._events: list[StreamEvent | None] = [None] * BLOCKS  # events of the newest steps
         self._number = 0
 
     @property
@@ -144,8 +144,8 @@ class LeadingForwards:
         return self._forwards.spec
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "LeadingForwards":
-        """See Forwards. Followers take their new pages by ReplaceHostPages."""
-        changed = copy(self)  # it continues with the next step
+        """See Forwards. Followers replace their host pages by ReplaceHostPages."""
+        changed = copy(self)  # keeps the step number
         changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
         return changed
 
@@ -184,12 +184,13 @@ class LeadingForwards:
         return replace(begun, event=forward, sample=launch_sampling)
 
     def _send(self, step: Step) -> None:
-        """Send a step, in the block of the step BLOCKS steps ago."""
+        """Send a step, in the shared-memory block of the step BLOCKS steps ago."""
         num_bytes, ring = block_bytes(step), self._ring
         if num_bytes > ring.block_bytes:
             raise EngineFault(f"a step of {num_bytes} bytes, {ring.block_bytes} fit into a block")
-        # No rank reads that block any more if rank 0 is done with the step after it: that one has
-        # collectives, which a rank begins when it is done with everything before.
+        # Wait until every rank has read that block. Once rank 0 has finished the step after it,
+        # they all have: that step has collectives, which a rank begins only when it has finished
+        # everything before.
         later = self._events[(self._number + 1) % BLOCKS]
         if later is not None:
             later.wait()
@@ -207,10 +208,10 @@ class LeadingForwards:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CountedEvent:
-    """The event of a step, which counts the steps that rank 0 is done with."""
+    """The event of a step. It counts the steps that rank 0 has finished."""
 
     event: StreamEvent
-    number: int  # of steps up to this one
+    number: int  # steps up to this one
     followers: StepSender
 
     @property
@@ -235,7 +236,7 @@ class SentSteps:
 
     @property
     def num_done(self) -> int:
-        """Return the number of steps that are done. No more than BLOCKS are not."""
+        """Return the number of finished steps. At most BLOCKS steps are unfinished."""
         return self._number - sum(not event.is_done for event in self._events)
 
     @property
@@ -247,13 +248,13 @@ class SentSteps:
         self._events.append(event)
 
     def after(self, number: int) -> StreamEvent | None:
-        """Return an event after which `number` steps are done. None: they are already done."""
+        """Return an event after which `number` steps are finished. None: they are already."""
         newer = self._number - number
         return self._events[-1 - newer] if 0 <= newer < len(self._events) else None
 
 
 class Jobs(Protocol):
-    """The other work of a follower."""
+    """Work of a follower other than steps."""
 
     def take(self, job: Job, steps: "SentSteps") -> None:
         """Begin a job, without waiting."""
@@ -264,7 +265,7 @@ class Jobs(Protocol):
         ...
 
     def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
-        """Return the forwards over other host pages. This is done between steps."""
+        """Return the forwards over other host pages. Called between steps."""
         ...
 
 
@@ -272,7 +273,7 @@ class _StepFollower(Protocol):
     """Runs steps on a follower."""
 
     def run(self, step: Step) -> StreamEvent:
-        """Enqueue a step, and return an event after which its pages are written."""
+        """Enqueue a step. Return an event after which its pages are written."""
         ...
 
     def sample_now(self) -> None:
@@ -329,11 +330,13 @@ def _step_follower(forwards: Forwards, ranks: RankGroups) -> _StepFollower:
 def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: Jobs
 ) -> None:
-    """Run rank 0's steps and jobs until it ends. Never waits for a step: rank 0 is never
-    more than a few ahead. Waits for the capture of a graph.
+    """Run the steps and jobs of rank 0 until it ends.
+
+    Never waits for a step, because rank 0 is at most a few steps ahead. Waits for the capture of a
+    graph.
 
     Args:
-        forwards: over a stream that ends the process if a step fails.
+        forwards: forwards over a stream that ends the process if a step fails.
     """
     sent, follower = SentSteps(), _step_follower(forwards, ranks)
     while packet := steps.recv(MAX_PACKET_BYTES):
@@ -362,13 +365,13 @@ def largest_step(
     num_copies: int,
     embedding_size: int = 0,
 ) -> int:
-    """Return a size that no step exceeds, in bytes.
+    """Return an upper bound of the size of a step in bytes.
 
     Args:
-        num_tokens: of the largest forward.
-        max_pages: of one row, in all page tables together.
+        num_tokens: tokens of the largest forward.
+        max_pages: pages of one row, in all page tables together.
         num_copies: pages that are swapped.
-        embedding_size: of an input embedding, in numbers. 0: none are accepted.
+        embedding_size: numbers per input embedding. 0: none are accepted.
     """
     tokens = num_tokens * (_TOKEN_BYTES + 16 * num_tables + 4 * embedding_size)
     pages = num_slots * max_pages + 2 * num_copies
@@ -378,8 +381,8 @@ def largest_step(
 def _ended(
     step: Step, event: StreamEvent, forwards: Forwards | StagedForwards, ranks: RankGroups
 ) -> StreamEvent:
-    """Return an event of a step after which each rank has begun with the end of it. A step without
-    rows has no collective of its own."""
+    """Return an event of a step after which each rank has begun the step's end. A step without rows
+    needs a collective for this."""
     if step.rows is not None:
         return event
     return forwards.enqueue(lambda: ranks.meet(forwards.device))

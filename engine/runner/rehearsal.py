@@ -1,7 +1,6 @@
-"""Batches of dummy tokens, for warm-up: compilation, graph capture and measurement before traffic.
+"""Dummy batches for warmup: compilation, graph capture and measurement before traffic.
 
-They write no page. The contents that they read from the pool are arbitrary, and so are their
-results.
+They write no page. The content of pages that they read is arbitrary, and so are their results.
 """
 
 import numpy as np
@@ -22,7 +21,8 @@ def decode_rehearsal(
 def padding(
     shape: GraphShape, num_tables: int, num_pages: int = 0, state_pages: int = 0
 ) -> ForwardBatch:
-    """Return a step of a shape that has only padding rows, with space for `num_pages` page ids."""
+    """Return a step of one shape that has only padding rows, with space for `num_pages` page
+    ids."""
     num_tokens, num_rows = shape.tokens, shape.rows
     starts = torch.arange(num_rows + 1)
     sampled = starts[:-1]
@@ -51,8 +51,8 @@ def mixed_rehearsal(
 ) -> ForwardBatch:
     """Return a step with one prompt and decode rows of padding.
 
-    The prompt attends to itself like a real one, on page 0 repeatedly. `num_tokens` counts all
-    tokens of the step.
+    The prompt attends to itself like a real one, with page 0 as all of its pages. `num_tokens`
+    counts all tokens of the step.
     """
     num_decodes = num_rows - 1
     num_prompt = num_tokens - num_decodes
@@ -111,7 +111,7 @@ def verify_rehearsal(
 
 
 def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:
-    """Return states that are read as zeros and not written."""
+    """Return recurrent states that are read as zeros and not written."""
     nowhere = torch.full((num_rows, state_pages), -1, dtype=torch.int32)
     marks = torch.zeros(num_rows, dtype=torch.int32)
     return {

@@ -1,4 +1,5 @@
-"""Launches the scheduler's decisions: builds a step, and enqueues it with its sampling."""
+"""The runner launches the scheduler's decisions: it builds a step, and enqueues it with its
+sampling."""
 
 from dataclasses import replace
 
@@ -26,27 +27,26 @@ class ModelRunner:
         self.forwards = forwards
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "ModelRunner":
-        """Return a runner of the same model and requests over another host pool. The two must not
-        be used at the same time."""
+        """See Forwards."""
         return ModelRunner(self.builder, self.forwards.with_host_pool(host_pool, recorder))
 
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes of the graphs for which `capture` is to be called, descending."""
+        """See Forwards."""
         return self.forwards.graph_shapes
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture one of `graph_shapes`, and wait until it is done."""
+        """See Forwards."""
         self.forwards.capture(shape)
 
     def rehearse(self, num_tokens: int) -> None:
-        """Warm up: run the largest forward and everything that may follow a forward, over dummy
-        tokens, and wait.
+        """Warm up: run the largest forward and all work that may follow a forward, over dummy
+        tokens.
 
-        This compiles kernels and allocates the memory that they need.
+        Waits for the end. This compiles kernels and allocates the memory that they need.
 
         Args:
-            num_tokens: of the largest forward, at least one for each slot.
+            num_tokens: tokens of the largest forward, at least one per slot.
         """
         for step, sampling in self.builder.rehearsals(num_tokens, self.forwards.spec):
             self.forwards.launch(step, sampling, StepOutput()).wait()
@@ -77,18 +77,17 @@ class SplitRunner:
     Engine thread only.
 
     Args:
-        forwards: of the runner.
-        begin: of the model.
+        begin: begins a forward of the model that is computed in groups of layers.
     """
 
     def __init__(self, runner: ModelRunner, forwards: Forwards, begin: BeginLayers) -> None:
         self._runner = runner
         self._forwards = forwards
         self._begin = begin
-        self._held: HeldForward | None = None  # between two of its groups
+        self._held: HeldForward | None = None  # the forward between two of its groups
 
     def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
-        """Launch a step like ModelRunner. At most one forward is between two of its groups."""
+        """Launch a step as ModelRunner does. At most one forward is between two of its groups."""
         group = batch.layers
         if group is None:
             return self._runner.launch(batch)
@@ -123,7 +122,7 @@ def make_runner(
     stream: DeviceStream,
     recorder: Recorder | None = None,
 ) -> ModelRunner:
-    """Return a runner for the requests of a table. For the last arguments see StepBuilder and
+    """Return a runner for the requests of a table. For the last arguments, see StepBuilder and
     Forwards."""
     builder = StepBuilder(table, features, adapters, axial_images=model.spec.axial_images)
     sizes = builder.sizes(model.spec)

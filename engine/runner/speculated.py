@@ -1,4 +1,4 @@
-"""Additional inputs of a step that verifies drafts, or follows a step that did."""
+"""Additional inputs of a step that verifies drafts, or that follows such a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class SpeculativeStep:
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
-        to_guess: if the device drafts: number of rows with at least one draft, at least two, and so
-            on.
+        to_guess: if the device drafts: number of rows with at least one draft, with at least two,
+            and so on.
     """
 
     early: PrestagedRows | None = None
@@ -28,9 +28,9 @@ class SpeculativeStep:
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: SlotTable) -> "SpeculativeStep":
-        """Return the data at the launch of a step."""
+        """Return the data when a step is launched."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
-            return NOTHING  # as for most steps
+            return NOTHING  # the case of most steps
         early, verified = PrestagedRows.of(batch, table), VerifiedRows.of(batch)
         return cls(early, verified, () if verified is None else _to_guess(batch, table))
 
@@ -48,7 +48,7 @@ class SpeculativeStep:
         forward.
 
         Args:
-            batch: on the device, like `sent`.
+            batch: on the device.
             sent: `tensors` on the device.
             rejected: see FutureMap.
         """
@@ -64,8 +64,7 @@ NOTHING = SpeculativeStep()
 
 
 def _to_guess(batch: ScheduleBatch, table: SlotTable) -> tuple[int, ...]:
-    """Return the counts of `to_guess`. A row's drafts are either all made by the device, or all
-    known."""
+    """Return the counts of `to_guess`. All drafts of a row are drawn by the device, or none are."""
     drafts = batch.ends - batch.starts - 1
     rows = drafts.nonzero()[0]
     first_drafts = table.tokens[batch.slots[rows], batch.starts[rows] + 1]
@@ -79,8 +78,8 @@ class SettledDrafts:
     """A step on the device, with the real positions of its rows.
 
     Attributes:
-        early: int32 [num_tokens], number of places by which each token comes earlier than
-            scheduled. None: no token does.
+        early: int32 [num_tokens], number of positions by which each token is earlier than
+            scheduled. None: no token is.
     """
 
     batch: ForwardBatch
@@ -89,10 +88,10 @@ class SettledDrafts:
 
     @property
     def num_chosen(self) -> int:
-        """Number of tokens in `sampled` after which one is sampled."""
+        """Number of tokens in `sampled` after which a token is sampled."""
         return len(self.batch.slots if self.verified is None else self.batch.token_ids)
 
     @property
     def early_chosen(self) -> Tensor | None:
-        """Values of `early` for those tokens."""
+        """Values of `early` for these tokens."""
         return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]

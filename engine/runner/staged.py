@@ -1,11 +1,12 @@
-"""Steps of the first of two stages: while the last stage computes a step, this one begins the next.
+"""Steps of a node with two pipeline stages, on a rank of the first stage.
 
     this stage:  layers 1, send 1, layers 2, sample 1, send 2, layers 3, sample 2, send 3, ...
     last stage:                    layers 1, back 1,   layers 2,         back 2, ...
 
-The hidden states of a step come back after the layers of the next one. Its tokens are sampled then,
-before that one is sent, because the last stage takes nothing else meanwhile. The tokens are sampled
-at once if the next step needs them as input, or if they are needed before there is a next step.
+While the last stage computes a step, the first stage begins the next one. The hidden states of a
+step come back after the first stage's layers of the next step. The first stage samples them before
+it sends the next step, because the last stage receives nothing else in between. It samples at once
+if the next step needs the tokens as input, or if they are needed before there is a next step.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +37,11 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 @dataclass(slots=True, eq=False)
 class _Sampling:
-    """The sampling of a step. A caller that waits for it enqueues it, if it is not enqueued."""
+    """The sampling of a step. It may be enqueued later. A caller that waits for it enqueues it."""
 
     work: Callable[[], None]
     wanted: "Callable[[_Sampling], None]"
-    event: StreamEvent | None = None  # None: not enqueued
+    event: StreamEvent | None = None  # None: not enqueued yet
 
     @property
     def is_done(self) -> bool:
@@ -71,16 +72,17 @@ class _Received:
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
         experts = self._stage.receive_back(states.hidden)
-        if experts is not None:  # the model has those of the next step
+        if experts is not None:  # the model already has the experts of the next step
             states = replace(states, routed=experts.to(torch.int16))
         return self._sampling.sample(states, sent)
 
 
 class StagedForwards:
-    """The forwards of a rank of the first stage. Has the interface of Forwards. Engine thread only.
+    """The forwards of a rank of the first stage, with the interface of Forwards. Engine thread
+    only.
 
     Attributes:
-        graph_shapes: none, because a step has parts before and after the exchange of tensors.
+        graph_shapes: empty, because a step has parts before and after the exchange of tensors.
 
     Args:
         on_early: called before tokens are sampled although no step follows. All ranks of the stage
@@ -99,7 +101,7 @@ class StagedForwards:
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the model without a drafter, whose tokens need all layers."""
+        """Return the model's spec without a drafter, because its tokens need all layers."""
         return _without_drafter(self._forwards.spec)
 
     @property
@@ -150,7 +152,7 @@ class StagedForwards:
         return self._forwards.enqueue(work)
 
     def sample_now(self) -> None:
-        """Enqueue the sampling that waits, if there is one."""
+        """Enqueue the pending sampling, if there is one."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.event = self._forwards.enqueue(waiting.work)
@@ -184,8 +186,8 @@ def launch_without_head(forwards: Forwards, step: Step) -> StreamEvent:
 
 
 class StageRehearsal:
-    """The largest steps of a rank of a stage, for measurements of its memory. Each rank samples for
-    itself. There are no graphs."""
+    """The largest steps of a rank of a stage, to measure its memory. Each rank samples for itself.
+    There are no graphs."""
 
     graph_shapes: tuple[GraphShape, ...] = ()
 
@@ -195,7 +197,7 @@ class StageRehearsal:
         self._stage = stage
 
     def rehearse(self, num_tokens: int) -> None:
-        """See ModelRunner. The ranks of the other stage do the same meanwhile."""
+        """See ModelRunner. The ranks of the other stage do the same at the same time."""
         spec = _without_drafter(self._forwards.spec)
         for step, sampling in self._builder.rehearsals(num_tokens, spec):
             if not self._stage.is_first:
@@ -213,5 +215,5 @@ def _without_drafter(spec: ModelSpec) -> ModelSpec:
 
 
 def _has_newest_tokens(rows: ForwardBatch) -> bool:
-    """Return whether tokens of the input may still have to be sampled."""
+    """Return whether input tokens may still have to be sampled."""
     return bool((rows.token_ids < 0).any())

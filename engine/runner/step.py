@@ -1,4 +1,4 @@
-"""One step as every rank computes it: all that a forward needs, and nothing about its requests."""
+"""One step as every rank computes it: all inputs of a forward, without its requests."""
 
 import msgspec
 
@@ -15,7 +15,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         rows: None: the step has only copies.
-        graph: shape of the captured graph that computes the forward. None: none does.
+        graph: shape of the captured graph that computes the forward. None: no graph does.
         swap_out: before the forward, pool -> host.
         swap_in: before the forward and after swap_out, host -> pool.
     """

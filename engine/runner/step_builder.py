@@ -1,4 +1,4 @@
-"""Builds steps from the scheduler's decisions and the request table."""
+"""Builds steps from the scheduler's decisions and the slot table."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from engine.runner.step import Step
 from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
 from engine.sampling.heads import HeadInputs
 
-# Tokens of prompts whose attention splits keys, once with few queries in a part and once with many.
+# Prompt lengths at which attention splits the keys, with few and with many queries per part.
 SHORT_PROMPTS = (2, 20)
 
 
@@ -33,10 +33,10 @@ class GraphOf(Protocol):
 
 
 class StepBuilder:
-    """The requests of an engine as steps need them. Engine thread only.
+    """Builds the steps of an engine from the requests of its table. Engine thread only.
 
     Args:
-        features, adapters: of the requests of the table.
+        features, adapters: for the requests of the table.
         axial_images: see RowImages.
     """
 
@@ -63,7 +63,7 @@ class StepBuilder:
     def build(
         self, batch: ScheduleBatch, graph_of: GraphOf | None = None
     ) -> tuple[Step, SamplingInputs]:
-        """Build a step at its launch, and the work of choosing its tokens. All of it is copied.
+        """Build a step when it is launched, and the sampling of its tokens. All inputs are copied.
 
         Args:
             graph_of: returns the shape of the captured graph for a step, see Forwards. None: the
@@ -95,15 +95,12 @@ class StepBuilder:
         self._table.tokens[slots, self._table.known[slots] + numbers] = drafts
 
     def build_late(self, batch: ScheduleBatch, sampling: SamplingInputs) -> SamplingInputs:
-        """Return the part of the sampling work that had to wait for the previous step."""
+        """Return the part of the sampling that had to wait for the previous step."""
         return SamplingInputs(works=self._features.build_late(batch, sampling.late))
 
     def rehearsals(self, num_tokens: int, spec: ModelSpec) -> Iterator[tuple[Step, SamplingInputs]]:
-        """Yield the largest steps of a model, over dummy tokens, for warm-up. They write no page.
-
-        Args:
-            num_tokens: of the largest forward, at least one for each slot.
-        """
+        """Yield the largest steps of a model, over dummy tokens, for warmup. They write no page.
+        `num_tokens`: see ModelRunner.rehearse."""
         num_slots, tables = self._table.num_slots, self._table.tables
         num_tables, state_pages = tables.num_tables, tables.state_pages
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
@@ -112,7 +109,7 @@ class StepBuilder:
             yield _rehearsal(mixed, sampling), sampling
         for sampling in self._features.rehearsals(num_slots, 0, spec):
             yield _rehearsal(decode, sampling), sampling
-        # Chunks after a long prefix, whose latents are not expanded.
+        # A chunk after a long prefix, whose latents are not expanded.
         over_latents = msgspec.structs.replace(mixed, extends=())
         yield Step(over_latents, heads=HeadInputs(chosen=False)), NOTHING_ASKED
         for count in SHORT_PROMPTS:

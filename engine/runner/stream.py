@@ -1,7 +1,7 @@
-"""Streams that run forwards in order, concurrent with the engine thread.
+"""Streams: run forwards in order, concurrent with the engine thread.
 
-On a CPU a stream is one thread (torch releases the GIL while it computes). So scheduling overlaps
-with the forward in the same way with and without a GPU.
+On a CPU, a stream is one thread, and torch releases the GIL while it computes. Scheduling therefore
+overlaps with the forward in the same way with and without a GPU.
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch
 from common.errors import EngineFault
 
 MAX_QUEUED = 8  # the engine keeps two steps in flight, so more is an internal error
-DEADLINE_S = 600.0  # longest wait for an event, beyond any healthy step
+DEADLINE_S = 600.0  # longest wait for an event in seconds, above the time of any healthy step
 
 Made = TypeVar("Made")
 
@@ -38,8 +38,8 @@ class StreamEvent(Protocol):
 
 class DeviceStream(Protocol):
     def submit(self, work: Callable[[], None]) -> StreamEvent:
-        """Run `work` after everything submitted before. The event covers everything that `work`
-        enqueues."""
+        """Run `work` after everything submitted before. The event also covers work that `work`
+        enqueues on the device."""
         ...
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class WorkerEvent:
 
 
 class WorkerStream:
-    """A stream of one daemon thread, which runs closures first in, first out. One thread may
+    """A stream with one daemon thread, which runs closures in order (FIFO). Only one thread may
     submit."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class WorkerStream:
         torch.get_num_threads()  # OpenMP counts by thread: inherit the process's count
         while (item := self._queue.get()) is not None:
             future, work = item
-            del item  # keep nothing of a finished step alive while waiting for the next
+            del item  # do not keep a finished step alive while waiting for the next
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  raised again in wait()
@@ -116,7 +116,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Makes earlier work (weights, pools) visible to everything on this stream.
+        # Makes earlier work (weights, pools) visible to all work on this stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def submit(self, work: Callable[[], None]) -> CudaEvent:
@@ -133,8 +133,8 @@ class CudaStream:
 def made_on(stream: DeviceStream, make: Callable[[], Made]) -> Made:
     """Return the result of `make`, run on the stream.
 
-    Operations that fill its memory are thereby ordered before all work submitted later, which the
-    caller's own stream would not ensure.
+    Operations that fill memory in `make` are thereby ordered before all work submitted later. The
+    caller's own stream would not ensure that.
     """
     made: list[Made] = []
     stream.submit(lambda: made.append(make())).wait()

@@ -1,1 +1,1 @@
-"""Row features: per-request changes of logits and outputs, by kind."""
+"""Sampling, and the row features that change logits or outputs of single requests."""

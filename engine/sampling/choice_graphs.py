@@ -1,8 +1,7 @@
-"""Graphs of the end of a step: the model's head, sampling, and the tokens for the next step.
+"""CUDA graphs of the end of a step: the model's head, sampling, and the tokens for the next step.
 
-They serve steps whose tokens depend on hidden states and sampling parameters alone. Rows may be
-greedy or not, because a greedy row has temperature 0. So there is one graph for each number of
-rows, which steps of all kinds share.
+They serve steps whose tokens depend only on hidden states and sampling parameters. Greedy and other
+rows share one graph per number of rows, because a greedy row has temperature 0.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +16,7 @@ from kernels.sampling.sample import SamplingColumns
 
 NUM_INPUTS = 1 + len(fields(SamplingColumns))
 
-# Chooses the tokens of hidden states [n, hidden], and stores them for the next step as the last
+# Chooses tokens from hidden states [n, hidden], and stores them for the next step as the last
 # tokens of n slots (int64).
 Choose: TypeAlias = Callable[[Tensor, SamplingColumns, Tensor], Tensor]
 
@@ -32,7 +31,7 @@ def choice_padding(num_rows: int, no_slot: int) -> list[Tensor]:
     """Return the inputs of greedy rows in host memory: their slots, then SamplingColumns.
 
     Args:
-        no_slot: number of a slot that no request has.
+        no_slot: number of a slot that no request uses.
     """
     columns = SamplingColumns(
         temperature=torch.zeros(num_rows),
@@ -46,12 +45,13 @@ def choice_padding(num_rows: int, no_slot: int) -> list[Tensor]:
 
 
 class ChoiceGraphs:
-    """Captures these graphs, and replays them. For use on the forward stream only.
+    """Captures and replays these graphs. For use on the forward stream only.
 
     Args:
         record: see Recorder.
-        hidden: the hidden states of the newest forward, [most rows or more, hidden].
-        inputs: `choice_padding` of most rows, on the device. A step replaces the first entries.
+        hidden: hidden states of the newest forward, [most rows or more, hidden].
+        inputs: `choice_padding` for the maximum number of rows, on the device. A step replaces the
+            first entries.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChoiceGraphs:
         self._possible = True
 
     def capture(self, num_rows: int) -> None:
-        """Capture the graph of a number of rows. Its memory is that of their logits."""
+        """Capture the graph for a number of rows. It needs memory for their logits."""
         if not self._possible:
             return
         hidden = self._hidden[:num_rows]
@@ -80,13 +80,13 @@ class ChoiceGraphs:
         insort(self._captured, num_rows)
 
     def give_up(self) -> None:
-        """Remove all graphs, and capture none."""
+        """Remove all graphs, and capture no more."""
         self._possible = False
         self._graphs.clear()
         self._captured.clear()
 
     def fits(self, num_rows: int) -> bool:
-        """Return whether there is a graph for so many rows."""
+        """Return whether there is a graph for this many rows."""
         return bool(self._captured) and num_rows <= self._captured[-1]
 
     def move(self, early: Tensor) -> None:
@@ -94,8 +94,8 @@ class ChoiceGraphs:
         self._inputs[-1][: len(early)].sub_(early)
 
     def replay(self, num_rows: int) -> Tensor:
-        """Choose the tokens of the newest forward's first rows, int32 [num_rows]. Valid until the
-        next `replay`."""
+        """Choose the tokens of the first rows of the newest forward: int32 [num_rows], valid until
+        the next `replay`."""
         graph, tokens = self._graphs[self._captured[bisect_left(self._captured, num_rows)]]
         graph.replay()
         return tokens[:num_rows]

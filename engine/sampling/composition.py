@@ -1,6 +1,4 @@
-"""All row features together: selection of those that a step needs, and the way from logits to
-tokens.
-"""
+"""All row features together: choice of the features that a step needs, and sampling from logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -37,10 +35,9 @@ _MAX_SEED = 2**64 - 1
 
 
 class SamplerFeature:
-    """Sampling parameters of requests that are not greedy. A greedy request has temperature 0 and
-    no other parameter.
+    """Sampling parameters of requests that are not greedy. Engine thread only.
 
-    Engine thread only.
+    A greedy request has temperature 0 and no other parameter.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -51,7 +48,7 @@ class SamplerFeature:
         self._seed = np.zeros(num_slots, np.uint64)
 
     def acquire(self, slot: int, request: Request) -> bool:
-        """Assign a slot to the request. Return whether its tokens are drawn at random."""
+        """Assign a slot to the request. Return whether its tokens are random."""
         sampling = request.sampling
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
@@ -64,7 +61,7 @@ class SamplerFeature:
         """Return the parameters of all rows of a step, in host memory.
 
         Args:
-            positions: absolute index of the token that each row will sample.
+            positions: index in its request of the token that each row will sample.
         """
         return SamplingColumns(
             temperature=torch.from_numpy(self._temperature[slots]),
@@ -76,7 +73,7 @@ class SamplerFeature:
         )
 
     def rehearsal(self, num_rows: int) -> SamplingColumns:
-        """Return parameters of dummy rows with every filter enabled, for warm-up."""
+        """Return parameters of dummy rows with every filter enabled, for warmup."""
         return SamplingColumns(
             temperature=torch.ones(num_rows),
             top_k=torch.full((num_rows,), 40, dtype=torch.int32),
@@ -88,19 +85,19 @@ class SamplerFeature:
 
 
 _COLUMNS = tuple(f.name for f in fields(SamplingColumns))
-# Bits of a slot: its token is drawn at random, one of its features waits, or does so in a step with
-# drafts, its prompt needs logprobs, it is pooled. Then one bit for each feature.
+# Bits of a slot: its tokens are random, one of its features waits, one waits in steps with drafts,
+# its prompt needs logprobs, it is pooled. Then one bit per feature.
 _SAMPLED, _WAITING, _FOLLOWING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """The tokens of a step and all that is reported with them, on the device.
+    """The tokens of a step and all other outputs of sampling, on the device.
 
     Attributes:
-        tokens: int32 [samples of the step], as `sample` gives them.
+        tokens: int32 [samples of the step], as `sample` returns them.
         logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
-        pooled: of the rows that generate no token.
+        pooled: vectors of the rows that generate no token.
     """
 
     tokens: Tensor
@@ -114,11 +111,11 @@ class SamplingInputs:
     """The sampling work of one step.
 
     Attributes:
-        columns: in host memory. None: every row is greedy.
+        columns: sampling parameters in host memory. None: every row is greedy.
         works: in the order in which they change the logits.
-        late: features that must know more tokens first, see `build_late`. 0: none.
+        late: bits of features that must know more tokens first, see `build_late`. 0: none.
         prompt: logprobs of prompt tokens.
-        pooling: of rows that generate no token.
+        pooling: rows that generate no token.
     """
 
     columns: SamplingColumns | None = None
@@ -129,13 +126,12 @@ class SamplingInputs:
 
     @property
     def places(self) -> list[Tensor]:
-        """Tokens whose hidden states are needed in addition to the rows' last ones, those of
-        `prompt` first."""
+        """Additional tokens whose hidden states are needed, the ones of `prompt` first."""
         return [work.places for work in (self.prompt, self.pooling) if work is not None]
 
     @property
     def heads(self) -> HeadInputs:
-        """The inputs of the model's head."""
+        """Inputs of the model's head."""
         if self.prompt is None and self.pooling is None:
             return SAMPLES
         num_prompt = 0 if self.prompt is None else len(self.prompt.places)
@@ -156,8 +152,8 @@ class SamplingInputs:
         return tensors
 
     def parameters(self) -> Sequence[Tensor] | None:
-        """Return the columns in host memory, or nothing if every row is greedy. None: the choice
-        depends on more than parameters of sampling."""
+        """Return the columns in host memory. Empty if every row is greedy. None: the choice depends
+        on more than sampling parameters."""
         if self.works or self.late or self.prompt is not None or self.pooling is not None:
             return None
         return self.tensors()
@@ -167,11 +163,11 @@ class SamplingInputs:
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a function that draws drafts from logits of samples, given their places.
 
-        A draft is drawn with the same noise as the token that will be sampled in its place. From
-        two similar distributions this mostly gives the same token.
+        A draft is drawn with the same noise as the token that will be sampled at its index. Two
+        similar distributions then mostly give the same token.
 
         Args:
-            sent, early: as in `_choose`.
+            sent, early: see `_choose`.
         """
         columns = self._columns(sent, early)
         return lambda logits, places: sample(logits, columns and columns.at(places))
@@ -216,12 +212,12 @@ class SamplingInputs:
     def _choose(
         self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows' tokens, int32 [n], as `sample` gives them, and the features' outputs. On
-        the forward stream.
+        """Return the rows' tokens, int32 [n], as `sample` returns them, and the features' outputs.
+        On the forward stream.
 
         Args:
-            logits: [n, vocabulary], may be overwritten. The rows' own come first, then those before
-                drafts.
+            logits: [n, vocabulary], may be overwritten. The rows' own logits come first, then the
+                logits before drafts.
             sent: `tensors()`, on the device.
             early: see HiddenStates.
         """
@@ -250,8 +246,8 @@ class SamplingFeatures:
     """The features of one engine. Engine thread only.
 
     Args:
-        features: in the order in which they change the logits. If one waits in a step, all after
-            it wait too.
+        features: in the order in which they change the logits. If one waits in a step, all later
+            ones wait, too.
     """
 
     def __init__(
@@ -264,15 +260,16 @@ class SamplingFeatures:
         self._features = tuple(
             (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
         )
-        self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each feature
-        self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
-        self._follows = np.zeros(table.num_slots, np.uint32)  # and that in steps with drafts
+        self._wanted = np.zeros(table.num_slots, np.uint32)  # one bit per feature
+        self._waits = np.zeros(table.num_slots, np.uint32)  # the features that wait
+        # The features that wait in steps with drafts.
+        self._follows = np.zeros(table.num_slots, np.uint32)
         table.add_listener(self._acquire)
 
     def build(self, batch: ScheduleBatch) -> SamplingInputs:
-        """Return the sampling work of a step, at its launch. Unused features cost nothing, because
-        all bits are read at once."""
-        slots = batch.slots.astype(np.intp)  # with which numpy indexes five times faster
+        """Return the sampling work of a step when it is launched. Unused features cost nothing,
+        because all bits are read at once."""
+        slots = batch.slots.astype(np.intp)  # numpy indexes five times faster with np.intp
         wanted = self._wanted[slots]
         if not np.count_nonzero(wanted):
             return NOTHING_ASKED
@@ -294,10 +291,10 @@ class SamplingFeatures:
         return self._sampling.build(slots[rows], positions)
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[FeatureInput, ...]:
-        """Return the remaining work of a step, after all tokens of its rows are known.
+        """Return the remaining work of a step, once all tokens of its rows are known.
 
         Args:
-            late: of the SamplingInputs that `build` returned.
+            late: `late` of the SamplingInputs that `build` returned.
         """
         wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
         samples = _samples(batch)
@@ -308,15 +305,13 @@ class SamplingFeatures:
     def rehearsals(
         self, num_rows: int, num_tokens: int, heads: PoolingHeads
     ) -> Sequence[SamplingInputs]:
-        """Return work on dummy rows for warm-up.
+        """Return work on dummy rows for warmup.
 
-        Together they launch every kernel and need at least as much memory as anything that `build`
-        may return.
+        Together, the results launch every kernel and need at least as much memory as any result of
+        `build`.
 
         Args:
-            num_rows: rows of the step.
-            num_tokens: tokens of a prompt in it. 0: there is no prompt.
-            heads: those that the model has.
+            num_tokens: tokens of a prompt in the step. 0: there is no prompt.
         """
         pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
         pooled = [SamplingInputs(pooling=pooling)] if num_tokens else []
@@ -336,12 +331,7 @@ class SamplingFeatures:
     def _works(
         self, wanted: NDArray[np.uint32], which: int, samples: Samples
     ) -> tuple[FeatureInput, ...]:
-        """Return the work of the features whose bits are in `which`.
-
-        Args:
-            wanted: of each row.
-            samples: of the step, with the row of each.
-        """
+        """Return the work of the features with bits in `which`. `wanted`: bits of each row."""
         wanted = wanted[samples.rows]
         works = []
         for bit, feature in self._features:
@@ -358,7 +348,7 @@ class SamplingFeatures:
 
     def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], any_wanted: int) -> int:
         """Return the bits of the features whose work is built after the previous step: the first
-        one that must wait for a token, and all after it."""
+        one that must wait, and all later ones."""
         has_drafts = batch.mode is ForwardMode.VERIFY or batch.early is not None
         if not any_wanted & (_FOLLOWING if has_drafts else _WAITING):
             return 0
@@ -384,7 +374,7 @@ class SamplingFeatures:
 
 
 def _positions(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
-    """Return the row of each sample of a step, and the index that its token will have."""
+    """Return the row of each sample of a step, and the index of its token in the request."""
     if batch.mode is not ForwardMode.VERIFY:
         return slice(None), batch.ends
     rows, indices = batch.before_last()
@@ -393,7 +383,7 @@ def _positions(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
 
 
 def _samples(batch: ScheduleBatch) -> Samples:
-    """Return the samples of a step. `rows` are the step's rows."""
+    """Return the samples of a step. Their `rows` are rows of the step."""
     which, positions = _positions(batch)
     rows = np.arange(len(batch.slots))[which]
     drafts = np.zeros_like(positions)

@@ -1,7 +1,7 @@
 """Protocols of row features, which change the logits of single rows of a step.
 
-A feature keeps the state of requests in its own columns, by slot. It sees only logits of the model.
-It is not called for a step in which none of its requests takes part.
+A feature keeps the state of requests in its own columns, by slot. Its only input from the model is
+logits. It is called only for steps with a request that uses it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,27 +18,28 @@ from engine.batch.request import Request
 
 
 class FeatureState(IntEnum):
-    """The part of a request that a feature takes."""
+    """How a feature affects a request, and when it can be applied."""
 
     NONE = 0
-    ALIKE = 1  # takes part, independently of the tokens before
-    TAKES = 2  # of a step with drafts, its rows are sampled after the previous step
-    WAITS = 3  # and needs all tokens before: its rows are always sampled after the previous step
+    ALIKE = 1  # active, independent of the request's earlier tokens
+    TAKES = 2  # active; in steps with drafts, its rows are sampled after the previous step
+    # active, and needs all earlier tokens: its rows are always sampled after the previous step.
+    WAITS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """The samples of a step that need one feature, at least one. Columns, one entry each.
+    """The samples of a step that use one feature, at least one. Columns with one entry per sample.
 
-    A row with drafts has several. Each is chosen as if the drafts before it were accepted. The
-    table stores these drafts after the tokens of the row that are known, so the tokens before a
-    sample are the first `positions` ones of its slot.
+    A row with drafts has several samples. Each is chosen as if the drafts before it were accepted.
+    The table stores these drafts after the row's known tokens, so that the tokens before a sample
+    are the first `positions` tokens of its slot.
 
     Attributes:
         rows: places among the step's samples.
-        positions: absolute index of the token that each will be. An upper bound if `build` is
-            called at the launch of a step after one with drafts.
-        drafts: number of drafts before each.
+        positions: index of the sampled token in its request. An upper bound if `build` is called
+            when a step is launched after a step with drafts.
+        drafts: number of drafts before each sample.
     """
 
     rows: NDArray[np.intp]
@@ -47,25 +48,24 @@ class Samples:
     drafts: Ints
 
     def at(self, places: NDArray[np.intp]) -> "Samples":
-        """Return the samples at these places, which become their `rows`."""
+        """Return the samples at these places. The places become their `rows`."""
         return Samples(places, self.slots[places], self.positions[places], self.drafts[places])
 
     def by_slot(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        """Yield each slot with the places of its samples in these columns, in the order of the
-        tokens."""
+        """Yield each slot with the places of its samples in these columns, in token order."""
         order = np.lexsort((self.drafts, self.slots))
         slots, firsts = np.unique(self.slots[order], return_index=True)
         yield from zip(slots.tolist(), np.split(order, firsts[1:]), strict=True)
 
 
 class FeatureInput(Protocol):
-    """One feature's work in one step.
+    """The work of one feature in one step.
 
     `sent` are its `tensors`, in the same order, on the device.
     """
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return tensors in host memory, contiguous. They are part of the step's single copy to the
+        """Return contiguous tensors in host memory. They are part of the step's single copy to the
         device."""
         ...
 
@@ -73,7 +73,7 @@ class FeatureInput(Protocol):
         """Run before sampling, on the forward stream.
 
         Args:
-            logits: float32 [samples of the step, vocabulary], changed in place.
+            logits: float32 [samples of the step, vocabulary], modified in place.
         """
         ...
 
@@ -82,7 +82,7 @@ class FeatureInput(Protocol):
         tokens.
 
         Args:
-            tokens: int32 [samples of the step], as `sample` gives them.
+            tokens: int32 [samples of the step], as `sample` returns them.
         """
         ...
 
@@ -97,12 +97,12 @@ class SamplingFeature(Protocol):
     def build(self, samples: Samples) -> FeatureInput:
         """Return the work of a step, without views of memory that may change later.
 
-        Called at the launch of a step, or for rows that wait, after the previous step has ended.
-        All rows with drafts wait if the feature is not ALIKE for one of them.
+        Called when a step is launched or, for rows that wait, after the previous step has ended. If
+        the feature is not ALIKE for a row with drafts, all rows with drafts wait.
         """
         ...
 
     def rehearsal(self, num_rows: int) -> FeatureInput:
-        """Return work on dummy rows for warm-up, for all rows of a step. It has no lasting
+        """Return work on dummy rows for warmup, for all rows of a step. It has no lasting
         effect."""
         ...

@@ -1,6 +1,6 @@
-"""The inputs of a model's head in one step, and the hidden states that they are part of.
+"""The inputs of a model's head in one step, and the hidden states that contain them.
 
-All ranks apply the head to the same inputs in the same order, although only one of them samples.
+All ranks apply the head to the same inputs in the same order, although only rank 0 samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,13 +34,13 @@ class ModelHeads(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadInputs:
-    """The inputs of the head in one step, in their order.
+    """The inputs of the head in one step, in order.
 
     Attributes:
-        chosen: whether a token is sampled after each of the step's samples. If not, their states
-            do not go through the head.
-        num_prompt: number of prompt tokens with log-probabilities. Their states follow those of
-            the samples.
+        chosen: whether a token is sampled after each of the step's samples. If not, their states do
+            not go through the head.
+        num_prompt: number of prompt tokens with log-probabilities. Their states follow the samples'
+            states.
         scored: int64 [any], rows with token scores.
     """
 
@@ -53,7 +53,7 @@ class HeadInputs:
         return [self.scored] if len(self.scored) else []
 
     def on_device(self, sent: Sequence[Tensor]) -> "HeadInputs":
-        """Return the same object with the uploaded copies of its `tensors`."""
+        """Return the same inputs with the uploaded copies of their `tensors`."""
         return replace(self, scored=sent[0]) if sent else self
 
 
@@ -65,12 +65,12 @@ class HiddenStates:
     """The result of a forward, on the device. Forward stream only.
 
     Attributes:
-        inputs: of the head, on the device.
-        hidden: [any, hidden], of ForwardBatch.sampled.
+        inputs: inputs of the head, on the device.
+        hidden: [any, hidden], states of the tokens ForwardBatch.sampled.
         sampled: int64 [any or more], ForwardBatch.sampled.
-        num_samples: the first of them, after which a token may be sampled.
-        early: int32 [num_samples], number of places by which each token comes earlier because
-            drafts were rejected. None: no token does.
+        num_samples: number of leading states after which a token may be sampled.
+        early: int32 [num_samples], number of positions by which each token is earlier because
+            drafts were rejected. None: no token is.
         routed: int16 [any or more, layers, k], the experts of the tokens. None: the model still has
             them, because this is its newest forward.
     """
@@ -92,7 +92,7 @@ class HiddenStates:
         return self.hidden[self.num_samples :][: self.inputs.num_prompt]
 
     def experts(self, places: Tensor | slice) -> Tensor:
-        """Return the experts of the tokens at some places of `hidden`, see RoutedExperts.of."""
+        """Return the experts of the tokens at these places of `hidden`, see RoutedExperts.of."""
         if self.routed is not None:
             return self.routed[places]
         assert self.model.routed is not None
@@ -102,8 +102,8 @@ class HiddenStates:
         return self.experts(slice(self.num_samples, self.num_samples + self.inputs.num_prompt))
 
     def logits(self) -> Iterator[Tensor]:
-        """Apply the head to each of its inputs when it is requested: the samples, then slices of
-        prompts, then slices of rows with token scores."""
+        """Apply the head to its inputs one by one, on demand: the samples, then slices of prompts,
+        then slices of rows with token scores."""
         inputs, to_logits = self.inputs, self.model.logits
         if inputs.chosen:
             yield to_logits(self.samples)

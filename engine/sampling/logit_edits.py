@@ -1,13 +1,13 @@
-"""Features that add to logits or scale them: logit bias, bad words, minimum length, penalties.
+"""Features that add to or scale logits: logit bias, bad words, minimum length, penalties.
 
-A forbidden token gets so low a value that it is never sampled. Bad words forbid their last token
-after their other tokens.
+A forbidden token gets such a low value that it is never sampled. A bad word forbids its last token
+after its other tokens.
 
-Penalties need the counts of a request's tokens, which are kept on the device by slot. With overlap
-the CPU lags one token behind, so only the device can count the newest token. A step counts the
-token that it samples, unless the row has drafts: its accepted tokens are counted by a later step,
-when the CPU knows them. Drafts are counted while the samples after them are penalised, and then
-removed. All rows are allocated at start, because later the KV pages use all memory.
+Penalties need the counts of a request's tokens, which are kept on the device by slot. With overlap,
+the CPU is one token behind, so only the device can count the newest token. A step counts the token
+that it samples, unless the row has drafts. Then a later step counts the accepted tokens, when the
+CPU knows them. Drafts are counted while the samples after them are penalised, and then removed. The
+memory of all counts is allocated at start, because KV pages later use all memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitAdditions:
-    """A Work with one entry per logit. Several entries for one logit add up."""
+    """Additions to logits, one entry per logit. Several entries for one logit add up."""
 
-    rows: Tensor  # int64, places among the step's rows
+    rows: Tensor  # int64, places among the step's samples
     tokens: Tensor  # int64
     values: Tensor  # float32
 
@@ -67,7 +67,7 @@ class LogitAdditions:
 
 
 def forbidding(tokens: Sequence[int]) -> tuple[Tokens, Values]:
-    """Return the addition that keeps these tokens from being sampled."""
+    """Return the addition that prevents the sampling of these tokens."""
     return np.array(tokens, np.int64), np.full(len(tokens), FORBIDDEN, np.float32)
 
 
@@ -76,13 +76,14 @@ _MILDER = 16  # ending too early is better than a token that the grammar forbids
 
 
 class LogitBias:
-    """The biases by slot. Engine thread only."""
+    """Logit biases by slot. Engine thread only."""
 
     def __init__(self, num_slots: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._short: dict[int, _Edits] = {}  # by slot, while the response is too short to end
-        self._long: dict[int, _Edits] = {}  # afterwards
-        self._least = np.zeros(num_slots, np.int32)  # minimum length, with the prompt
+        self._long: dict[int, _Edits] = {}  # by slot, once the response is long enough
+        # Minimum length in tokens, including the prompt.
+        self._least = np.zeros(num_slots, np.int32)
 
     def acquire(self, slot: int, request: Request) -> FeatureState:
         sampling = request.sampling
@@ -112,9 +113,10 @@ class LogitBias:
 
 
 class BadWordsFilter:
-    """The bad words by slot. Only the response counts, not the prompt. Engine thread only.
+    """Bad words by slot. They apply to the response, not to the prompt. Engine thread only.
 
-    A word of one token is always forbidden. A longer one requires that the tokens before are known.
+    A word of one token is always forbidden. The last token of a longer word is forbidden after its
+    other tokens, so these must be known.
     """
 
     def __init__(self, table: SlotTable) -> None:
@@ -147,13 +149,13 @@ class BadWordsFilter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The penalised samples of one step, those with fewer drafts before them first.
+    """The samples with penalties of one step. Samples with fewer drafts before them come first.
 
     Attributes:
         rows: int64 [m], places among the step's samples.
         slots: int64 [m], their slots, which are also their rows of counts.
-        drafts: int64 [n], the draft before each of the last n samples, which are those after a
-            draft.
+        drafts: int64 [n], the draft before each of the last n samples. All samples after a draft
+            are last.
         counted, counted_slots: int64, places of the samples whose tokens are counted, and their
             slots.
         renewed: int64, the slots whose counts are rebuilt.
@@ -185,7 +187,7 @@ class _Work:
 
     Attributes:
         counts: int32 [num_slots, vocabulary], on the device.
-        sizes: number of samples with no draft before them, with one, and so on.
+        sizes: number of samples with no draft before them, with one draft, and so on.
     """
 
     counts: Tensor
@@ -229,9 +231,9 @@ class _Work:
 
 
 class Penalties:
-    """Penalty strengths by slot (engine thread), and counts (forward stream).
+    """Penalty strengths by slot (engine thread), and token counts (forward stream).
 
-    Memory: int32 [num_slots, vocabulary], not initialised, because a row is rebuilt for its first
+    Memory: int32 [num_slots, vocabulary], not initialised, because a row is rebuilt for each new
     request.
     """
 
@@ -240,7 +242,7 @@ class Penalties:
         self._repetition = np.ones(table.num_slots, np.float32)
         self._frequency = np.zeros(table.num_slots, np.float32)
         self._presence = np.zeros(table.num_slots, np.float32)
-        self._counted = np.zeros(table.num_slots, np.int32)  # tokens in counts, by launched steps
+        self._counted = np.zeros(table.num_slots, np.int32)  # tokens counted by launched steps
         self._counts = torch.empty(
             table.num_slots, vocabulary_size, dtype=torch.int32, device=device
         )
@@ -282,8 +284,7 @@ class Penalties:
         return _Work(self._counts, penalised, tuple(sizes.tolist()))
 
     def rehearsal(self, num_rows: int) -> _Work:
-        """Return work that rebuilds the counts of all rows, as for their first requests, with a
-        draft in half of them."""
+        """Return work that rebuilds the counts of all rows, with a draft in half of them."""
         num_drafts = num_rows // 2
         rows, ones = torch.arange(num_rows), torch.ones(num_rows)
         zeros = torch.zeros(num_rows, dtype=torch.int64)
@@ -308,12 +309,8 @@ class Penalties:
         self, slots: NDArray[np.intp], ends: Ints, alone: NDArray[np.bool_]
     ) -> tuple[NDArray[np.intp], dict[str, Tensor]]:
         """Return the slots whose counts are rebuilt, and the columns of tokens that this step
-        counts before it samples. A token that the CPU does not know was counted when it was
-        sampled.
-
-        Args:
-            alone: rows without drafts, whose sampled token the step counts itself.
-        """
+        counts before it samples. Tokens unknown to the CPU were counted when they were sampled.
+        `alone`: rows without drafts, which count their sample themselves."""
         starts, known = self._counted[slots], self._table.known[slots] >= ends
         self._counted[slots] = ends + alone
         slots, starts, ends = slots[known], starts[known], ends[known]
@@ -330,7 +327,7 @@ class Penalties:
         }
 
     def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
-        """Return the tokens of indices [starts, ends) of the slots: each token's slot, and the
+        """Return the tokens of indices [starts, ends) of the slots: the slot of each token, and the
         tokens."""
         counts = ends - starts
         total = int(counts.sum())

@@ -1,9 +1,8 @@
-"""Log-probabilities from the model's own logits, before other features change them.
+"""Logprobs of sampled tokens and prompt tokens, before other features change the logits.
 
-Those of sampled tokens have alternatives: the likeliest others. Those of prompts are computed in
-slices from the logits of a whole chunk. They need logits of tokens after which no row samples, so
-they request further hidden states of a step. A prompt with this option is computed completely, even
-if it is in the cache.
+Sampled tokens have alternatives: the most likely tokens. Prompt logprobs are computed in slices of
+a chunk's tokens. They need logits of tokens after which no row samples, so they request additional
+hidden states of a step. A prompt with this option is computed completely, even if it is cached.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from engine.sampling.feature import FeatureState, Samples
 from engine.sampling.heads import PROMPT_SLICE, HiddenStates
 from kernels.sampling.logprobs import logprobs
 
-# Columns of the places, on the device, of samples with a hidden state or with routed experts.
+# Columns with the places, on the device, of samples with a hidden state or with routed experts.
 HIDDEN_OF = "hidden_of"
 EXPERTS_OF = "experts_of"
 
@@ -30,9 +29,9 @@ class _Work:
     """The rows with logprobs in one step.
 
     Attributes:
-        hidden, experts: whether a row needs its hidden state or its experts, which
-            `SamplingInputs.sample` adds.
-        kept: the rows' logits, from `before` to `after`.
+        hidden, experts: whether a row needs its hidden state or its experts.
+            `SamplingInputs.sample` adds them.
+        kept: logits of the rows, from `before` to `after`.
     """
 
     rows: Tensor  # int64 [m], places among the step's samples
@@ -57,7 +56,8 @@ class _Work:
 
 
 class SampledLogprobs:
-    """Logprobs by slot. Engine thread only. Comes before every feature that changes logits."""
+    """Logprobs of sampled tokens by slot. Engine thread only. Comes before all features that change
+    logits."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)
@@ -89,10 +89,10 @@ class PromptWork:
     """The prompt logprobs of one step.
 
     Attributes:
-        places: int64 [n], tokens of the step after which the probability of the prompt's next token
+        places: int64 [n], tokens of the step after which the probability of the next prompt token
             is needed.
         rows: int64 [n], rows of these tokens.
-        targets: int32 [n], the next tokens.
+        targets: int32 [n], the next prompt tokens.
         hidden, experts: whether a row needs the hidden states or the experts of these tokens.
     """
 
@@ -109,9 +109,9 @@ class PromptWork:
         """Compute the logprobs. On the forward stream.
 
         Args:
-            logits: of the tokens at `places`, PROMPT_SLICE at a time.
+            logits: logits of the tokens at `places`, PROMPT_SLICE at a time.
             targets: on the device.
-            states: of the step, which has those of the tokens at `places`.
+            states: states of the step, including the tokens at `places`.
         """
         parts = [
             logprobs(next(logits).float(), wanted, self.num_top)
@@ -132,7 +132,7 @@ class PromptLogprobs:
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._num_top = np.full(table.num_slots, -1, np.int32)
-        self._first = np.ones(table.num_slots, np.int32)  # index of the first token with one
+        self._first = np.ones(table.num_slots, np.int32)  # index of the first token with a logprob
         self._hidden = np.zeros(table.num_slots, np.bool_)
         self._experts = np.zeros(table.num_slots, np.bool_)
 
@@ -145,8 +145,8 @@ class PromptLogprobs:
         return request.sampling.prompt_logprobs >= 0
 
     def build(self, batch: ScheduleBatch) -> PromptWork | None:
-        """Return the work of a step, or None if no token of the step has a next one in its
-        prompt."""
+        """Return the work of a step, or None if no computed token is followed by another prompt
+        token."""
         table, slots = self._table, batch.slots.astype(np.intp)
         last = np.minimum(batch.ends, table.num_prompt[slots] - 1)
         begins = np.maximum(batch.starts, self._first[slots] - 1)
@@ -169,6 +169,6 @@ class PromptLogprobs:
         )
 
     def rehearsal(self, num_tokens: int) -> PromptWork:
-        """Return work on the first tokens of a step, at most one slice, for warm-up."""
+        """Return work on the first tokens of a step, at most one slice, for warmup."""
         places = torch.arange(min(num_tokens, PROMPT_SLICE))
         return PromptWork(places, places, places.int(), 1)

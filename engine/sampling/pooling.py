@@ -1,7 +1,8 @@
-"""Prompts without generation: their hidden states pooled, or a head's output for the last one.
+"""Pooling: prompts without generation, for embeddings, classification and token scores.
 
-A step may mix them with other prompts. Its result for such a prompt is a part of a vector. The
-parts of all chunks are added up, and where one token decides, the other parts are zero.
+The result is the pooled hidden states, or a head's output for the last one. A step may mix such
+prompts with others. Each chunk gives a part of the result vector, and all parts are added up. If
+only the last token counts, the other parts are zero.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ Pooled: TypeAlias = Sequence[tuple[_Rows, Tensor]]
 
 
 class PoolingHeads(Protocol):
-    """The heads that a model has for its hidden states."""
+    """The heads of a model for its hidden states."""
 
     @property
     def generates(self) -> bool: ...
@@ -41,12 +42,12 @@ class PoolingWork:
     """The pooling work of one step.
 
     Attributes:
-        only: all rows of the step are pooled, so nothing is sampled.
-        places: int64 [n], tokens of the step whose hidden states are needed in addition.
+        only: whether all rows of the step are pooled, so that nothing is sampled.
+        places: int64 [n], additional tokens of the step whose hidden states are needed.
         summed: rows whose result is a sum of hidden states.
-        sources: int64 [m], places of these states among all that the forward returns.
+        sources: int64 [m], places of these states among all states that the forward returns.
         owners: int64 [m], the row of each state, as a place in `summed`.
-        labelled: rows whose last state goes through the head for classes.
+        labelled: rows whose last state goes through the classification head.
         scored: rows whose last state goes through the model's head, see HeadInputs.
         tokens: int64 [scored, k], padded with 0.
     """
@@ -68,8 +69,8 @@ class PoolingWork:
         """Compute the results. On the forward stream.
 
         Args:
-            states: first those of each row's last token, and at the end those at `places`.
-            logits: of the rows `scored`, SCORED_SLICE at a time.
+            states: the state of each row's last token first, the states at `places` last.
+            logits: logits of the rows `scored`, SCORED_SLICE at a time.
             sent: `tensors()`, on the device.
         """
         hidden = states.hidden
@@ -95,14 +96,14 @@ class PoolingWork:
 
 
 def nothing_sampled(last: Tensor) -> Tensor:
-    """Return int32 [n] for rows that sample nothing: a code that shows whether their hidden states
+    """Return int32 [n] for rows that sample nothing: codes that show whether their hidden states
     are finite."""
     finite = last.isfinite().all(dim=-1)
     return torch.where(finite, NOT_SAMPLED, NOT_FINITE).int()
 
 
 class PoolingFeature:
-    """The pooled requests by slot. Engine thread only."""
+    """Requests with pooling, by slot. Engine thread only."""
 
     def __init__(self, table: SlotTable) -> None:
         self._num_prompt = table.num_prompt
@@ -123,7 +124,7 @@ class PoolingFeature:
 
         Args:
             num_others: number of additional tokens whose states other work needs. They come before
-                the ones of this work.
+                the tokens of this work.
         """
         pools = self._pool[batch.slots]
         lengths = batch.ends - batch.starts
@@ -153,7 +154,7 @@ class PoolingFeature:
         )
 
     def rehearsal(self, num_rows: int, num_tokens: int, heads: PoolingHeads) -> PoolingWork:
-        """Return work on dummy rows and on all tokens of a step, for warm-up."""
+        """Return work on dummy rows and on all tokens of a step, for warmup."""
         rows = np.arange(num_rows)
         scored = rows[: SCORED_SLICE if heads.generates else 0]
         places = torch.arange(num_tokens)
@@ -170,7 +171,7 @@ class PoolingFeature:
 
 
 def _places_in(rows: _Rows, wanted: _Rows) -> NDArray[np.int64]:
-    """Return the place in `rows`, which are distinct, of each wanted row."""
+    """Return the place of each wanted row in `rows`, which are distinct."""
     order = np.argsort(rows)
     return order[np.searchsorted(rows, wanted, sorter=order)].astype(np.int64)
 

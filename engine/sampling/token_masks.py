@@ -1,15 +1,16 @@
-"""Features that restrict the next token: allowed tokens, guided decoding, the limit of reasoning.
+"""Features that restrict the next token: allowed tokens, guided decoding, reasoning budget.
 
-Allowed tokens and grammars have one bit for each token. A `Match` follows the tokens that the CPU
-knows, read from the table, and the limit of reasoning counts these tokens. So a request that
-migrates, was retracted or is replayed needs only its tokens. Sampling waits for the previous step,
-but forwards do not. If a response begins with reasoning, the grammar applies to the text after it,
-and the response cannot end before.
+Allowed tokens and grammars have one bit per token. A `Match` follows the known tokens in the table,
+and the reasoning budget counts them. A request that migrates, was retracted or is replayed
+therefore needs only its tokens. Sampling waits for the previous step, but forwards do not. If a
+response begins with reasoning, the grammar applies to the text after it, and the response cannot
+end before.
 
 A row with drafts has a mask for each of its samples. A draft that its mask forbids is never
 accepted, so the samples after it need no mask.
 
-A row whose mask is late is held (`SlotTable.held`): it joins no forward until its mask is ready.
+A row whose mask is not ready is held (`SlotTable.held`): it is in no forward until the mask is
+ready.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,8 @@ from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBitmask:
-    """A Work in which rows[i] of the step may sample the tokens of bitmask[i], as `apply_bitmask`
-    reads it."""
+    """A mask for some rows: rows[i] of the step may sample the tokens of bitmask[i], see
+    `apply_bitmask`."""
 
     rows: Tensor  # int64 [m]
     bitmask: Tensor  # int32 [m, words]
@@ -47,7 +48,7 @@ class TokenBitmask:
 
 
 class AllowedTokens:
-    """The allowed tokens by slot. Engine thread only. Memory: int32 [num_slots, vocabulary / 32],
+    """Allowed tokens by slot. Engine thread only. Memory: int32 [num_slots, vocabulary / 32],
     allocated on first use."""
 
     def __init__(self, num_slots: int, vocabulary_size: int) -> None:
@@ -73,7 +74,7 @@ class AllowedTokens:
 
 
 class GrammarMatcher:
-    """The grammars by slot. Engine thread only."""
+    """Grammars by slot (guided decoding). Engine thread only."""
 
     def __init__(self, table: SlotTable, vocabulary_size: int) -> None:
         self._table = table
@@ -116,7 +117,7 @@ class GrammarMatcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForcedToken:
-    """A Work in which rows[i] of the step samples tokens[i], regardless of other features."""
+    """Forced tokens: rows[i] of the step samples tokens[i], regardless of other features."""
 
     rows: Tensor  # int64 [m]
     tokens: Tensor  # int64 [m]
@@ -134,12 +135,13 @@ class ForcedToken:
 
 
 class ThinkingBudget:
-    """Ends reasoning that has reached its budget. Engine thread only. Comes last."""
+    """Ends reasoning that has reached its budget. Engine thread only. Must be the last feature."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._readers: dict[int, ReasoningTracker] = {}  # by slot
-        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, including the prompt
+        # Number of tokens, including the prompt.
+        self._followed = np.zeros(table.num_slots, np.int64)
         self._budgets = np.zeros(table.num_slots, np.int64)
         self._closes = np.zeros(table.num_slots, np.int64)
 
@@ -165,7 +167,7 @@ class ThinkingBudget:
         return ForcedToken(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
 
     def _spent(self, slot: int, num_drafts: int) -> list[bool]:
-        """Return whether the budget is spent after the known tokens, and after each draft."""
+        """Return whether the budget is used up after the known tokens, and after each draft."""
         reader = self._readers[slot]
         start, end = int(self._followed[slot]), int(self._table.known[slot])
         reader.read(self._table.tokens[slot, start:end].tolist())

@@ -1,1 +1,2 @@
-"""The choice of the requests that a step computes: admission, growth, retraction, finishing."""
+"""Choose the requests that each step computes: admission, chunked prefill, preemption,
+retraction."""

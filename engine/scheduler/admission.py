@@ -1,13 +1,14 @@
-"""Admission: from the waiting queue to the rows of a prefill forward.
+"""Admission of waiting requests to the rows of a prefill forward (chunked prefill).
 
-A request is admitted completely or not at all. An admitted request holds its cached prefix, the
-pages of its whole prompt, and a slot. Its prompt may then take several forwards, one chunk each. At
-most one request is between chunks, and it goes first. A request that does not fit may be overtaken
-by smaller ones until it has waited too long (arrivals.py). If a tier below the prefix cache has
-more of a request's prefix, the request waits once for that load, when there is capacity for it.
+Admission is all or nothing. An admitted request holds its cached prefix, the pages of its whole
+prompt, and a slot. Its prompt is then computed in one or more chunks, one chunk per forward. At
+most one prompt is partly computed at a time, and its next chunk goes first. Smaller requests may
+overtake a request that does not fit, until that request has waited too long (arrivals.py). If an
+offload tier has more of a request's prefix, the request waits once for that load, when there is
+capacity for it.
 
-PrefillAdder has the budgets of a forward: pages (free and evictable, minus the expected growth of
-running requests), input tokens of the forward, and tokens of the chunk.
+PrefillAdder keeps the budgets of a forward: pages (free and evictable, minus the expected growth of
+running requests), prompt tokens, and tokens of the chunk.
 """
 
 import math
@@ -35,7 +36,8 @@ from engine.scheduler.arrivals import (
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
 
-MANY_DECODE_ROWS = 10  # beside more of them a chunk is small, because they all wait for it
+# With more decode rows than this, chunks are small, because all these rows wait for the chunk.
+MANY_DECODE_ROWS = 10
 SMALL_CHUNK_TOKENS = 512
 
 
@@ -43,10 +45,10 @@ class PrefillAdder:
     """The budgets of one prefill batch. Each reservation reduces them.
 
     Args:
-        reserved_pages: pages kept free for the growth of others.
-        input_tokens: prompt tokens over all rows; the first row may exceed it.
-        chunk_tokens: all tokens of the forward; None: prompts are never cut.
-        max_requests: number of rows; 0: no limit.
+        reserved_pages: pages kept free for the growth of other requests.
+        input_tokens: limit of prompt tokens, which the first row may exceed.
+        chunk_tokens: limit of all tokens. None: prompts are not split into chunks.
+        max_requests: limit of rows. 0: no limit.
     """
 
     def __init__(
@@ -66,21 +68,20 @@ class PrefillAdder:
         self._num_requests = 0
 
     def has_room(self, num_pages: float, available: int) -> bool:
-        """Return whether a request that may need up to `num_pages` can get them from `available`
-        pages."""
+        """Return whether `available` pages suffice for a request that may need up to
+        `num_pages`."""
         return num_pages <= available - self._reserved_pages
 
     def reserve(self, num_pages: int) -> None:
-        """Keep this many more pages free, for the growth of a request of this batch."""
+        """Keep this many more pages free for the growth of an admitted request."""
         self._reserved_pages += num_pages
 
     def cut(self, start: int, end: int) -> int:
-        """Use the budgets for as many of the tokens [start, end) as fit. `start` is page aligned.
+        """Take as many of the tokens [start, end) as fit in the budgets. `start` is page aligned.
 
         Returns:
-            The token index at which this forward must stop: `end`, or a page boundary before
-                it, or `start` if the budgets are used up. The first row of a batch gets one page at
-                least.
+            The token index at which this forward stops: `end`, or a page boundary before it, or
+                `start` if the budgets are used up. The first row of a batch gets at least one page.
         """
         num_tokens, empty = end - start, not self._num_requests
         if self._chunk_left is not None and num_tokens > self._chunk_left:
@@ -99,11 +100,13 @@ class PrefillAdder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendRow:
-    """Token indices [start, end) of a request's prompt. `last`: the prompt ends there.
+    """A prompt row: the token indices [start, end) of a request that one forward computes.
 
-    The step to come holds the state pages, if any. `resumed`: pages of the state that the row
-    continues from. `kept`: pages for a copy of the state after token `keep`, for the cache.
-    `branch`: see ChunkRange.
+    Attributes:
+        last: whether the prompt ends at `end`.
+        resumed: pages of the recurrent state from which the row continues, if any.
+        kept: pages for a copy of the state after token `keep`, which the prefix cache will store.
+        branch: see ChunkRange.
     """
 
     request: Request
@@ -129,18 +132,19 @@ class ExtendRow:
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """A failed admission pass: no request fits with fewer than `num_pages` pages
-    (batch_is_full)."""
+    """The result of a failed admission pass: no request fits with fewer than `num_pages` free
+    pages."""
 
-    of: tuple[int, int, float, float]  # queue changes, cached pages, barrier, min_priority
+    # Inputs of the pass: queue changes, cached pages, barrier, min_priority.
+    of: tuple[int, int, float, float]
     num_pages: float
 
 
 class PrefillAdmission:
-    """The waiting queue and the current chunk. Engine thread only.
+    """The waiting queue, and the prompt of which only some chunks are computed. Engine thread only.
 
     Attributes:
-        max_chunk_tokens: further limit of the tokens of a chunk.
+        max_chunk_tokens: additional limit of the tokens of a chunk.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class PrefillAdmission:
         self._cache = cache
         self._tiers = core.tiers
         self._encoder = core.encoder
-        # The last token has no KV.
+        # The newest token needs no page, because it has no KV.
         self._max_length = min(
             table.context_length, self._tables.max_tokens(core.pages.num_pages) + 1
         )
@@ -183,13 +187,13 @@ class PrefillAdmission:
         self.admitted_tokens = 0
 
     def max_length(self, request: Request) -> int:
-        """Return its maximum number of tokens: requested, limited by the context and the whole
-        pool."""
+        """Return the maximum tokens of the request, which the context length and the page pool
+        limit."""
         return min(request.num_prompt + request.sampling.max_tokens, self._max_length)
 
     def growth_pages(self, request: Request) -> int:
-        """Return the pages to keep free for a request that has pages for its tokens and for the
-        next token, which is in flight."""
+        """Return the pages to keep free for the growth of a request. The request has pages for its
+        tokens and for the next token."""
         num_tokens, size = len(request.token_ids), self._table.page_size
         missing = missing_pages_of_one(
             num_tokens + 1,
@@ -201,7 +205,7 @@ class PrefillAdmission:
         return self._tables.growth(num_tokens, missing)
 
     def take_slot(self, request: Request, holding: PageHolding) -> int | None:
-        """Put a request and its pages into the table. Return None if no slot is free."""
+        """Put a request and its pages into the slot table. Return None if no slot is free."""
         slot = self._table.acquire(request, self._eos_token_ids)
         if slot is not None:
             self._table.max_length[slot] = self.max_length(request)
@@ -219,19 +223,21 @@ class PrefillAdmission:
         alone: bool,
         quarantined: bool = False,
     ) -> list[ExtendRow]:
-        """Return the prefill rows of the next forward, or an empty list if there is nothing to
-        prefill. To be called if there is a current chunk, or if `has_slot`.
+        """Return the prefill rows of the next forward, or an empty list if no prompt can be
+        computed.
+
+        Call it only if a prompt is partly computed, or if `has_slot`.
 
         Args:
-            reserved_pages: kept free for the growth of running requests.
-            num_decode_rows: decode rows of the same forward, which use part of the chunk's
+            reserved_pages: pages kept free for the growth of running requests.
+            num_decode_rows: decode rows of the same forward. Their tokens count against the chunk's
                 budget.
             min_priority: minimum priority that is admitted.
             kept_slots: slots that must stay free.
             barrier: requests whose queue position is behind it are not admitted.
-            alone: the device is empty, so that any request that fits at all must be admitted.
-            quarantined: False: only requests that may share a forward; True: only those that may
-                not.
+            alone: whether the device is empty. Then any request that fits at all is admitted.
+            quarantined: True: admit only requests that must be computed alone. False: admit only
+                the others.
         """
         adder = PrefillAdder(
             page_size=self._table.page_size,
@@ -262,23 +268,24 @@ class PrefillAdmission:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots available to new requests."""
+        """Number of slots available to new requests."""
         return min(self._table.num_free, self.num_places)
 
     @property
     def num_places(self) -> int:
-        """Number of further requests that may run or be computed. Swapped-out requests keep their
+        """Number of further requests that may run or be prefilled. Swapped-out requests keep their
         slots, but do not count against this limit."""
         return self._most_on_device - self._table.num_live + self._retracted.num_away
 
     def needed_pages(self, request: Request) -> int:
-        """Return the pages that it would need now, including those kept free for its growth."""
+        """Return the pages that the request would need now, including pages kept free for its
+        growth."""
         match = self._match(request)
         return self._needed_pages(request, match) + self.growth_pages(request)
 
     @property
     def claim(self) -> PageClaim | None:
-        """The claim of the first waiting request: the pages that it needs at most."""
+        """The pages and the slot that the first waiting request may need at most."""
         first = next(iter(self.waiting), None)
         if first is None:
             return None
@@ -287,14 +294,15 @@ class PrefillAdmission:
 
     @property
     def quarantined_waits(self) -> bool:
-        """Return whether the next rows might belong to a request that shares no forward."""
+        """Return whether a quarantined request could be among the next rows."""
         if self.chunked is not None:
             return self.chunked.request.quarantined
         return self.waiting.has_quarantined
 
     @property
     def growth_of_chunked(self) -> int:
-        """Pages to keep free for the current chunked prompt, which is not running yet."""
+        """Pages to keep free for the growth of the partly computed prompt, which is not running
+        yet."""
         return 0 if self.chunked is None else self.growth_pages(self.chunked.request)
 
     def computed(self, row: ExtendRow) -> None:
@@ -308,7 +316,8 @@ class PrefillAdmission:
             self.chunked = None
 
     def _chunk_beside(self, num_decode_rows: int) -> int | None:
-        """Return the prompt tokens that may share a forward with these rows; None: no limit."""
+        """Return the prompt tokens that may share a forward with these decode rows. None: no
+        limit."""
         if self._chunk_tokens is None:
             return None
         num_tokens = int(min(self._chunk_tokens, self.max_chunk_tokens))
@@ -345,7 +354,7 @@ class PrefillAdmission:
         return row
 
     def _room_for_state(self, adder: PrefillAdder) -> Ints:
-        """Return pages for a state to keep, or none if they may be needed otherwise. Keeping is
+        """Return pages to keep a copy of the state, or none if admission may need them. Keeping is
         optional."""
         num_pages = self._tables.state_pages
         if not adder.has_room(num_pages, self._cache.num_available):
@@ -356,8 +365,8 @@ class PrefillAdmission:
     def _is_full(
         self, adder: PrefillAdder, barrier: float, min_priority: float, quarantined: bool
     ) -> bool:
-        """Return whether no waiting request can fit, because nothing changed since the last failed
-        pass."""
+        """Return whether the last admission pass failed and nothing has changed since, so that no
+        request fits."""
         full = self._full.get(quarantined)
         if full is None or full.of != self._tried(barrier, min_priority):
             return False
@@ -376,7 +385,7 @@ class PrefillAdmission:
         alone: bool,
         quarantined: bool,
     ) -> None:
-        """Add rows while the budgets last, but only one quarantined request."""
+        """Add rows while the budgets last. At most one of them is a quarantined request."""
         self._full.pop(quarantined, None)
         now, least = self._clock(), math.inf
         held_back = False
@@ -385,7 +394,7 @@ class PrefillAdmission:
             behind = request.queue_position > barrier and not returned
             if behind or request.spec.priority < min_priority:
                 continue
-            if request.quarantined is not quarantined:  # computed in another step
+            if request.quarantined is not quarantined:  # it is computed in another step
                 if is_overdue(request.arrived, now):
                     break
                 continue
@@ -410,7 +419,8 @@ class PrefillAdmission:
             end = adder.cut(match.num_tokens, len(request.token_ids))
             end = self._outside_images(request, match.num_tokens, end)
             if end == match.num_tokens:
-                # the budgets of this forward are used up, not the pages: retry in the next one
+                # The forward has no token budget left, but there may be pages: retry in the next
+                # step.
                 return
             adder.reserve(growth)
             rows.append(self._reserve(request, match, end, adder))
@@ -420,8 +430,8 @@ class PrefillAdmission:
             self._full[quarantined] = _Full(self._tried(barrier, min_priority), least)
 
     def _is_coming(self, request: Request) -> bool:
-        """Return whether a lower tier's load for this request is under way. Start one if there is
-        capacity."""
+        """Return whether an offload tier is loading more of this request's prefix. Start the load
+        if there is capacity."""
 
         def over() -> None:
             request.brought = True
@@ -435,16 +445,16 @@ class PrefillAdmission:
         return request.brought is False
 
     def _outside_images(self, request: Request, start: int, end: int) -> int:
-        """Return the end of a chunk. If image tokens see all of their image, no chunk ends within
-        an image, and the budgets may be exceeded for that."""
+        """Return the end of a chunk, moved out of images whose tokens attend to the whole image.
+        May exceed the budgets."""
         images = request.spec.images
         if not self._whole_images or not images or end == start:
             return end
         return end_outside(images, start, end, len(request.token_ids), self._table.page_size)
 
     def _is_encoding(self, request: Request, num_cached: int) -> bool:
-        """Return whether images behind the cached tokens are being encoded, or wait for that. Begin
-        if there is capacity. The forward encodes images that are evicted meanwhile."""
+        """Return whether images after the cached tokens are being encoded or queued. Queue them if
+        there is capacity. The forward encodes images that are evicted meanwhile."""
         if self._encoder is None or not request.spec.images:
             return False
         if request.encoding is None:
@@ -462,8 +472,8 @@ class PrefillAdmission:
         return self._cache.match(request.reusable_tokens, request.namespace)
 
     def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
-        """Return the pages that it takes from the available ones: fresh pages, plus evictable pages
-        of its cached prefix, which it will hold."""
+        """Return the available pages that the request takes: new ones, and evictable ones of its
+        cached prefix."""
         if not match.num_tokens:
             return self._fresh_pages(request, match)
         loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)

@@ -1,26 +1,24 @@
-"""The queues for pages, their order, and the maximum time that a request may be overtaken.
+"""Waiting queues, their order, and the limit on overtaking.
 
 Capacity is given in order of arrival. A higher priority counts as an earlier arrival
-(common/queueing.py). A request that does not fit yet may be overtaken by requests that do, for a
-limited time, so that no capacity is idle. After that time no request behind it may pass. If clients
-are known, those of equal priority take turns. The rules are the same for prompts to be computed and
-for KV to be read.
+(common/queueing.py). Smaller requests may overtake a request that does not fit yet, so that no
+capacity is idle, but not after SKIP_AHEAD_S. Known clients take turns with requests of equal
+priority. The same rules hold for prompts to be computed and for KV to be read.
 
-Requests that wait for prefill are in a `WaitingQueue`. One of them is held back while a prompt
-being computed will soon put a good part of its prefix into the cache. Of several requests with a
-common prefix in one namespace, one goes first.
+Requests that wait for prefill are in a `WaitingQueue`. A request is held back while a running
+prefill will soon add a good part of its prefix to the prefix cache. Requests with a common prefix
+therefore do not compute it twice.
 
-The policy decides the order in which this queue is tried. Higher priorities go first. The policy
-orders requests of equal priority. A waiting request rises by one level per STEP_S. slack and fcfs
-apply the same levels as seconds.
+A schedule policy orders requests of equal priority in this queue. A waiting request rises by one
+level per STEP_S. slack and fcfs apply the same levels as seconds.
 
-slack       earliest start deadline first; equal ones in order of arrival
+slack       earliest start deadline first, equal ones in order of arrival
 fcfs        order of arrival
-lpm         longest cached prefix first; fcfs while the queue is long, because of the cost
+lpm         longest cached prefix first, or fcfs while the queue is long, because of the cost
 dfs-weight  depth first through the prefix tree, branches with most requests first
 lof         longest output first
 random      any
-routing-key requests whose key is most frequent on the device first; those without such a key last
+routing-key requests whose key is most frequent on the device first, then those without a key
 """
 
 import heapq
@@ -42,13 +40,13 @@ from engine.batch.request import Ints, Request
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import last_boundary
 
-SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
+SKIP_AHEAD_S = 2.0  # after this wait, no request behind may overtake
 
 
 class QueuedItem(Protocol):
     @property
     def queue_position(self) -> float:
-        """Position in the queue, lowest first; see `Request.queue_position`."""
+        """Position in the queue. The lowest goes first. See `Request.queue_position`."""
         ...
 
 
@@ -58,12 +56,12 @@ class OfClient(QueuedItem, Protocol):
 
     @property
     def client(self) -> int:
-        """The client's number; 0: unknown."""
+        """Number of the client. 0: unknown."""
         ...
 
     @property
     def client_weight(self) -> float:
-        """The client's share relative to other clients, above 0."""
+        """Share of the client relative to other clients, above 0."""
         ...
 
 
@@ -73,7 +71,8 @@ _Owned = TypeVar("_Owned", bound=OfClient)
 
 
 class PriorityQueue(Generic[_Key, _Value]):
-    """A queue by key. A request that arrives late, from another queue, is inserted at its place.
+    """A queue ordered by `queue_position`, with access by key. A request that arrives late from
+    another queue is inserted at its position.
 
     Attributes:
         num_changes: total number of insertions and removals.
@@ -101,7 +100,7 @@ class PriorityQueue(Generic[_Key, _Value]):
             self._values = dict(places)
 
     def take(self, key: _Key) -> _Value | None:
-        """Remove and return it, or return None if it is not in the queue."""
+        """Remove and return the value, or return None if it is not in the queue."""
         value = self._values.pop(key, None)
         self.num_changes += value is not None
         return value
@@ -109,7 +108,7 @@ class PriorityQueue(Generic[_Key, _Value]):
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[_Owned]):
-    """The waiting requests of one client, by place.
+    """The waiting requests of one client, by queue position.
 
     Attributes:
         number: unique among all lines ever created.
@@ -126,16 +125,16 @@ class _Line(Generic[_Owned]):
         return self.round, self.waiting[0].queue_position, self.number, 0, self.waiting
 
 
-# Round, place, number of the line, index in the line, all requests of the line.
+# Round, position, number of the line, index in the line, all requests of the line.
 _Turn = tuple[float, float, int, int, list[_Owned]]
 
 
 class _Rounds(Generic[_Owned]):
-    """Requests of one priority. False if there are none."""
+    """The requests of one priority. False if there are none."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line[_Owned]] = {}  # by client, never empty
-        self._turns: list[_Turn[_Owned]] = []  # of all lines, in order
+        self._lines: dict[int, _Line[_Owned]] = {}  # by client, without empty lines
+        self._turns: list[_Turn[_Owned]] = []  # turns of all lines, in order
         self._served = 0.0  # the round of the last served request
         self._numbers = count()
 
@@ -191,29 +190,29 @@ class _Rounds(Generic[_Owned]):
 
 
 class FairQueue(Generic[_Key, _Owned]):
-    """A queue by key and place, in which clients take turns.
+    """A fair queue: clients of equal priority take turns.
 
-    The places decide when a request of a given priority has its turn, as in PriorityQueue. Among
-    requests of that priority, clients take turns: each round serves one request of each client, or
-    two of a client with weight 2. A new client joins the next round. Within a round the places
-    decide. A client therefore waits for at most one round of others, however many requests or
-    clients arrive.
+    The queue positions decide when a priority has its turn, as in PriorityQueue. Among requests of
+    that priority, clients take turns. Each round serves one request of each client, or two of a
+    client with weight 2. A new client joins the next round. Within a round, queue positions decide.
+    A client therefore waits for at most one round of others, however many requests or clients
+    arrive.
     """
 
     def __init__(self) -> None:
         self._by_place: PriorityQueue[_Key, _Owned] = PriorityQueue()
-        self._rounds: dict[int, _Rounds[_Owned]] = {}  # by priority, never empty
+        self._rounds: dict[int, _Rounds[_Owned]] = {}  # by priority, without empty rounds
 
     def __len__(self) -> int:
         return len(self._by_place)
 
     def __iter__(self) -> Iterator[_Owned]:
-        """Iterate by place alone."""
+        """Iterate in the order of queue positions, without turns."""
         return iter(self._by_place)
 
     def in_turn(self) -> Iterator[_Owned]:
-        """Yield all requests in the order of their turns. The iterator is invalid after a
-        change."""
+        """Yield all requests in the order of their turns. A change of the queue invalidates the
+        iterator."""
         turns = {priority: rounds.in_turn() for priority, rounds in self._rounds.items()}
         for position in self._by_place:
             yield next(turns[position.priority])
@@ -223,11 +222,11 @@ class FairQueue(Generic[_Key, _Owned]):
         self._rounds.setdefault(value.priority, _Rounds()).put(value)
 
     def serve(self, key: _Key) -> _Owned | None:
-        """Remove a request whose turn it is. Return None if it is not in the queue."""
+        """Remove and return a request whose turn it is. Return None if it is not in the queue."""
         return self._take(key, served=True)
 
     def take(self, key: _Key) -> _Owned | None:
-        """Remove a request out of turn. Return None if it is not in the queue."""
+        """Remove and return a request out of turn. Return None if it is not in the queue."""
         return self._take(key, served=False)
 
     def _take(self, key: _Key, *, served: bool) -> _Owned | None:
@@ -242,7 +241,7 @@ class FairQueue(Generic[_Key, _Owned]):
 
 @dataclass(frozen=True, slots=True)
 class PageClaim:
-    """The claim of another queue's first request on pages and a slot."""
+    """The pages and the slot that the first request of another queue needs."""
 
     arrived: float
     num_pages: int
@@ -265,12 +264,12 @@ class FreeCapacity:
         return self.num_slots > 0 and num_pages <= self.num_pages
 
     def without(self, num_pages: int) -> "FreeCapacity":
-        """Return the remaining capacity after a request that fits got its pages and its slot."""
+        """Return the capacity that is left after a request gets a slot and this many pages."""
         return FreeCapacity(self.num_pages - num_pages, self.num_slots - 1)
 
 
 def is_overdue(arrived: float, now: float) -> bool:
-    """Return whether it has waited so long that no request behind it may overtake it."""
+    """Return whether a request has waited so long that no request behind it may overtake it."""
     return now - arrived > SKIP_AHEAD_S
 
 
@@ -282,14 +281,15 @@ _LAST = (1, 0)  # after every branch, whose weights are negative
 _Order: TypeAlias = Callable[[Collection[Request]], list[Request]]
 
 WORTH_WAITING_TOKENS = 32
-MAX_LOOKED_AT = 128  # requests tried per batch: bounds the cost of a long queue
+MAX_LOOKED_AT = 128  # limits the cost of a long queue
 
 
 class SchedulePolicy:
-    """The order of requests that wait for prefill. Equal ones stay in order of arrival.
+    """The order of requests that wait for prefill. Requests that a policy ranks equal stay in order
+    of arrival.
 
     Args:
-        routing_keys: counts the requests on the device per routing key.
+        routing_keys: number of requests on the device per routing key.
     """
 
     def __init__(
@@ -356,8 +356,8 @@ class SchedulePolicy:
 
 
 def _urgent_first(order: _Order, clock: Callable[[], float]) -> _Order:
-    """Sort by priority level, and by `order` within a level. A waiting request rises to the level
-    of the most urgent one in the queue and no further."""
+    """Sort by priority level, and by `order` within a level. A waiting request rises at most to the
+    level of the most urgent request in the queue."""
 
     def by_level(waiting: Collection[Request]) -> list[Request]:
         ordered = order(waiting)
@@ -375,7 +375,8 @@ def _urgent_first(order: _Order, clock: Callable[[], float]) -> _Order:
 
 
 class WaitingQueue:
-    """Waiting requests by key. Those that were on the device before come first."""
+    """The requests that wait for prefill, by key. Requests that were on the device before come
+    first."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
@@ -387,7 +388,7 @@ class WaitingQueue:
 
     @property
     def has_quarantined(self) -> bool:
-        """Return whether a request is here that must be computed alone."""
+        """Return whether the queue has a request that must be computed alone."""
         return bool(self._quarantined)
 
     def __len__(self) -> int:
@@ -409,7 +410,7 @@ class WaitingQueue:
         return Counter(class_of(priority) for priority in self._priorities.elements())
 
     def most_urgent(self) -> Request:
-        """Return the request of the highest priority. The queue must not be empty."""
+        """Return the request with the highest priority. The queue must not be empty."""
         return max(self, key=lambda request: (request.spec.priority, -request.queue_position))
 
     @property
@@ -440,7 +441,7 @@ class WaitingQueue:
         return request in self._returned
 
     def in_order(self) -> list[Request]:
-        """Return the requests to try next: a copy, at most MAX_LOOKED_AT."""
+        """Return the requests to try next, at most MAX_LOOKED_AT, as a new list."""
         fresh = self._policy.order(list(self._requests))
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
 
@@ -451,22 +452,23 @@ class WaitingQueue:
 
 
 class ActivePrefills:
-    """Admitted prompts that the cache lacks in part, by namespace and first page.
+    """Admitted prompts whose prefill is not finished, by namespace and first page. Requests with
+    the same prefix wait for them.
 
     Args:
-        states: others can continue only from the positions at which these prompts leave a
-            state.
+        states: whether the model has recurrent states, so that others can only continue where these
+            prompts store a state.
     """
 
     def __init__(self, page_size: int, *, states: bool = False) -> None:
         self._page_size = page_size
         self._states = states
         self._by_first_page: dict[bytes, dict[int, Ints]] = {}
-        self._left: dict[int, int] = {}  # request key: tokens to compute
+        self._left: dict[int, int] = {}  # request key: tokens still to compute
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that are admitted and not computed yet."""
+        """Number of prompt tokens that are admitted and not computed yet."""
         return sum(self._left.values())
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -475,14 +477,13 @@ class ActivePrefills:
         self._left[request.key] = num_tokens
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """Record that `num_tokens` more tokens have KV. The prompt is removed after the last
-        one."""
+        """Record that `num_tokens` more tokens have KV. Remove the prompt once all have."""
         self._left[request.key] -= num_tokens
         if not self._left[request.key]:
             self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a prompt that is computed or ended. Does nothing if it is not here."""
+        """Remove a prompt that is computed or has ended. Does nothing if the prompt is not here."""
         if self._left.pop(request.key, None) is None:
             return
         first_page = self._first_page(request.token_ids, request.namespace)
@@ -491,7 +492,8 @@ class ActivePrefills:
             del self._by_first_page[first_page]
 
     def worth_waiting(self, token_ids: Ints, namespace: Namespace, cached_tokens: int) -> bool:
-        """Return whether the cache will soon hold many more of these tokens than now."""
+        """Return whether the cache will soon have many more of these tokens than
+        `cached_tokens`."""
         wanted = cached_tokens + WORTH_WAITING_TOKENS
         if len(token_ids) < wanted:
             return False
@@ -499,7 +501,8 @@ class ActivePrefills:
         return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())
 
     def _left_by(self, other: Ints, token_ids: Ints) -> int:
-        """Return how many of these tokens can be reused once `other` is computed."""
+        """Return the number of these tokens that can be reused once the prompt `other` is
+        computed."""
         common = self._common_tokens(token_ids, other)
         if not self._states:
             return common
@@ -507,7 +510,7 @@ class ActivePrefills:
         return last if last <= common else 0
 
     def _common_tokens(self, one: Ints, other: Ints) -> int:
-        """Return the number of tokens in the whole pages that both begin with."""
+        """Return the number of tokens in the whole pages that both prompts begin with."""
         length = min(len(one), len(other))
         differs = np.flatnonzero(one[:length] != other[:length])
         common = int(differs[0]) if len(differs) else length

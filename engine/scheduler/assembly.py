@@ -1,9 +1,10 @@
-"""The rows of a step with their drafts, and their assembly into a ScheduleBatch.
+"""Decode rows with their drafts, and the assembly of all rows into a ScheduleBatch.
 
-A row with drafts computes several tokens, and continues after the last accepted draft. The next
-step is launched before that is known, as if all drafts were accepted. Its rows may therefore be up
-to `early` tokens ahead, and the device moves them back. Rejected drafts need no undo: their KV lies
-after the request's tokens, and is overwritten before it is read.
+A row with drafts computes several tokens, and continues after the last accepted draft. The
+scheduler launches the next step before it knows how many drafts were accepted, as if all were. The
+rows of that step may therefore be up to `early` tokens ahead, and the device moves them back.
+Rejected drafts need no undo: their KV lies after the request's tokens, and is overwritten before it
+is read.
 """
 
 from collections import deque
@@ -44,8 +45,10 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Decode rows of a forward, by slot, those with more drafts first. drafts, early: None if all
-    are 0."""
+    """The decode rows of a forward, by slot. Rows with more drafts come first.
+
+    drafts, early: [num_rows]. None if all are 0.
+    """
 
     slots: NDArray[np.intp]
     drafts: Ints | None = None
@@ -53,7 +56,7 @@ class DecodeRows:
 
 
 class Speculation:
-    """Speculative decoding of a scheduler. Engine thread only."""
+    """The drafts of decode rows, and the acceptance of drafts. Engine thread only."""
 
     def __init__(self, speculator: Speculator, core: EngineCore, running: RunningBatch) -> None:
         self._drafter = speculator.drafter
@@ -63,11 +66,12 @@ class Speculation:
         self._table = core.table
         self._clock = core.clock
         self._running = running
-        self._matches: dict[int, Match] = {}  # of grammars, by slot
+        self._matches: dict[int, Match] = {}  # grammar states, by slot
         self._lengths = LiveHistogram(distribution.RUN_TOKENS)
-        # Per launched step with drafts: slots whose drafts come from their prediction.
+        # One entry per launched step with drafts: slots whose drafts are from a client's
+        # prediction.
         self._unsettled: deque[set[int]] = deque()
-        self._launches: deque[float] = deque()  # times of unfinished steps
+        self._launches: deque[float] = deque()  # launch times of unfinished steps
         self._finished = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
@@ -92,8 +96,8 @@ class Speculation:
         """Return the decode rows of the step that is launched next, with their drafts.
 
         Args:
-            slots: decode rows, with pages for their next token.
-            verify: whether they may have drafts.
+            slots: slots of the rows. Their requests have pages for the next token.
+            verify: whether the rows may have drafts.
         """
         self._launches.append(self._clock())
         foreseen: set[int] = set()
@@ -111,12 +115,8 @@ class Speculation:
         return early if np.count_nonzero(early) else None
 
     def _drafts(self, slots: NDArray[np.intp], foreseen: set[int]) -> Ints | None:
-        """Write drafts to the request table. Return each row's number of drafts, or None if no row
-        has any.
-
-        Args:
-            foreseen: receives the slots whose drafts come from their prediction.
-        """
+        """Write drafts to the slot table. Return the number of drafts per row, or None if no row
+        has any. Adds slots with drafts from a client's prediction to `foreseen`."""
         table = self._table
         room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
         able = np.flatnonzero(room > 0)
@@ -124,7 +124,7 @@ class Speculation:
             return None
         limits = np.minimum(self._policy.limits(slots[able], len(slots)), room[able])
         drafts = np.zeros(len(slots), np.int32)
-        left = table.num_slots - len(slots)  # at most one sample per slot of the table in one step
+        left = table.num_slots - len(slots)  # a step has at most one sample per slot of the table
         guided: list[tuple[int, Match]] = []
         for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
             if limit > 0 and left > 0:
@@ -133,7 +133,7 @@ class Speculation:
                 if match is None:
                     drafts[row] = self._write(slot, self._guess(slot, count, foreseen))
                 elif not (match.busy or match.fault or match.compiled.slow):
-                    drafts[row] = min(count, match.max_drafts)  # at most
+                    drafts[row] = min(count, match.max_drafts)  # an upper limit
                     guided.append((row, match))
                 left -= int(drafts[row])
         if guided:
@@ -148,12 +148,8 @@ class Speculation:
         guided: Sequence[tuple[int, Match]],
         foreseen: set[int],
     ) -> None:
-        """Write drafts that the rows' grammars allow. Where the drafter has none of these, they are
-        the tokens that the grammar forces.
-
-        Args:
-            drafts: maximum number of each row, replaced by its number.
-        """
+        """Write drafts that the grammars allow, or tokens that they force. `drafts`: maximum number
+        per row, replaced by the actual number."""
         table, asked = self._table, list[tuple[int, Match, Ints]]()
         for row, match in guided:
             slot, count = int(slots[row]), int(drafts[row])
@@ -175,7 +171,7 @@ class Speculation:
                 drafts[row] = self._write(slot, path)
                 num_common = min(len(path), len(guesses))
                 if not np.array_equal(path[:num_common], guesses[:num_common]):
-                    foreseen.discard(slot)  # its drafts are not those of its prediction
+                    foreseen.discard(slot)  # these drafts are not from its prediction
 
     def _guess(self, slot: int, count: int, foreseen: set[int]) -> Ints:
         """Return guesses after the known tokens, of which `count` may be drafts of the next row.
@@ -206,7 +202,7 @@ class Speculation:
         return past - length
 
     def _fit(self, slots: NDArray[np.intp], drafts: Ints) -> None:
-        """Give rows the page that their drafts need, or remove the drafts. Drafts never cause a
+        """Allocate the pages that drafts need, or remove the drafts. Drafts never cause a
         retraction."""
         table = self._table
         full = np.flatnonzero(table.length[slots] + drafts > table.capacity[slots])
@@ -218,8 +214,12 @@ class Speculation:
     def finish(
         self, batch: ScheduleBatch, runs: AcceptedRuns | None
     ) -> Sequence[tuple[tuple[int, int], PredictionUsage]]:
-        """Record the outcome of a step. To be called before its tokens are given to its rows.
-        Return the accepted and rejected tokens of predictions, by origin."""
+        """Record which drafts of a step were accepted. Call it before the tokens are appended to
+        the rows.
+
+        Returns:
+            The numbers of accepted and rejected tokens of clients' predictions, by origin.
+        """
         now, launched = self._clock(), self._launches.popleft()
         if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
             self._policy.took(batch.num_tokens, now - max(launched, self._finished))
@@ -262,18 +262,19 @@ class Speculation:
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """One scheduling decision. It holds its slots and these pages from launch to result."""
+    """One scheduling decision. From launch to result it holds its slots and these pages."""
 
     batch: ScheduleBatch
-    extends: Sequence[ExtendRow]  # its first rows
+    extends: Sequence[ExtendRow]  # the first rows
     slots: NDArray[np.intp]  # batch.slots
-    # pages written by the forward: distinct, since rows share only whole pages of prefixes
+    # Pages that the forward writes. They are distinct, since rows share only whole pages of
+    # prefixes.
     written: Pages
     swaps: HostSwaps
 
     def held(self) -> list[Pages]:
-        """Return the pages to hold, one hold on each page of each array. Each array's pages are
-        distinct."""
+        """Return the pages to hold. Each page of each array gets one hold. The pages of one array
+        are distinct."""
         swap_in = self.swaps.swap_in
         swapped = [swap_in.device_pages] if swap_in else []
         states = [pages for row in self.extends for pages in row.states]
@@ -281,20 +282,21 @@ class ScheduledStep:
 
 
 class StepAssembler:
-    """A builder and numberer of steps. It does not modify the table."""
+    """Builds and numbers the steps. It does not modify the slot table."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._page_bits = table.page_size.bit_length() - 1
-        # Arrays, because numpy converts a Python int again in every call.
+        # Arrays, because numpy would convert a Python int in every call.
         self._one = np.array(1, np.int32)
         self._shift = np.array(self._page_bits, np.int32)
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
-        self._decodes = np.empty(0, np.intp)  # of the previous step, and as its batch has them
+        # Decode rows of the previous step, in both index types.
+        self._decodes = np.empty(0, np.intp)
         self._decodes_in_batch = np.empty(0, np.int32)
-        # Slots in flight are recognised by step number. Therefore numbering continues from the
-        # previous scheduler that used this table.
+        # A slot is in flight if its step number is above `finished_step`. The numbers therefore
+        # continue from the previous scheduler that used this table.
         self.num_steps = table.finished_step
 
     def assemble(
@@ -336,8 +338,11 @@ class StepAssembler:
         return self._with_prompts(extends, step) if extends else step
 
     def group(self, forward: ScheduledStep, layers: LayerGroup, swaps: HostSwaps) -> ScheduledStep:
-        """Build the step of a group of layers of a forward of prompts. The first one has the number
-        of the forward. The last one has its rows and pages, and the others have none."""
+        """Build the step of one group of layers of a split prefill.
+
+        The first group has the step number of the forward. The last group has its rows and pages.
+        The other groups have no rows.
+        """
         if layers.first:
             self.num_steps += 1
         batch = replace(
@@ -357,7 +362,7 @@ class StepAssembler:
     def _with_prompts(
         self, extends: Sequence[ExtendRow], of_decodes: ScheduledStep
     ) -> ScheduledStep:
-        """Return the step with prompt rows before its decode rows."""
+        """Return the step with prompt rows inserted before its decode rows."""
         decodes, early = of_decodes.batch, of_decodes.batch.early
         if early is not None:
             early = np.concatenate([np.zeros(len(extends), np.int32), early])
@@ -390,14 +395,14 @@ class StepAssembler:
         return ScheduledStep(batch, extends, slots, written, of_decodes.swaps)
 
     def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
-        """Return the page at each place of each slot, table by table."""
+        """Return the page at each place of each slot, per page table."""
         return [pages[slots, places].astype(np.intp) for pages in self._table.by_table]
 
     def _spans(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
     ) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Return slots and places of all pages that rows of several tokens may write, wherever each
-        row will begin."""
+        """Return slots and places of all pages that rows with several tokens may write, wherever
+        each row begins."""
         firsts = (starts if early is None else starts - early) >> self._shift
         counts = ((ends - self._one) >> self._shift) - firsts + self._one
         behind = np.cumsum(counts) - counts
@@ -412,7 +417,7 @@ class StepAssembler:
 
 
 def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
-    """Return a column of prompt rows, followed by that of decode rows."""
+    """Return a column of prompt rows, followed by the values of decode rows."""
     prompts = np.array(values, decodes.dtype)
     return np.concatenate((prompts, decodes)) if len(decodes) else prompts
 
@@ -420,8 +425,8 @@ def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
 def _without_tokens(
     forward: ScheduledStep, batch: ScheduleBatch, swaps: HostSwaps
 ) -> ScheduledStep:
-    """Return the step that ends a forward of prompts whose layers are not all computed. Its rows
-    end where they started, and it holds all pages of the forward."""
+    """Return the step that ends a split prefill early. Its rows have no tokens. It holds all pages
+    of the forward."""
     kept = [row.kept for row in forward.extends]
     rows = [
         replace(row, end=row.start, last=False, kept=NO_STATE, keep=0) for row in forward.extends

@@ -1,20 +1,20 @@
-"""The choice of the rows of the next forward: prompt rows, optionally with decode rows, or all
-decode rows if there are no prompts.
+"""Choice of the rows of the next forward.
 
+A forward has prompt rows, optionally with decode rows, or only decode rows if there are no prompts.
 If a decode row lacks a page, another request is retracted. If the step computes prompts, the row
-only waits instead. Requests that may share no forward (common/request.py) get every
-second step.
+waits instead. Quarantined requests, which share no forward (common/request.py), get every second
+step.
 
-Preemption: a waiting request replaces running ones that are much less urgent. Preempted requests
-are swapped out to host memory like retracted ones (retraction.py), keep their slots, and come back.
-While they are away, only requests that could have preempted them are admitted. A swapped-out
-request gains one priority step per STEP_S, until no request goes before it. A request is preempted
-only a limited number of times. Every request therefore comes back and ends.
+Preemption: a waiting request replaces running requests that are much less urgent. Preempted
+requests are swapped out to host memory like retracted ones (retraction.py), keep their slots, and
+come back. While they are away, only requests that could have preempted them are admitted. A
+swapped-out request gains one priority level per STEP_S, until no request goes before it. A request
+is preempted only a limited number of times. Every request therefore comes back and ends.
 
-The prefill delayer: all nodes of a group wait for the one whose step takes longest, and a step with
-a prompt takes much longer than one of decode rows. While decode rows run, a node therefore
-announces its prompts one step ahead. They wait, for a limited number of steps, until most nodes
-that could compute prompts have some.
+Prefill delayer: in a data-parallel group, all nodes wait for the node whose step takes longest. A
+step with a prompt takes much longer than a decode step. While decode rows run, a node therefore
+announces its prompts one step ahead. The prompts wait, for a limited number of steps, until most
+nodes that could compute prompts have some.
 """
 
 import math
@@ -49,7 +49,7 @@ class Preemption:
     """Preemption of running requests. Engine thread only.
 
     Attributes:
-        counts: preempted requests since the start, by class.
+        counts: preempted requests since the start, by priority class.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class Preemption:
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        self._by = config.preemption_threshold  # how much less urgent a victim must be; 0: disabled
-        self._most = config.max_preempted_requests  # swapped-out requests at which preemption stops
+        # Minimum difference of priorities; 0: preemption is disabled.
+        self._by = config.preemption_threshold
+        # No preemption while this many requests are swapped out.
+        self._most = config.max_preempted_requests
         self._table = core.table
         self._pages = core.pages
         self._running = running
@@ -71,18 +73,19 @@ class Preemption:
 
     @property
     def min_priority(self) -> float:
-        """Minimum priority that admission accepts now. Swapped-out requests come first."""
+        """Minimum priority that admission accepts now. Swapped-out requests come before new
+        ones."""
         if not self._retracted:
             return -math.inf
         return self._retracted.highest_rank() + self._by if self._by else math.inf
 
     def bar(self, most_urgent: float) -> float:
-        """Return the rank that a swapped-out request must exceed to come back while a request of
-        priority `most_urgent` waits for capacity."""
+        """Return the minimum rank of swapped-out requests that may come back while a request of
+        priority `most_urgent` waits. The rank must exceed it."""
         return most_urgent - self._by if self._by else -math.inf
 
     def may_help(self, priority: float) -> bool:
-        """Return whether a request of that priority might preempt any running one."""
+        """Return whether a request of that priority might preempt a running one."""
         slots = self._running.slots
         return bool(
             self._by and len(slots) and self._table.priority[slots].min() + self._by <= priority
@@ -91,11 +94,13 @@ class Preemption:
     def preempt_for(
         self, priority: int, num_pages: int, room: FreeCapacity, requests: Mapping[int, Request]
     ) -> None:
-        """Preempt as few requests as make room for one of that priority, or none if all victims
-        together would not. The pages are free once the step that saves them is finished.
+        """Preempt as few requests as possible to make room for one of that priority.
+
+        Preempts none if even all victims would not suffice. The pages are free once the step that
+        saves them is finished.
 
         Args:
-            num_pages: pages that it needs.
+            num_pages: pages that the request needs.
             room: pages and slots that are free.
         """
         chosen = self._enough(self._victims(priority, requests), num_pages, room)
@@ -109,7 +114,8 @@ class Preemption:
             self.counts[class_of(request.spec.priority)] += 1
 
     def _victims(self, priority: int, requests: Mapping[int, Request]) -> list[int]:
-        """Return the possible victims. Requests whose last token is in flight end anyway."""
+        """Return the requests that may be preempted. Excludes requests that end with the token in
+        flight."""
         slots = self._quarantine.outside(self._running.ready())
         slots = slots[self._table.priority[slots] + self._by <= priority]
         slots = slots[~np.isin(slots, self._retracted.returning())]
@@ -121,7 +127,8 @@ class Preemption:
         ]
 
     def _enough(self, victims: list[int], num_pages: int, room: FreeCapacity) -> list[int]:
-        """Return the first victims that together make room, or none if all together do not."""
+        """Return the first victims that together make enough room, or none if all of them do
+        not."""
         missing, host_left = num_pages - room.num_pages, self._retracted.num_host_pages_free
         holds = np.sum([self._pages.holds(holder) for holder in _KEEPS_BUSY], axis=0)
         chosen: list[int] = []
@@ -145,17 +152,16 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 @dataclass(slots=True)
 class ReservedCapacity:
-    """Capacity that admission must leave to requests that are going to join with their KV.
+    """Capacity that admission keeps for requests that will join with KV from another node.
 
     Attributes:
-        slots: one for each of those that holds pages already. A request that holds pages must
-            be able to join, and thereby to be retracted. Otherwise a last running request could
-            wait for those pages for ever.
-        pages: for the growth of those.
-        barrier: requests whose place is behind it wait, because a request that is going to join
-            is ahead of them and has waited for capacity too long.
-        most_urgent: highest priority of those that are going to join and wait for capacity;
-            -inf: none.
+        slots: one for each joining request that already holds pages. Without a slot it could
+            neither run nor be retracted, and the last running request could wait for its pages
+            forever.
+        pages: pages for the growth of joining requests.
+        barrier: requests with a later queue position wait, because a joining request ahead of them
+            has waited too long for capacity.
+        most_urgent: highest priority of joining requests that wait for capacity. -inf: none.
     """
 
     slots: int = 0
@@ -168,9 +174,10 @@ class SelectedRows(NamedTuple):
     """The rows of a forward.
 
     Attributes:
-        decodes: slots.
-        layers: a group of layers of the rows in `extends`, or the next group of a forward that is
-            between two of its groups. None: all layers.
+        extends: prompt rows.
+        decodes: slots of the decode rows.
+        layers: a group of layers of the rows in `extends`, or the next group of a split prefill.
+            None: all layers.
     """
 
     extends: Sequence[ExtendRow]
@@ -182,7 +189,7 @@ NO_ROWS = SelectedRows((), _NO_SLOTS)
 
 
 class RowSelector:
-    """The choice of each forward's rows. Engine thread only."""
+    """Chooses the rows of each forward. Engine thread only."""
 
     def __init__(
         self,
@@ -212,15 +219,19 @@ class RowSelector:
         self._after_quarantined = False
 
     def turns(self) -> Sequence[bool]:
-        """Return which kinds of step to try, in order. False: a shared step; True: a step of one
-        quarantined request alone. The two kinds alternate."""
+        """Return the kinds of step to try, in order. False: a shared step. True: a step with one
+        quarantined request. The two kinds alternate."""
         if not self._quarantine and not self._admission.quarantined_waits:
             return (False,)
         return (False, True) if self._after_quarantined else (True, False)
 
     def choose(self, alone: bool) -> SelectedRows | None:
-        """Choose rows that may share a forward, or one request that may not. Return None if there
-        are none. The caller must launch the rows."""
+        """Choose rows that may share a forward, or one request that may not. The caller must launch
+        them.
+
+        Returns:
+            None if there are no such rows.
+        """
         return self._chosen(self._of_one() if alone else self._of_all(), alone)
 
     def choose_decodes(self) -> SelectedRows | None:
@@ -235,7 +246,7 @@ class RowSelector:
 
     @property
     def reserved_pages(self) -> int:
-        """Pages not for new requests: for the growth of those that run or are going to join."""
+        """Pages that new requests may not use: for the growth of running and joining requests."""
         return self._running.growth() + self._kept.pages
 
     def _of_all(self) -> SelectedRows:
@@ -267,8 +278,8 @@ class RowSelector:
         )
 
     def _riders(self) -> NDArray[np.intp]:
-        """Return the decode rows that share a forward with a chunk: those that can get a page, if
-        they need one."""
+        """Return the decode rows that share a forward with a chunk: rows that need no page, or for
+        which a page is available."""
         slots = self._quarantine.outside(self._running.ready())
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
@@ -282,8 +293,7 @@ class RowSelector:
         full = self._running.full(slots)
         due = len(slots) > 0 and self._retraction.is_due()
         if due or (len(full) and not self._running.grow(full)):
-            # All running rows are considered: the missing pages may belong to quarantined rows or
-            # to others.
+            # Consider all running rows, because any of them may have the missing pages.
             ready, requests = self._running.ready(), self._residents.by_slot
             kept = self._retraction.retract_for(ready, requests, least=int(due))
             return slots[np.isin(slots, kept)]
@@ -295,13 +305,13 @@ MAX_PASSES = 30
 
 
 class PrefillCounts(NamedTuple):
-    """Numbers of nodes of a group.
+    """Numbers of nodes of a data-parallel group.
 
     Attributes:
-        with_room: a prompt could be admitted there.
-        ready: of those, prompts wait there.
-        decoding: decode rows run there, which a prompt would delay.
-        chunking: a prompt is between two of its chunks there, and is not delayed.
+        with_room: nodes that could admit a prompt.
+        ready: nodes with room where prompts wait.
+        decoding: nodes with decode rows, which a prompt would delay.
+        chunking: nodes where a prompt is partly computed. Its next chunk is not delayed.
     """
 
     with_room: int
@@ -311,17 +321,14 @@ class PrefillCounts(NamedTuple):
 
 
 def prefills_now(counts: PrefillCounts, waited: int) -> bool:
-    """Return whether prompts are computed in the next step.
-
-    Args:
-        waited: number of steps that prompts have waited for each other so far.
-    """
+    """Return whether the group computes prompts in the next step. `waited`: number of steps that
+    prompts have waited for each other."""
     costs_nothing = not counts.decoding or counts.chunking > 0
     return costs_nothing or 2 * counts.ready > counts.with_room or waited >= MAX_PASSES
 
 
 class PrefillGate:
-    """The choice of each forward's rows, without prompts while the gate is closed.
+    """Chooses the rows of each forward, without prompts while the gate is closed (prefill delayer).
 
     Attributes:
         is_open: set by the group before each choice.

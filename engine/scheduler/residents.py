@@ -1,8 +1,8 @@
-"""The requests that have a slot, from admission to their end: in chunks, running or retracted.
+"""Requests that have a slot, from admission to their end. The parts of the scheduler share it.
 
 All starts and ends of requests go through this module, which updates every part of the scheduler
-that keeps state of a request. `check_books` compares the holders of every page, host page and slot
-with the holds that are counted.
+that keeps state of a request. `check_books` compares the known holders of every page, host page and
+slot with the hold counts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,26 +30,26 @@ from engine.scheduler.running import QuarantineQueue, RunningBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PausedRequest:
-    """A stopped request. token_ids: all tokens; the newest has no KV yet."""
+    """A paused request with its pages. token_ids: all tokens. The newest has no KV yet."""
 
     token_ids: Ints
     holding: PageHolding
 
 
 class CorruptPrefix(NamedTuple):
-    """Token ids of corrupt KV, which produced logits with NaN or Inf. It is removed from the
-    cache."""
+    """Token ids of corrupt KV, which produced logits with NaN or Inf. The KV is removed from the
+    prefix cache."""
 
     token_ids: NDArray[np.int32]
     namespace: Namespace
-    given_by: Sequence[int]  # nodes that some of it was read from
+    given_by: Sequence[int]  # nodes from which some of the KV was read
 
 
 class SlotOwners:
     """Requests by slot. Engine thread only.
 
     Attributes:
-        num_ended: since the start.
+        num_ended: requests ended since the start.
     """
 
     def __init__(
@@ -85,24 +85,24 @@ class SlotOwners:
 
     @property
     def all_away(self) -> bool:
-        """Return whether all of them are swapped out and none is on its way back."""
+        """Return whether all requests are swapped out and none is on its way back."""
         return len(self._requests) == self._retracted.num_away
 
     def take(self, slot: int, request: Request) -> None:
-        """Record that the request has this slot. Called again for each chunk."""
+        """Record that the request has this slot. Called for every chunk."""
         self._requests[slot] = request
 
     def run(self, slot: int, request: Request) -> None:
-        """Start decoding. The prompt is computed, or will be by a launched step."""
+        """Start decoding. The prompt is computed, or will be computed by a launched step."""
         self._running.join(slot)
         self._quarantine.take(slot, request)
 
     def end(self, request: Request, *, learn: bool = False) -> None:
-        """Remove a request, with its pages.
+        """Remove a request and release its pages.
 
         Args:
-            learn: insert its full pages into the prefix tree: KV of all known tokens but the
-                newest. Only valid once its forward is finished.
+            learn: insert its full pages into the prefix cache, with the KV of all known tokens
+                except the newest. Only valid once its forward is finished.
         """
         self._leave(self._release(request, learn), request)
         self.num_ended += 1
@@ -119,16 +119,20 @@ class SlotOwners:
         return corrupt
 
     def requeue(self, request: Request, *, learn: bool = False) -> None:
-        """Put a request back at the head of the waiting queue, with all its tokens and without its
-        KV. No launched step may have it. `learn`: see `end`."""
+        """Put a request back at the head of the waiting queue, with all its tokens and without KV.
+
+        No launched step may contain it.
+
+        Args:
+            learn: see `end`.
+        """
         self._release(request, learn)
         if not request.is_away:
             request.swapped_out(self._clock())
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Put a retracted request, none of whose KV is left, at the head of the waiting queue with
-        all its tokens."""
+        """Put a retracted request whose KV is lost back at the head of the waiting queue."""
         slot = request.slot
         assert slot is not None
         request.token_ids = self._table.tokens_of(slot)
@@ -138,8 +142,8 @@ class SlotOwners:
         self._admission.waiting.put_back(request)
 
     def _release(self, request: Request, learn: bool) -> int:
-        """Release its pages on the device and in host memory. Return its slot, which it still
-        has."""
+        """Release the pages of a request on the device and in host memory. Return its slot, which
+        it keeps."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -160,7 +164,7 @@ class SlotOwners:
 
 
 class HeldRows:
-    """Rows held back for their grammar. Engine thread only."""
+    """Rows that wait for the mask of their grammar. Engine thread only."""
 
     def __init__(
         self,
@@ -176,7 +180,7 @@ class HeldRows:
 
     @property
     def any(self) -> bool:
-        """Return whether a row is held. Safe to call from another thread."""
+        """Return whether a row waits. Safe to call from another thread."""
         return bool(np.count_nonzero(self._table.held))
 
     def settle(self) -> Iterator[tuple[Request, RequestEnd]]:
@@ -199,11 +203,11 @@ class HeldRows:
                     match.threads.start(match)
 
     def _release_row(self, slot: int, request: Request) -> None:
-        """Release a row. If its forward was done without choosing a token, restart it from the
-        prefix cache: a state must not process a token twice."""
+        """Release a row. If its forward ran without choosing a token, restart the request from the
+        prefix cache, because a recurrent state must not process a token twice."""
         if not self._table.unchosen[slot]:
             self._table.held[slot] = False
-        elif slot in self._running or request in self._retracted:  # else it is stopped
+        elif slot in self._running or request in self._retracted:  # otherwise it is paused
             self._residents.requeue(request, learn=request not in self._retracted)
 
 
@@ -214,10 +218,10 @@ def check_books(
     launched: Sequence[ScheduledStep],
     elsewhere: Mapping[PageHolder, Iterable[Pages]],
 ) -> None:
-    """Compare the holds on pages with the holders that are known.
+    """Compare the hold counts of all pages with the known holders.
 
     Args:
-        elsewhere: pages that others hold, by kind of holder; one array per hold.
+        elsewhere: pages that other parts hold, by kind of holder. One array per hold.
     Raises:
         EngineFault: a page or slot leaked, or was allocated twice.
     """
@@ -234,7 +238,7 @@ def check_books(
     known[PageHolder.STEP] = [held for step in launched for held in step.held()]
     known[PageHolder.STEP] += retracted.unsaved_pages()
     known[PageHolder.COPY].extend(tiers.copied())
-    del known[PageHolder.CACHE]  # the tree has checked these
+    del known[PageHolder.CACHE]  # the tree has checked its pages itself
     for holder, mine in known.items():
         _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
     swapped = [copied for step in launched for copied in step.swaps.on_host()]

@@ -1,8 +1,8 @@
-"""Application of a step's result to its requests: finished chunks, new tokens, ended requests.
+"""Application of a step's result to its requests: computed chunks, new tokens, ended requests.
 
-Rows of requests that have ended in the meantime are discarded. With overlap, this wastes one row in
-the forward that follows a request's last token. Only FinishRule decides whether a token ends a
-request. A StepOutcome is reported outside the scheduler.
+The scheduler calls it once per step. Rows of requests that have ended meanwhile are discarded. With
+overlap, this wastes one row in the forward that follows a request's last token. Only FinishRule
+decides whether a token ends a request. The event loop reports the StepOutcome.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +30,19 @@ from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.residents import CorruptPrefix, SlotOwners
 from engine.scheduler.retraction import RetractedRequests
 
-_ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
+_ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkDone:
-    """A computed chunk. KV of token indices [start, end) is final, in the request's own pages
-    unless it has been retracted since. The last chunk comes with the token sampled after it, or
-    with the vector that is wanted instead.
+    """A computed chunk. The KV of token indices [start, end) is final, in the request's own pages
+    unless it has been retracted since.
 
-    logprobs: of that token, if requested. prompt_logprobs: of the prompt tokens from the first
-    requested one on.
+    Attributes:
+        first_token, pooled: result of the last chunk: the token sampled after it, or the pooled
+            vector.
+        logprobs: of the first token, if requested.
+        prompt_logprobs: logprobs of the prompt tokens from the first requested one on.
     """
 
     request: Request
@@ -56,8 +58,8 @@ class ChunkDone:
 class FinishedRequest:
     """A request that has ended.
 
-    num_generated: tokens of the response, if its own last token ended it; else 0.
-    corrupt_prefix: its KV, if its logits contained NaN or Inf.
+    num_generated: number of tokens of the response, if its own last token ended it. Otherwise 0.
+    corrupt_prefix: the KV of the request, if its logits contained NaN or Inf.
     """
 
     request: Request
@@ -68,11 +70,13 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """The results of one step.
+    """The results of one step. New tokens come in columns with one entry per token, including the
+    token that ends a request.
 
-    New tokens come in columns, one entry each, including a token that ends its request. `streams`
-    and `requests` are the origins. `logprobs`: by origin, of the tokens of requests that ask for
-    them. `predicted`: by origin, accepted and rejected tokens of the requests' predictions.
+    Attributes:
+        streams, requests: origin of each token.
+        logprobs: by origin, for requests that asked for them.
+        predicted: by origin, accepted and rejected tokens of clients' predictions.
     """
 
     streams: NDArray[np.uint64]
@@ -96,12 +100,13 @@ class FinishRule:
         self.vocabulary_size = vocabulary_size
 
     def decide(self, request: Request, token: int, at_limit: bool) -> RequestEnd | None:
-        """Return how `token`, the newest, ends the request, or None if the request continues.
+        """Return how the newest token ends the request, or None if the request continues.
 
-        A stop token that is also the last one allowed counts as STOP, because nothing was cut off.
+        If a stop token is also the last token allowed, the reason is STOP, because nothing was cut
+        off.
 
         Args:
-            at_limit: with this token it has as many tokens as allowed.
+            at_limit: whether the request now has the maximum number of tokens.
         """
         if request.to_finish is not None:
             return request.to_finish
@@ -118,10 +123,9 @@ class FinishRule:
 
 
 class StepResults:
-    """The application of step results. Engine thread only.
+    """Applies the results of steps. Engine thread only.
 
     Attributes:
-        rule: the finish conditions.
         num_tokens: tokens reported since the start.
     """
 
@@ -180,8 +184,7 @@ class StepResults:
     def _chosen(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
-        """Drop rows that continue but for which no token was chosen, as if they had not been in the
-        step."""
+        """Drop rows that continue but got no token, as if they had not been in the step."""
         table = self._table
         if not np.count_nonzero(table.unchosen):
             return slots, places, tokens
@@ -197,22 +200,22 @@ class StepResults:
         chunks: list[ChunkDone],
         finished: list[FinishedRequest],
     ) -> None:
-        """Insert computed chunks into the tree, and end requests that were to end between their
+        """Insert computed chunks into the prefix cache. End requests that were aborted between two
         chunks."""
         tokens = result.tokens[: len(extends)].tolist()
         for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
             request = row.request
             if request.slot != row.slot:
-                continue  # it ended in an earlier step
+                continue  # the request ended in an earlier step
             self._admission.computed(row)
-            if token == NOT_FINITE:  # its pages must not be used by any request
+            if token == NOT_FINITE:  # no request may use its pages
                 if not row.samples:
                     finish = self.rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     corrupt = self._residents.end_at_fault(request)
                     finished.append(FinishedRequest(request, finish, corrupt_prefix=corrupt))
                 continue
-            if request not in self._retracted:  # retracted ones have no pages here
+            if request not in self._retracted:  # retracted requests have no pages on the device
                 holding = self._table.holding_of(row.slot)
                 self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
                 if len(row.kept):
@@ -232,12 +235,12 @@ class StepResults:
                 self._residents.end(request)
 
     def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
-        """Free pages behind a window, for rows that finished the last token of a page.
+        """Free the pages that left the attention window, for rows that filled a page.
 
         Tokens in flight do not count, because the launched step may still read those pages.
 
         Args:
-            known: number of tokens known before this step, by row.
+            known: number of tokens known before this step, per row.
         """
         size, done = self._table.page_size, self._table.known[slots] - 1
         at_edge = (done // size > (known - 1) // size) & self._table.live[slots]
@@ -248,7 +251,7 @@ class StepResults:
     def _wanted_logprobs(
         self, batch: ScheduleBatch, found: RowLogprobRequest
     ) -> Mapping[int, Logprobs]:
-        """Return the logprobs by slot, for requests that still have one."""
+        """Return the logprobs by slot, for requests that asked for them and still have a slot."""
         wanted = {}
         for row in np.unique(found.rows).tolist():
             slot = int(batch.slots[row])
@@ -261,7 +264,7 @@ class StepResults:
     def _reported_logprobs(
         self, slots: NDArray[np.intp], wanted: Mapping[int, Logprobs]
     ) -> Sequence[tuple[tuple[int, int], Logprobs]]:
-        """Return the logprobs by origin, for as many tokens of each slot as are reported."""
+        """Return the logprobs by origin, for the reported tokens of each slot."""
         counts = zip(*(column.tolist() for column in np.unique_counts(slots)), strict=True)
         return [
             (self._table.origin_of(slot), wanted[slot].first(count))
@@ -272,8 +275,8 @@ class StepResults:
     def _in_order(
         self, slots: NDArray[np.intp], known: Ints, runs: AcceptedRuns
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
-        """Return slot, index and token of all tokens of rows with several tokens, row by row, up to
-        the token that ends its request."""
+        """Return slot, index and token of all tokens of rows with several tokens, row by row.
+        Tokens after the one that ends its request are left out."""
         counts = runs.counts
         rows, numbers = np.nonzero(np.arange(runs.tokens.shape[1]) < counts[:, None])
         slots, tokens = slots[rows], runs.tokens[rows, numbers]
@@ -281,7 +284,7 @@ class StepResults:
         stops, odd, last = self._ending(slots, places, tokens)
         ends = stops.any(axis=1) | odd | last
         if np.count_nonzero(ends):
-            # number of ending tokens before each, over all rows
+            # Number of ending tokens before each token, over all rows.
             ended: NDArray[np.intp] = np.cumsum(ends) - ends
             firsts = np.cumsum(counts) - counts
             kept: NDArray[np.bool_] = ended == ended[firsts][rows]
@@ -291,11 +294,11 @@ class StepResults:
     def _ending(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return why tokens may end their requests: a stop token (one column per stop token), an id
-        outside the vocabulary, or the last token allowed."""
+        """Return three masks of why tokens end their requests: stop token (one column per stop
+        token), id outside the vocabulary, last token allowed."""
         table = self._table
         stops = table.stop_ids[slots] == tokens[:, None]
-        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
+        odd = tokens.view(np.uint32) >= self._vocabulary_size  # includes negative ids
         return stops, odd, places + _ONE >= table.max_length[slots]
 
     def _finish_tokens(
@@ -309,10 +312,10 @@ class StepResults:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
 
-        A row may have several tokens, in order. Only its last one may end its request.
+        Only the last of a row's tokens may end its request.
 
         Args:
-            inserted: number of tokens that this step has inserted into the tree, by slot.
+            inserted: number of tokens that this step has inserted into the prefix cache, by slot.
         """
         table = self._table
         live = table.live[slots]
@@ -347,11 +350,8 @@ class StepResults:
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
-    """Return the finished chunk of row `place` of the step.
-
-    A prompt that is recomputed discards its earlier logprobs and pooled vector.
-    `token`: the token chosen after the chunk; None: none was.
-    """
+    """Return the computed chunk of row `place`. A recomputed prompt discards its earlier logprobs
+    and pooled vector. `token`: chosen after the chunk, or None."""
     request, prompt = row.request, result.prompt_logprobs
     sampling = request.sampling
     if row.start < sampling.first_prompt_logprob:

@@ -1,13 +1,13 @@
-"""Retraction: which requests to swap out when pages run out, and when to bring them back.
+"""Retraction: choose requests to swap out to host memory when pages run out, and bring them back.
 
     running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
                     `--> LOST --(no step in flight)--> waiting queue                |
                                                   running <--(batch with its swap_in)
 
 A retracted request keeps its slot, its tokens, and a token that may still be in flight. Copies and
-forwards run in order on one stream, so neither waits for anything. Rows of a batch may therefore
-get the pages that the same batch's swap_out saves. For all others the step's STEP hold keeps them
-allocated until it is finished.
+forwards run in order on one stream, so neither waits for the other. Rows of a batch may therefore
+reuse the pages that the swap_out of the same batch saves. For all others, the STEP hold keeps these
+pages allocated until the step is finished.
 """
 
 import math
@@ -30,10 +30,10 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class _State(Enum):
-    SAVING = auto()  # device_pages are held by the next step
+    SAVING = auto()  # the next step holds device_pages
     SAVED = auto()
-    LOST = auto()  # host memory was full: recompute
-    RETURNING = auto()  # device_pages are the request's new ones, host_pages are still needed
+    LOST = auto()  # host memory was full: the KV must be recomputed
+    RETURNING = auto()  # device_pages are new, and host_pages are needed until the copy is done
 
 
 @dataclass(slots=True, eq=False)
@@ -41,10 +41,10 @@ class _Retracted:
     request: Request
     slot: int
     state: _State
-    had: PageHolding  # at retraction, for tokens that have KV
+    had: PageHolding  # pages with KV at retraction
     device_pages: Ints
     host_pages: Ints
-    left: float  # when, by the clock
+    left: float  # time of retraction, by the clock
 
     def rank(self, now: float) -> float:
         return self.request.rank(now - self.left)
@@ -52,10 +52,10 @@ class _Retracted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSwaps:
-    """The copies of one step.
+    """The copies of one step between device and host memory.
 
-    saved: the pages of swap_out, one array per request: two requests that share a prefix share
-    pages.
+    saved: the pages of swap_out, one array per request, because two requests with a common prefix
+    share pages.
     """
 
     swap_out: PageCopies | None = None
@@ -69,7 +69,7 @@ class HostSwaps:
 
 class RetractedRequests:
     """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
-    equal ones in the order in which they left."""
+    equal ones in the order in which they were retracted."""
 
     def __init__(self, core: EngineCore) -> None:
         self._table = core.table
@@ -90,16 +90,17 @@ class RetractedRequests:
 
     @property
     def num_host_pages_free(self) -> int:
-        """Host pages that may be allocated, including those of the evictable cache."""
+        """Number of host pages that may be allocated, including pages of the evictable host
+        cache."""
         return self._host.num_available
 
     def host_pages(self) -> list[Ints]:
-        """Return the host pages by request."""
+        """Return the host pages of each request."""
         return [entry.host_pages for entry in self._by_key.values()]
 
     @property
     def num_away(self) -> int:
-        """Number of requests that are not on their way back."""
+        """Number of swapped-out requests that are not on their way back."""
         return sum(1 for _ in self._away()) if self._by_key else 0
 
     @property
@@ -108,18 +109,18 @@ class RetractedRequests:
         return any(entry.state is _State.SAVING for entry in self._by_key.values())
 
     def highest_rank(self) -> float:
-        """Return the highest rank of swapped-out requests. Requires at least one."""
+        """Return the highest rank of swapped-out requests. Requires at least one request."""
         now = self._clock()
         return max(entry.rank(now) for entry in self._by_key.values())
 
     def num_saved(self, slot: int) -> int:
-        """Return the host pages that the request in that slot would take."""
+        """Return the number of host pages that the request in that slot would need."""
         return len(self._saved_of(slot).flat())
 
     def retract(self, request: Request) -> Ints:
-        """Drop the request's pages, and return them so that the caller can look for free ones.
+        """Drop and return the request's pages, so that the caller can reuse the free ones.
 
-        Before `save` is called, only the rows of the next batch may allocate pages.
+        Only rows of the next batch may allocate these pages before `save` is called.
         """
         slot = request.slot
         assert slot is not None
@@ -139,21 +140,24 @@ class RetractedRequests:
         return pages
 
     def save(self, request: Request) -> bool:
-        """Hold its pages, including free ones, for the step that will copy them to the host. Return
-        False if host memory was full: the request has to be recomputed."""
+        """Hold the request's pages, including free ones, for the step that copies them to the host.
+
+        Returns:
+            False if host memory was full and the request has to be recomputed.
+        """
         entry = self._by_key[request.key]
         if entry.state is _State.SAVING:
             self._pages.hold_even_free(entry.device_pages, PageHolder.STEP)
         return entry.state is _State.SAVING
 
     def unsaved_pages(self) -> list[Ints]:
-        """Return the pages that the next batch copies to the host before its forward, by
+        """Return the pages that the next batch copies to the host before its forward, per
         request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
     def next_saved(self, bar: float = -math.inf) -> tuple[int, PageHolding] | None:
-        """Return slot and former pages of the request to bring back next, among those whose rank is
-        above the bar. It needs as many pages as it had."""
+        """Return slot and former pages of the next request to bring back, or None. Its rank must
+        exceed `bar`. It needs as many pages as it had."""
         now = self._clock()
         able = (entry for entry in self._away() if entry.rank(now) > bar)
         entry = max(able, key=lambda entry: entry.rank(now), default=None)
@@ -179,7 +183,8 @@ class RetractedRequests:
         return np.array(slots, np.intp)
 
     def take_lost(self) -> list[Request]:
-        """Remove and return the requests to recompute whose tokens are all known."""
+        """Remove and return the LOST requests whose tokens are all known. They must be
+        recomputed."""
         known = [
             entry.request
             for entry in self._by_key.values()
@@ -192,8 +197,8 @@ class RetractedRequests:
     def swaps(self) -> HostSwaps:
         """Return the copies of the batch being built.
 
-        The caller holds the pages of swap_in for the step. Those of swap_out are held for it since
-        `save`, once per request that has them. Host pages are held for it until `swapped`.
+        The caller holds the pages of swap_in for the step. `save` has already added one hold per
+        request to the pages of swap_out. Host pages are held until `swapped`.
         """
         saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
@@ -208,12 +213,12 @@ class RetractedRequests:
         return swaps
 
     def swapped(self, swaps: HostSwaps) -> None:
-        """Release the host pages of a finished step's copies."""
+        """Release the host pages of the copies of a finished step."""
         for host_pages in swaps.on_host():
             self._host.pages.drop(host_pages, PageHolder.STEP)
 
     def forget(self, request: Request) -> None:
-        """Remove a request that ended. The caller drops any pages that it has on the device
+        """Remove a request that ended. The caller drops the device pages that the request has
         again."""
         entry = self._by_key.pop(request.key)
         self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
@@ -224,7 +229,7 @@ class RetractedRequests:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
 
     def _saved_of(self, slot: int) -> PageHolding:
-        """Return the pages with KV: that of every token but the newest, which may be in flight."""
+        """Return the pages with KV: of every token except the newest, which may be in flight."""
         holding = self._table.holding_of(slot)
         num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
         return PageHolding(holding.tables[:, :num_pages], holding.state)
@@ -240,11 +245,10 @@ def _copies(entries: list[_Retracted]) -> PageCopies | None:
 
 
 class Retraction:
-    """The swap-out and return of requests, so that the running batch fits the pages. Engine thread
-    only.
+    """Swaps out requests when pages run out, and brings them back. Engine thread only.
 
     Args:
-        every: decode steps after which a request is retracted although pages suffice; 0: never.
+        every: retract one request every this many decode steps even if pages suffice. 0: never.
     """
 
     def __init__(
@@ -262,22 +266,23 @@ class Retraction:
         self.num_recomputed = 0
 
     def is_due(self) -> bool:
-        """Count a decode step. Return whether it must retract a request although pages suffice."""
+        """Count a decode step. Return whether a request must be retracted although pages
+        suffice."""
         self._num_decodes += 1
         return self._every > 0 and self._num_decodes % self._every == 0
 
     def retract_for(
         self, slots: NDArray[np.intp], requests: Mapping[int, Request], least: int = 0
     ) -> NDArray[np.intp]:
-        """Retract requests until the other rows can continue, and give those their pages.
+        """Retract requests until the other rows have the pages that they need.
 
         Args:
-            least: requests to retract even if the pages suffice.
+            least: number of requests to retract even if the pages suffice.
         Returns:
-            The rows of the next batch. One request is always kept. It is not among the rows if
-                it has to wait for a page that another holder has.
+            The rows of the next batch. At least one request is kept. It is not among the rows if it
+                must wait for a page that another holder has.
         """
-        # Requests that are just coming back are no victims.
+        # Requests that are just coming back are not retracted.
         coming_back = np.isin(slots, self._retracted.returning())
         victims = victims_first(self._table, slots[~coming_back])
         retracted: list[Request] = []
@@ -303,13 +308,13 @@ class Retraction:
         return slots[~np.isin(slots, full[num_grown:])]
 
     def bring_back(self, *, device_empty: bool, num_places: int, bar: float) -> None:
-        """Give pages to retracted requests that fit again, in the order of their rank.
+        """Give pages to swapped-out requests that fit again, in the order of their rank.
 
         Args:
-            device_empty: nothing runs or is computed, so that a request that fits at all comes
-                back.
+            device_empty: whether nothing runs or is prefilled. Then a request that fits at all
+                comes back.
             num_places: maximum number of requests to bring back.
-            bar: requests whose rank is not above it do not come back yet.
+            bar: only requests with a higher rank come back.
         """
         for _ in range(num_places):
             first = self._retracted.next_saved(bar)
@@ -331,8 +336,8 @@ class Retraction:
             device_empty = False
 
     def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
-        """Append a page in each table for as many of `full` as there are pages: free and evictable
-        ones, then `spare`, which only steps hold. Return the number of grown rows."""
+        """Append a page per table to as many rows of `full` as possible, and return their number.
+        Uses free and evictable pages, then `spare`, which only steps hold."""
         num_available = self._cache.num_available
         num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
         num_pages = num_grown * self._num_tables
@@ -353,8 +358,8 @@ class Retraction:
         )
 
     def _growth_after(self, slot: int, had: PageHolding) -> int:
-        """Return the pages to keep free for it once it is back with as many pages as it had. Those
-        may be more than its tokens need, since drafts may have been rejected after it left."""
+        """Return the pages to keep free for a request that returns with as many pages as it had.
+        These may be more than its tokens need, if drafts were rejected since."""
         table, size = self._table, self._table.page_size
         length = int(table.length[slot])
         missing = missing_pages_of_one(
@@ -368,8 +373,8 @@ class Retraction:
 
 
 def victims_first(table: SlotTable, slots: NDArray[np.intp]) -> list[int]:
-    """Return the order in which to swap out running requests: least urgent first, then fewest
-    outputs, then longest prompt."""
+    """Return running requests in the order of retraction: least urgent first, then fewest outputs,
+    then longest prompt."""
     prompts = table.num_prompt[slots]
     outputs = table.length[slots] - prompts
     victims: list[int] = slots[np.lexsort((-prompts, outputs, table.priority[slots]))].tolist()

@@ -1,12 +1,12 @@
-"""The running batch: rows that decode, one token each per step, and their expected growth.
+"""The running batch: requests that decode one or more tokens per step, and their expected growth.
 
-It stores slots and columns only. A row costs Python work only when it joins, leaves or grows. Some
-rows temporarily share no forward with others (`QuarantineQueue`, see
-common/request.py). This module does not know the reason.
+It stores only slots and columns, so a row costs Python work only when it joins, leaves or grows.
+Quarantined rows (`QuarantineQueue`, see common/request.py) temporarily share no forward with
+others.
 
-Reserving pages for all remaining tokens of a request wastes the pool, since most requests end
-early. Reserving none leads to retraction. The new-token ratio therefore starts cautious, decays
-with each successful step, and jumps back after a retraction.
+Keeping pages free for all remaining tokens of a request wastes memory, since most requests end
+early. Keeping none free causes retractions. The new-token ratio therefore starts cautious, decays
+with each successful step, and rises again after a retraction.
 """
 
 import math
@@ -20,16 +20,16 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
 
-CLIP_NEW_TOKENS = 4096  # maximum remaining tokens counted per request
-# after a retraction, every remaining request must have pages for this many steps
+CLIP_NEW_TOKENS = 4096  # limit of the remaining tokens that count per request
+# After a retraction, every remaining request must have pages for this many steps.
 LOOK_AHEAD_STEPS = 20
 
 
 class NewTokenRatio:
-    """Share of a running request's remaining tokens for which pages are kept free.
+    """Share of the remaining tokens of running requests for which pages are kept free.
 
     Args:
-        conservativeness: factor of `first` and `last`, whose results are at most 1.
+        conservativeness: factor of `first` and `last`. The products are limited to 1.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class NewTokenRatio:
         look-ahead.
 
         Args:
-            generated: tokens that they have generated, in total.
-            max_new: tokens that they may generate at most, in total.
+            generated: tokens that these requests have generated, in total.
+            max_new: tokens that these requests may generate at most, in total.
         """
         ahead = generated + LOOK_AHEAD_STEPS * num_requests
         self.value = max(self.value, min(1.0, ahead / (max_new + 1)))
@@ -63,10 +63,11 @@ class NewTokenRatio:
 def missing_pages(
     length: Ints, max_length: Ints, capacity: Ints, ratio: float, page_size: int
 ) -> Ints:
-    """Return the pages of one table to keep free for each running request; all [num_requests].
+    """Return the pages of one page table to keep free for each running request. All arrays are
+    [num_requests].
 
     A request of `length` tokens computes index length - 1 next, and its last token has no KV. A
-    request that continues and whose pages are full therefore counts one page at least.
+    request that continues and whose pages are full therefore counts at least one page.
     """
     remaining = np.minimum(np.maximum(max_length - length, 0), CLIP_NEW_TOKENS)
     tokens = length - 1 + np.ceil(remaining * ratio).astype(np.int32)
@@ -78,17 +79,17 @@ def missing_pages(
 def missing_pages_of_one(
     length: int, max_length: int, capacity: int, ratio: float, page_size: int
 ) -> int:
-    """Return the same for one request that is going to run."""
+    """Return `missing_pages` of one request that will run."""
     remaining = min(max(max_length - length, 0), CLIP_NEW_TOKENS)
     missing = length - 1 + math.ceil(remaining * ratio) - capacity
     return max(0, -(-missing // page_size))
 
 
 class RunningBatch:
-    """Slots of requests whose prompt is computed, or will be by a launched step.
+    """Slots of requests whose prompt is computed, or will be computed by a launched step.
 
     Attributes:
-        ratio: of the remaining tokens for which pages are kept free.
+        ratio: share of the remaining tokens for which pages are kept free.
     """
 
     def __init__(self, table: SlotTable, cache: PrefixCache, ratio: NewTokenRatio) -> None:
@@ -104,7 +105,7 @@ class RunningBatch:
 
     @property
     def slots(self) -> NDArray[np.intp]:
-        """Slots in ascending order. The same array until a request joins or leaves. Read-only."""
+        """Slots in ascending order, read-only. The same array until a request joins or leaves."""
         if self._stale:
             (self._slots,) = self._member.nonzero()
             self._stale = False
@@ -124,7 +125,8 @@ class RunningBatch:
             self._stale = True
 
     def growth(self, slots: NDArray[np.intp] | None = None) -> int:
-        """Return the pages to keep free for the requests in `slots`, by default for all of them."""
+        """Return the pages to keep free for the requests in `slots`, by default for all
+        requests."""
         table, slots = self._table, self.slots if slots is None else slots
         if not len(slots):
             return 0
@@ -139,7 +141,7 @@ class RunningBatch:
 
     def ready(self) -> NDArray[np.intp]:
         """Return the rows that need another token now. Excludes rows whose last token is in flight,
-        and held rows that wait for their mask."""
+        and rows that wait for the mask of their grammar."""
         slots = self.slots
         if not len(slots):
             return slots
@@ -153,8 +155,11 @@ class RunningBatch:
         return slots[self._table.length[slots] > self._table.capacity[slots]]
 
     def grow(self, slots: NDArray[np.intp]) -> bool:
-        """Append a page to every table of each row, evicting as needed. Return False, without any
-        change, if the pages do not suffice."""
+        """Append a page to every page table of each row, evicting if needed. All or nothing.
+
+        Returns:
+            False if the pages do not suffice. Then nothing has changed.
+        """
         pages = self._cache.allocate(len(slots) * self._table.tables.num_tables, PageHolder.REQUEST)
         if pages is None:
             return False
@@ -163,7 +168,7 @@ class RunningBatch:
 
 
 class QuarantineQueue:
-    """The quarantined slots. Engine thread only. Nearly always empty."""
+    """Slots of quarantined requests, which share no forward with others. Engine thread only."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -173,12 +178,12 @@ class QuarantineQueue:
         return bool(self._until)
 
     def take(self, slot: int, request: Request) -> None:
-        """Quarantine a request that begins to run, if it must run alone."""
+        """Quarantine a request that starts to run, if it must run alone."""
         if request.quarantined:
             self._until[slot] = request.alone_until
 
     def forget(self, slot: int) -> None:
-        """Remove a request that ended or has to be recomputed. Does nothing if the slot is not
+        """Remove a request that ended or must be recomputed. Does nothing if the slot is not
         here."""
         self._until.pop(slot, None)
 
@@ -191,6 +196,6 @@ class QuarantineQueue:
         return slots[np.isin(slots, list(self._until))]
 
     def outside(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the slots that are not quarantined: the very same array while the quarantine is
-        empty."""
+        """Return the slots that are not quarantined. Returns `slots` itself if no slot is
+        quarantined."""
         return slots[~np.isin(slots, list(self._until))] if self._until else slots

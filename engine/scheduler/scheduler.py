@@ -1,13 +1,13 @@
-"""The scheduler: waiting queue, current chunk, running batch, retracted requests, and the steps
-launched for them. next_rows.py decides which rows the next step has.
+"""The scheduler: decides which requests each step computes, and applies the results of steps.
+next_rows.py decides which rows the next step has.
 
     add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
     join (KV is there already) ------------------------------>     |  ^
                                                         retracted <+--+
 
-It knows nothing of nodes, transfer or sockets, and never waits. A launched step holds the pages
-that it may write, and its slots, until `finish`. A request may therefore end, and its pages be
-released, while a forward on the device still writes them.
+It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots and the
+pages that it may write until `finish`. A request may therefore end, and its pages be released,
+while a forward still writes them.
 """
 
 from collections import Counter, deque
@@ -44,7 +44,7 @@ from engine.scheduler.split_prefill import SplitForwardState, SplitSelector
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
-_ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
+_ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 _NOTHING: Mapping[PageHolder, Iterable[Pages]] = {}
 _NO_SWAPS = HostSwaps()
 
@@ -53,15 +53,16 @@ class Scheduler:
     """The scheduler of a node's engine. Engine thread only.
 
     Attributes:
-        kept: capacity that `add`ed requests must leave to those that are going to `join`.
+        kept: capacity that requests from `add` must leave to requests that will `join`.
         preempts: whether a waiting request may preempt a running one.
-        paused: no step is chosen while it is set; launched steps finish.
-        running_alone: the quarantined request (common/request.py) whose step is launched, if
-            any. Nothing else is on the device then.
+        paused: no step is chosen while it is set. Launched steps finish.
+        running_alone: the quarantined request (common/request.py) whose step is launched, if any.
+            Nothing else is on the device then.
     Args:
-        core: its host pages also serve retracted requests.
-        on_admit: called with a request and the pages of its whole prompt when they are reserved
-            and its cached prefix is held; again if it was retracted and has to be recomputed.
+        core: its host pages also store retracted requests.
+        on_admit: called with a request and the pages of its whole prompt when they are reserved and
+            its cached prefix is held. Called again if the request was retracted and must be
+            recomputed.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Scheduler:
         """Queue a request for prefill. The caller limits the number of waiting requests.
 
         Raises:
-            InvalidRequest: its tokens can never fit the pool.
+            InvalidRequest: the page pool is too small for its tokens.
         """
         if len(request.token_ids) >= self._admission.max_length(request):
             raise InvalidRequest(
@@ -132,15 +133,15 @@ class Scheduler:
         self._admission.waiting.append(request)
 
     def join(self, request: Request, holding: PageHolding) -> bool:
-        """Put a request whose KV exists into the running batch, without a forward ("prebuilt").
+        """Put a request whose KV exists into the running batch, without a prefill.
 
         Args:
-            holding: KV of all its tokens but the last. On success its REQUEST holds pass to the
-                scheduler, and its full pages are inserted into the prefix cache.
+            holding: pages with the KV of all its tokens except the last. On success, its REQUEST
+                holds pass to the scheduler, and its full pages are inserted into the prefix cache.
         Returns:
-            False if no slot is free: nothing has changed.
+            False if no slot is free. Then nothing has changed.
         Raises:
-            EngineFault: its last token ended it (`finish_of`), or the pages are too few.
+            EngineFault: its last token already ended it (`finish_of`), or it has too few pages.
         """
         num_tokens = len(request.token_ids)
         if num_tokens - 1 > holding.num_pages * self._table.page_size:
@@ -159,8 +160,8 @@ class Scheduler:
         """End a request early, for the reason in `finish`.
 
         Returns:
-            The ended request if it ends at once. None if a launched step has it, so that it
-                ends with that step's result, or if it is not here.
+            The ended request if it ends at once. None if the request is not here, or if a launched
+                step has it. In the second case it ends with the result of that step.
         """
         slot = request.slot
         if slot is None:
@@ -176,17 +177,19 @@ class Scheduler:
             return FinishedRequest(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
-            self._table.max_length[slot] = 0  # no further row, and its next result is its last
+            # No further row is scheduled, and the next result is its last.
+            self._table.max_length[slot] = 0
         return None
 
     def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[FinishedRequest]:
-        """Abort requests past their deadline, and waiting requests past their queue limit. Checks
-        both every DEADLINE_CHECK_S only. Also abort requests that exceeded the time budget of their
-        grammar, and release held rows whose mask is ready. To be called every DEADLINE_CHECK_S, and
-        in each poll while `holds_rows`.
+        """Abort requests past their deadline, and waiting requests past their queue limit.
+
+        Both are checked only every DEADLINE_CHECK_S. It also aborts requests that exceeded the time
+        budget of their grammar, and releases rows whose mask is ready. Call it every
+        DEADLINE_CHECK_S, and in each poll while `holds_rows`.
 
         Args:
-            queued_s: retry delay reported to requests past their queue limit.
+            queued_s: retry delay in seconds that requests past their queue limit report.
         Returns:
             The requests that end at once.
         """
@@ -206,17 +209,18 @@ class Scheduler:
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
         if not self._residents and not self.paused:
-            waiting = [each for each in waiting if each.is_encoding]  # the others are next
+            # Requests that wait for the encoder are checked next.
+            waiting = [each for each in waiting if each.is_encoding]
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
 
     def finish_of(self, request: Request, token: int) -> RequestEnd | None:
-        """Return how `token`, the next after request.token_ids, ends the request; None: it
+        """Return how `token`, which follows request.token_ids, ends the request. None: it
         continues."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
         return self._results.rule.decide(request, token, at_limit)
 
-    # Running requests that are migrated -----------------------------------------------------------
+    # Live migration of running requests -----------------------------------------------------------
 
     def tokens_of(self, request: Request) -> Ints | None:
         """Return all known tokens of a running request, or None if it does not run or is ending."""
@@ -227,9 +231,13 @@ class Scheduler:
         return self._table.tokens_of(slot) if runs else None
 
     def publish_prefix(self, request: Request) -> bool:
-        """Insert the whole pages of a running request into the tree: tokens that are known to have
-        KV. Return False if it does not run, or just came back from a retraction and a launched step
-        has yet to fill its pages."""
+        """Insert the whole pages of a running request into the prefix cache, as far as their KV is
+        known to be written.
+
+        Returns:
+            False if the request does not run, or if it just returned from a retraction and a
+                launched step has yet to fill its pages.
+        """
         tokens = self.tokens_of(request)
         if tokens is None:
             return False
@@ -242,11 +250,11 @@ class Scheduler:
         return True
 
     def pause(self, request: Request) -> bool:
-        """Take a running request out of the batch. Its slot and its pages stay. Until `resume` it
-        is never retracted, and does not grow.
+        """Take a running request out of the batch. It keeps its slot and pages, and is neither
+        retracted nor grown until `resume`.
 
         Returns:
-            False, without any change, if it does not run or is ending.
+            False if it does not run or is ending. Then nothing has changed.
         """
         if self.tokens_of(request) is None:
             return False
@@ -255,8 +263,8 @@ class Scheduler:
         return True
 
     def take_paused(self, request: Request) -> PausedRequest | None:
-        """Return the tokens and pages of a stopped request, or None while a launched step has it or
-        may write one of its pages."""
+        """Return the tokens and pages of a paused request, or None while a launched step computes
+        it or may write one of its pages."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -265,19 +273,19 @@ class Scheduler:
         return PausedRequest(self._table.tokens_of(slot), holding)
 
     def resume(self, request: Request) -> None:
-        """Put a stopped request back into the batch."""
+        """Put a paused request back into the batch."""
         assert request.slot is not None
         self._running.join(request.slot)
 
     def remove_migrated(self, request: Request) -> None:
-        """End a stopped request that now runs on another node. Its KV stays in the tree."""
+        """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
         self._residents.end(request, learn=True)
 
-    # While it is paused ---------------------------------------------------------------------------
+    # Paused scheduler -----------------------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
-        """Return whether it is paused, and no launched step is unfinished."""
+        """Return whether the scheduler is paused and no launched step is unfinished."""
         return self.paused and not self.computes
 
     @property
@@ -286,23 +294,25 @@ class Scheduler:
         return bool(self._launched or self._split.forwards)
 
     def requeue_all(self) -> None:
-        """Release all KV of the requests. They wait to be recomputed from their tokens. To be
-        called at rest, and while none is stopped."""
+        """Release all KV of the requests, and queue them to be recomputed from their tokens.
+
+        Call it only while the scheduler is `at_rest` and no request is paused.
+        """
         requests = self._residents.by_slot.values()
         for request in sorted(requests, key=lambda each: each.queue_position):
             self._residents.requeue(request)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache. To be called at rest, after `requeue_all`."""
+        """Empty the prefix cache. Call it only while the scheduler is `at_rest`, after
+        `requeue_all`."""
         self._cache.flush()
 
-    # Capacity, for admission elsewhere ------------------------------------------------------------
+    # Capacity, for the admission of joining requests ----------------------------------------------
 
     def free_capacity(self) -> FreeCapacity:
-        """Return the capacity for requests that are going to join and have at least the priority
-        `min_priority`.
+        """Return the capacity for joining requests of at least the priority `min_priority`.
 
-        Pages: free or evictable ones, minus the expected growth of running requests and the kept
+        Pages: free and evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
         """
         reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
@@ -316,7 +326,10 @@ class Scheduler:
 
     def preempt_for(self, priority: int, num_pages: int) -> None:
         """Preempt less urgent requests, if that gives a request of this priority a slot and its
-        pages. They are free a few steps later. Until then further calls do nothing."""
+        pages.
+
+        They are free a few steps later. Until then, further calls do nothing.
+        """
         if self.running_alone is not None or not self._preemption.may_help(priority):
             return
         if self._preempts_now:
@@ -327,28 +340,30 @@ class Scheduler:
 
     @property
     def _preempts_now(self) -> bool:
-        """Return whether pages that were saved, or will be, are not free yet."""
+        """Return whether pages of preempted requests are still being saved, so that they are not
+        free yet."""
         swapping = any(step.batch.swap_out is not None for step in self._launched)
         return swapping or self._retracted.saving
 
     @property
     def claim(self) -> PageClaim | None:
-        """The claim of the first `add`ed request that is not admitted yet."""
+        """The pages and the slot that the first request in the waiting queue needs."""
         return self._admission.claim
 
     def growth_pages(self, request: Request) -> int:
-        """Return the pages to keep free for a request that is going to join with all its pages."""
+        """Return the pages to keep free for the growth of a request that will join with all its
+        pages."""
         return self._admission.growth_pages(request)
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
-        """Allocate pages for admission elsewhere, evicting as needed. All or nothing."""
+        """Allocate pages for a caller outside the scheduler, evicting if needed. All or nothing."""
         return self._cache.allocate(num_pages, holder)
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache. Return how many pages that freed.
+        """Empty the prefix cache. Return the number of freed pages.
 
         Raises:
-            FailedPrecondition: there are requests here.
+            FailedPrecondition: the scheduler has requests.
         """
         if self.has_work:
             raise FailedPrecondition(
@@ -356,11 +371,11 @@ class Scheduler:
             )
         return self._cache.flush()
 
-    # Prompts of a group of nodes ------------------------------------------------------------------
+    # Prompts in a data-parallel group -------------------------------------------------------------
 
     @property
     def is_chunking(self) -> bool:
-        """Return whether a prompt is between two of its chunks."""
+        """Return whether a prompt is partly computed."""
         return self._admission.chunked is not None
 
     @property
@@ -369,7 +384,7 @@ class Scheduler:
         return self._admission.has_slot(self.kept.slots)
 
     def gate_prefills(self) -> PrefillGate:
-        """Return a gate that all prompts pass from now on."""
+        """Return a gate that can stop all prompts from now on (prefill delayer)."""
         assert isinstance(self._next_rows, RowSelector)
         gate = self._next_rows = PrefillGate(self._next_rows)
         return gate
@@ -377,7 +392,7 @@ class Scheduler:
     def split_prefills(
         self, limit_s: float, num_layers: int, token_s: Callable[[], float | None]
     ) -> None:
-        """Compute prompts in groups of layers from now on, see SplitSelector."""
+        """Compute prompts in groups of layers from now on. See SplitSelector."""
         assert isinstance(self._next_rows, RowSelector)
         self._next_rows = SplitSelector(
             self._next_rows,
@@ -395,7 +410,7 @@ class Scheduler:
     def next_batch(self) -> ScheduleBatch | None:
         """Choose the next forward. Return None if there is nothing to compute now.
 
-        The caller must launch the batch before it requests another one.
+        The caller must launch the batch before it calls this again.
         """
         self._cache.trim()
         if self.paused:
@@ -405,20 +420,21 @@ class Scheduler:
         if self._retracted:
             self._bring_back()
         if self.running_alone is not None:
-            return None  # nothing runs together with it
+            return None  # no other row runs together with it
         for alone in self._next_rows.turns():
             if alone and self._launched:
                 return None  # earlier steps must finish first
             rows = self._next_rows.choose(alone)
             if rows is not None:
                 return self._launch(rows, alone)
-        if self._retracted.saving:  # no row to compute, but requests wait for pages being saved
+        # No rows to compute, but requests wait for pages that this step saves.
+        if self._retracted.saving:
             return self._launch(NO_ROWS, alone=False)
         return None
 
     def _preempt_for_prompts(self) -> None:
-        """Preempt for the most urgent waiting request. Not while a prompt is chunked: the next
-        prompt has to wait for it anyway."""
+        """Preempt for the most urgent waiting request, but not while a prompt is partly computed,
+        because the next prompt has to wait for that one anyway."""
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None and not self._split.forwards:
@@ -426,7 +442,7 @@ class Scheduler:
             self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch_rest(self) -> ScheduleBatch | None:
-        """Launch the rest of a forward that is between two groups of its layers."""
+        """Launch the remaining layers of a split prefill."""
         if not self._split.forwards:
             return None
         assert isinstance(self._next_rows, SplitSelector)
@@ -443,7 +459,7 @@ class Scheduler:
             self._pages.hold(step.written, PageHolder.STEP)
         else:
             step = self._split.step(rows, swaps)
-        if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
+        if swaps.swap_in is not None:  # the retraction has already added the holds of swap_out
             self._pages.hold(swaps.swap_in.device_pages, PageHolder.STEP)
         self._table.hold(step.slots, step.batch.step)
         if len(decodes.slots):
@@ -460,7 +476,7 @@ class Scheduler:
         return step.batch
 
     def _bring_back(self) -> None:
-        """Bring back swapped-out requests as far as there is capacity."""
+        """Bring swapped-out requests back as far as there is capacity."""
         for request in self._retracted.take_lost():
             self._residents.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
@@ -491,12 +507,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether any request is here. Safe to call from another thread."""
+        """Return whether there is any request. Safe to call from another thread."""
         return bool(self._residents or len(self._admission.waiting))
 
     @property
     def holds_rows(self) -> bool:
-        """Return whether a row waits for its mask, so that `expire` has work in each poll."""
+        """Return whether a row waits for its mask, so that `expire` must be called in each poll."""
         return self._held.any
 
     @property
@@ -515,7 +531,7 @@ class Scheduler:
 
     @property
     def num_host_pages_used(self) -> int:
-        """Host pages with the KV of retracted requests."""
+        """Number of host pages with the KV of retracted requests."""
         return self._retracted.num_host_pages_used
 
     def queued_tokens(self) -> int:
@@ -535,7 +551,7 @@ class Scheduler:
         return self._admission.waiting.by_class()
 
     def counters(self) -> dict[str, int]:
-        """Return the totals since the start."""
+        """Return the totals of the counters since the start."""
         return {
             "generated_tokens": self._results.num_tokens,
             "finished": self._residents.num_ended + self._num_withdrawn,
@@ -553,12 +569,11 @@ class Scheduler:
         return {} if self._speculation is None else self._speculation.distributions()
 
     def check_idle(self, elsewhere: Mapping[PageHolder, Iterable[Pages]] = _NOTHING) -> None:
-        """Check that every page, host page and slot has a known holder. Reset the growth ratio if
-        idle.
+        """Check that every page, host page and slot has a known holder. Reset the new-token ratio
+        if idle.
 
         Args:
-            elsewhere: pages that the caller or others hold, by kind of holder; one array per
-                hold.
+            elsewhere: pages that the caller or others hold, by kind of holder. One array per hold.
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """

@@ -1,16 +1,16 @@
-"""Split prefill: the layers of a prompt's forward in groups, with a decode step between two groups.
+"""Split prefill: compute the layers of a prompt in groups, with a decode step between two groups.
 
     chunk chosen --first group--> between groups --last group--> finished like any step
                                        |  ^  |
                                next group +  +--all its requests end--> dropped
 
-A running request waits for one group instead of the whole chunk. The number of layers follows from
-the measured time of a prompt's token in a layer. If even one layer of a chunk takes longer than the
-limit, the chunk gets fewer tokens. A chunk is not split while no request runs.
+A running request therefore waits for one group of layers instead of the whole chunk. The size of a
+group follows from the measured time per prompt token and layer. If even one layer of a chunk takes
+longer than the limit, the chunk gets fewer tokens. A chunk is not split while no request runs.
 
-The slots and pages of the forward stay held from the first group to the last one, as if it were one
-step. Requests that end meanwhile therefore wait for the end of their forward. A paused scheduler
-launches the remaining layers, so that no forward is between groups once it is at rest.
+The slots and pages of the forward are held from the first group to the last one, as if it were one
+step. Requests that end meanwhile wait for the end of their forward. A paused scheduler launches the
+remaining layers, so that no forward is between groups once it is at rest.
 """
 
 import math
@@ -30,14 +30,14 @@ from engine.scheduler.running import RunningBatch
 
 _NO_SLOTS = np.empty(0, np.intp)
 _NO_SWAPS = HostSwaps()
-_UNKNOWN_STEP = np.iinfo(np.int64).max  # the last group of a forward has no number yet
+_UNKNOWN_STEP = np.iinfo(np.int64).max  # number of the forward's last step, which is not known yet
 
 
 class SplitForwardState:
     """The forward that is between two groups of its layers, at most one. Engine thread only.
 
     Attributes:
-        forwards: the forward, whose slots and pages are held here until its last group is launched.
+        forwards: the forward. Its slots and pages are held here until its last group is launched.
         next_layer: first layer of its next group.
     """
 
@@ -67,7 +67,7 @@ class SplitForwardState:
         )
 
     def step(self, rows: SelectedRows, swaps: HostSwaps) -> ScheduledStep:
-        """Return the step of a group of layers. Its pages are held."""
+        """Return the step of one group of layers, and hold its pages."""
         layers = rows.layers
         assert layers is not None
         if not layers.first:
@@ -88,13 +88,12 @@ class SplitForwardState:
 
 
 class SplitSelector:
-    """The choice of each step's rows and layers. Engine thread only.
+    """Chooses the rows and layers of each step. Engine thread only.
 
     Args:
-        rows: the choice without groups of layers, and without decode rows beside prompts.
-        limit_s: time that a group may take.
-        num_layers: of the model.
-        token_s: returns the seconds of a prompt's token through all layers; None: not measured.
+        rows: the selector for whole forwards, without decode rows beside prompts.
+        limit_s: maximum time of a group, in seconds.
+        token_s: returns the seconds per prompt token through all layers. None: not measured yet.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class SplitSelector:
         return self._rows.reserved_pages + growth
 
     def turns(self) -> Sequence[bool]:
-        """See RowSelector. A quarantined request waits for a forward that is between its groups."""
+        """See RowSelector. Quarantined requests wait while a forward is between its groups."""
         return (False,) if self._state.forwards else self._rows.turns()
 
     def choose(self, alone: bool) -> SelectedRows | None:
@@ -165,15 +164,15 @@ class SplitSelector:
         return group if layers.drops else group._replace(layers=layers._replace(past=layers.total))
 
     def _first_group(self, rows: SelectedRows) -> LayerGroup | None:
-        """Return the first group. None: all layers."""
+        """Return the first group of layers. None: all layers."""
         num_layers = self._group_size(sum(row.end - row.start for row in rows.extends))
         if num_layers >= self._num_layers:
             return None
         return LayerGroup(0, num_layers, self._num_layers)
 
     def _group_size(self, num_tokens: int) -> int:
-        """Return the layers of a group: as many as the limit allows, and at least one. A single one
-        is measured if nothing is known."""
+        """Return the layers of a group: as many as the limit allows, at least one. One while the
+        time is not measured."""
         if not self._delays:
             return self._num_layers
         token_s = self._token_s()
@@ -183,7 +182,7 @@ class SplitSelector:
         return max(1, int(min(self._limit_s / layer_s, self._num_layers)))
 
     def _max_chunk_tokens(self) -> float:
-        """Return the tokens of which a layer takes no longer than the limit."""
+        """Return the number of tokens that one layer can compute within the limit."""
         token_s = self._token_s()
         if not self._delays or not token_s:
             return math.inf
@@ -191,5 +190,5 @@ class SplitSelector:
 
     @property
     def _delays(self) -> bool:
-        """Return whether prompts delay a running request, or one that is about to run."""
+        """Return whether a prompt would delay a running request, or one that is about to run."""
         return len(self._running) > 0 or self._kept.slots > 0

@@ -1,1 +1,1 @@
-"""Rewriting of clients' JSON schemas into ones that a grammar enforces completely."""
+"""Rewriting of JSON schemas so that a grammar enforces them completely."""

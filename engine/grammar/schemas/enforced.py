@@ -1,10 +1,10 @@
-"""Rewriting of a client's schema into one that xgrammar enforces completely, or a rejection with
-the place.
+"""Rewriting of a client's schema into one that xgrammar enforces completely.
 
-xgrammar ignores some keywords of JSON Schema, at most with a message on standard error. Here each
-keyword is rewritten so that it is enforced. Schemas for which that is impossible are rejected, so a
-complete response is always valid. A response may be restricted further than requested. An object
-that lists properties has no others, and a schema with string keywords allows only strings.
+xgrammar ignores some keywords of JSON Schema, at most with a message on stderr. Here each keyword
+is rewritten so that it is enforced. Schemas for which that is impossible are rejected with the
+place of the defect, so that every complete response is valid. A response may be restricted more
+than requested: an object that lists properties has no others, and a schema with string keywords
+allows only strings.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def enforced(text: str) -> str:
     """Rewrite a schema.
 
     Raises:
-        InvalidRequest: the text is not a schema, or no grammar enforces it. The message names the
-            place.
+        InvalidRequest: the text is not a schema, or no grammar can enforce it. The message names
+            the place.
     """
     try:
         root = msgspec.json.decode(text)
@@ -58,16 +58,16 @@ def enforced(text: str) -> str:
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"it is not valid JSON: {error}") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        # A keyword has a value of the wrong type, such as a number instead of a property list.
+        # A keyword has a value of the wrong type, for example a number instead of a list.
         raise InvalidRequest(f"it is not a valid JSON schema: {error}") from None
 
 
 class _Document:
-    """One schema with everything that it refers to."""
+    """One schema with all schemas to which it refers."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._names: dict[str, str] = {}  # by pointer, also of schemas still to be rewritten
+        self._names: dict[str, str] = {}  # by pointer, including schemas that are not rewritten yet
         self._made: dict[str, Any] = {}  # by name
         self._count = 0
 
@@ -142,8 +142,8 @@ class _Document:
     # References -----------------------------------------------------------------------------------
 
     def _opened(self, schema: Any, place: str) -> Schema:
-        """Return an equivalent schema without a reference or `allOf` at its top, in the keywords of
-        the newest draft."""
+        """Return an equivalent schema without a reference or `allOf` at its top, with the keywords
+        of the newest draft."""
         return self._open(schema, place, ())
 
     def _open(self, schema: Any, place: str, through: tuple[str, ...]) -> Schema:
@@ -172,7 +172,7 @@ class _Document:
         return made
 
     def _named(self, pointer: str, place: str) -> str:
-        """Return the new name of the schema to which a chain of references leads."""
+        """Return the new name of the schema at the end of a chain of references."""
         through = []
         while True:
             target = self._target(pointer, place)
@@ -307,7 +307,7 @@ class _Document:
 
 
 def _constants(branches: Sequence[Schema]) -> tuple[list[int], list[int]]:
-    """Return the branches with values that no earlier branch has, and all other branches."""
+    """Return the branches whose values no earlier branch has, and all other branches."""
     seen: set[Hashable] = set()
     constants, others = [], []
     for number, branch in enumerate(branches):
@@ -327,7 +327,7 @@ def _constraining(schema: Schema) -> list[str]:
 
 
 def _newest(schema: Schema) -> Schema:
-    """Return the schema with keywords of older drafts replaced by their new equivalents."""
+    """Return the schema with keywords of older drafts replaced by the current ones."""
     made = dict(schema)
     if isinstance(made.get("items"), list):
         made["prefixItems"] = made.pop("items")
@@ -382,7 +382,7 @@ def _string(schema: Schema, place: str) -> dict[str, Any]:
 
 def _counted(lengths: Mapping[str, int]) -> Mapping[str, Any]:
     """Return length limits as a pattern, unless it would be too long for xgrammar. Masks of
-    xgrammar's own length limits take a thousand times as long, tens of milliseconds each."""
+    xgrammar's own length limits take tens of milliseconds each, a thousand times as long."""
     least, most = lengths.get("minLength", 0), lengths.get("maxLength")
     if not lengths or max(least, most or 0) > _MAX_COUNTED:
         return lengths

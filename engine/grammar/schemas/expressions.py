@@ -1,6 +1,6 @@
-"""Regular expressions in the dialect of grammars, and string formats as such expressions.
+"""Conversion of regular expressions and string formats to the regex dialect of xgrammar.
 
-Constructs that grammars would ignore are rejected.
+Constructs that xgrammar would ignore are rejected.
 """
 
 from common.errors import InvalidRequest
@@ -17,7 +17,7 @@ _HOUR, _MINUTE = r"([01][0-9]|2[0-3])", r"[0-5][0-9]"
 _TIME = rf"{_HOUR}:{_MINUTE}:{_MINUTE}(\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:{_MINUTE})"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _POINTER = r"(/([A-Za-z0-9_.:@ -]|~[01])*)*"
-# String formats as expressions, where xgrammar's own are looser than their definition.
+# String formats as expressions, because xgrammar's own are looser than the standard.
 FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -31,29 +31,30 @@ FORMATS = {
 XGRAMMAR_FORMATS = frozenset(
     {"duration", "hostname", "ipv6", "uri", "uri-reference", "uri-template", "uuid"}
 )
-# The other formats of JSON Schema. Unknown formats have no effect.
+# The other formats of JSON Schema. They have no effect, like unknown formats.
 UNENFORCED_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
 _CLASSES = frozenset("dDwWsS")
 _CONTROL = frozenset("tnrfv0cx")
-# Characters that cannot stand for themselves in a JSON string, so no expression may match them.
+# A JSON string must escape these characters, so no expression may match them.
 _UNQUOTABLE = frozenset('"\\')
-_BUT_UNQUOTABLE = r'"\\'  # within a set
-_BUT = {"D": "0-9", "W": "A-Za-z0-9_", "S": r"\s"}  # the classes that these negate
+_BUT_UNQUOTABLE = r'"\\'  # inside a set
+_BUT = {"D": "0-9", "W": "A-Za-z0-9_", "S": r"\s"}  # the classes that these classes negate
 
 
 def quotable(expression: str) -> str:
-    """Return an expression for the contents of a JSON string. It matches no text with quotes,
-    backslashes or control characters, even if the original would.
+    """Return an expression for the content of a JSON string. It matches no text with quotes,
+    backslashes or control characters, even if the original does.
 
     Raises:
-        InvalidRequest: it must match one of these, or has a construct that `check` rejects.
+        InvalidRequest: the expression requires such a character, or has a construct that `check`
+            rejects.
     """
     return _Scan(expression, quoted=True).whole()
 
 
 def check(expression: str) -> None:
-    """Raise InvalidRequest, with the place, for constructs that grammars ignore: assertions,
-    boundaries, back references, and anchors inside."""
+    """Raise InvalidRequest, with the place, for constructs that xgrammar ignores: assertions,
+    boundaries, back references, and anchors inside the expression."""
     _Scan(expression, quoted=False).whole()
 
 
@@ -71,8 +72,8 @@ class _Scan:
             sign = self._expression[self._at]
             if sign == "?" and self._quoted:
                 self._at += 1
-                # xgrammar 0.2.8 reads (ab)? as a?b? there, so `?` becomes a count. After a count,
-                # `?` only sets the order of attempts, and a grammar considers all.
+                # xgrammar 0.2.8 reads (ab)? as a?b? here, so `?` becomes a count. After a count,
+                # `?` only sets the order of attempts, which does not matter to a grammar.
                 parts.append("" if counted else "{0,1}")
                 continue
             parts.append(self._next())
@@ -144,7 +145,7 @@ class _Scan:
         return self._expression[start : self._at]
 
     def _set(self) -> str:
-        """Read a set after its bracket. A range that spans unquotable characters is split around
+        """Read a set after its bracket. A range that contains forbidden characters is split around
         them."""
         start = self._at - 1
         signs: list[str] = []
@@ -227,7 +228,8 @@ def _literal(character: str) -> str:
 
 
 def _ranges(low: int, high: int) -> list[str]:
-    """Return the quotable ranges between `low` and `high`."""
+    """Return the ranges between `low` and `high` without characters that JSON strings must
+    escape."""
     parts = []
     for barrier in (*(ord(each) for each in sorted(_UNQUOTABLE)), high + 1):
         last = min(high, barrier - 1)

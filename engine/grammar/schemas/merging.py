@@ -1,7 +1,7 @@
-"""Merging of two schemas into one, for `allOf` and for keywords beside a reference or `anyOf`.
+"""Merging of two schemas into one, for `allOf` and for keywords next to a reference or `anyOf`.
 
-Schemas within them are not merged here. They become an `allOf` of their own, which is merged when
-it is reached.
+Nested schemas are not merged here. They become an `allOf`, which is merged when the rewriting
+reaches it.
 """
 
 import math
@@ -70,7 +70,7 @@ def _said(schema: Schema) -> Schema:
 
 
 def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
-    """Return the common types and values."""
+    """Return the types and values that both schemas allow."""
     made: dict[str, Any] = {}
     first, second = values_of(one), values_of(other)
     if first is not None or second is not None:
@@ -151,7 +151,7 @@ def _both(word: str, one: Any, other: Any, place: str) -> Any:
 
 
 def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str], Schema]) -> bool:
-    """Return whether it is certain that no value is valid in both.
+    """Return whether certainly no value is valid in both schemas.
 
     Args:
         opened: returns a schema without a reference at its top.

@@ -1,11 +1,11 @@
-"""Structural tags: formats with free text around or within them, in xgrammar's notation.
+"""Structural tags: formats with free text around or inside them, in xgrammar's notation.
 
-Schemas and expressions in them are rewritten so that they are enforced, like standalone ones.
-Unknown formats are rejected.
+Schemas and expressions inside tags are rewritten like standalone ones. Unknown formats are
+rejected.
 
-Tokens in a tag are given by their ids, including special ones. All other parts are text, which has
-no special tokens. So free text beside tokens must be an expression: xgrammar searches for the end
-of free text in bytes, and any token can be part of them.
+Tokens in a tag are given by id, including special tokens. All other parts are text, without special
+tokens. Free text next to tokens must be an expression, because xgrammar would otherwise allow any
+token in it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from common.errors import InvalidRequest
 from engine.grammar.schemas import expressions
 from engine.grammar.schemas.enforced import enforced
 
-MAX_WHITESPACE = 1  # spaces in a row between JSON's tokens
+MAX_WHITESPACE = 1  # consecutive spaces between JSON tokens
 _MAX_DEPTH = 32
 _STYLES = ("json", "qwen_xml", "glm_xml")
 
@@ -26,8 +26,8 @@ Made = Callable[[Any, str, int], Any]
 
 class EnforcedTag(msgspec.Struct, frozen=True):
     text: str
-    has_tokens: bool  # named tokens
-    grammars: Sequence[str]  # contained grammars, unchanged
+    has_tokens: bool  # whether the tag names tokens
+    grammars: Sequence[str]  # grammars inside the tag, unchanged
 
 
 def enforced_tag(text: str) -> EnforcedTag:
@@ -37,7 +37,7 @@ def enforced_tag(text: str) -> EnforcedTag:
         text: `{"type": "structural_tag", "format": ...}`, or the older `{"structures": [{"begin":
             ..., "schema": ..., "end": ...}], "triggers": [...]}`.
     Raises:
-        InvalidRequest: the text is not a structural tag, or no grammar enforces it. The message
+        InvalidRequest: the text is not a structural tag, or no grammar can enforce it. The message
             names the place.
     """
     try:
@@ -113,7 +113,7 @@ def _formats(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
 
 
 def _tags(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
-    """Rewrite formats that are tags even without saying so."""
+    """Rewrite formats that are tags, even without a `type`."""
     if not isinstance(wanted, list):
         raise InvalidRequest(f"{place} is not a list")
     said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted]
@@ -131,8 +131,8 @@ def _schema(wanted: Any, place: str, depth: int) -> Any:
 def _without_control(schema: Any) -> Any:
     """Return a rewritten schema with length limits as expressions.
 
-    xgrammar allows control characters in strings with length limits. Here free text needs line
-    breaks, so only an expression excludes them.
+    xgrammar allows control characters in strings with length limits. Free text needs line breaks,
+    so here only an expression can exclude them.
     """
     match schema:
         case {"type": "string"} if schema.keys() & {"minLength", "maxLength"}:

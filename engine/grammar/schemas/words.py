@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema, by their treatment."""
+"""The keywords of JSON Schema by treatment, and helpers for schemas."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from common.errors import InvalidRequest
 Schema = Mapping[str, Any]
 
 MAX_DEPTH = 48
-MAX_SCHEMAS = 4096  # schemas within one another, and each merged use of a referenced one
+MAX_SCHEMAS = 4096  # nested schemas, plus each merged use of a referenced one
 
-_LONG = 120  # characters of a place in a message
+_LONG = 120  # maximum characters of a place in a message
 
-# Keywords that do not restrict values. $defs is only referred to. Unlisted keywords have no effect
-# either, as the specification says of unknown ones.
+# Keywords that do not restrict values. $defs only contains definitions. Unlisted keywords have no
+# effect either, as the specification says.
 SILENT = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly"}
     | {"writeOnly", "$comment", "$schema", "$id", "id", "$defs", "definitions", "$vocabulary"}
@@ -32,7 +32,7 @@ UNENFORCED: Mapping[str, tuple[Any, ...]] = {
     "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
-    # No effect, because properties and items that are not declared are never allowed here.
+    # No effect, because undeclared properties and items are never allowed here.
     "unevaluatedProperties": (False, True),
     "unevaluatedItems": (False, True),
     "$anchor": (),
@@ -74,17 +74,17 @@ def refuse(place: str, why: str) -> InvalidRequest:
 
 
 def below(place: str, *steps: object) -> str:
-    """Return the place of a part, as a JSON pointer."""
+    """Return the place of a nested part, as a JSON pointer."""
     said = (str(step).replace("~", "~0").replace("/", "~1") for step in steps)
     return "/".join((place, *said))
 
 
 def types_of(schema: Schema, place: str) -> tuple[str, ...] | None:
-    """Return the types that its values may have, explicit or implied by other keywords. None: all
-    types.
+    """Return the types that the schema's values may have, explicit or implied by other keywords.
+    None: all types.
 
     Raises:
-        InvalidRequest: one of them is not a type.
+        InvalidRequest: one of them is not a JSON type.
     """
     said = schema.get("type")
     if said is not None:
@@ -100,14 +100,14 @@ def types_of(schema: Schema, place: str) -> tuple[str, ...] | None:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """Return its only valid values, if it lists them."""
+    """Return the values to which the schema is limited, or None if it does not list them."""
     if "const" in schema:
         return [schema["const"]]
     return None if "enum" not in schema else list(schema["enum"])
 
 
 def key_of(value: Any) -> Hashable:
-    """Return a key that is equal exactly for equal JSON values, to compare many at once."""
+    """Return a hashable key that is equal exactly for equal JSON values."""
     match value:
         case bool() | None:
             return type_of(value), value

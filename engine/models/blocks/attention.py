@@ -1,4 +1,4 @@
-"""Attention of a layer over paged keys and values, and the plan that layers of a forward share."""
+"""Attention of a layer over paged KV, and the attention plan that the layers of a forward share."""
 
 from dataclasses import dataclass, replace
 
@@ -32,8 +32,8 @@ def rows_of(batch: ForwardBatch, table: int) -> AttentionRows:
 
 
 def attention_plan(step: ModelStep, kept: KeptStates, kind: AttentionKind) -> AttentionPlan:
-    """Return the plan of all layers of a page table. They see the same tokens, with heads of the
-    same shape."""
+    """Return the plan for all layers of a page table. These attend to the same tokens, with heads
+    of the same shape."""
     return step.shared.get(
         (kept.table, kind),
         lambda: operations().plan_attention(rows_of(step.batch, kept.table), kept.view, kind),
@@ -41,8 +41,8 @@ def attention_plan(step: ModelStep, kept: KeptStates, kind: AttentionKind) -> At
 
 
 def whole_image_plan(step: ModelStep, kept: KeptStates, window: int | None) -> ReferencePlan:
-    """Return the plan of the step's image tokens, which see all tokens of their image. It attends
-    only for these, in place of `attention_plan`. No chunk ends within an image."""
+    """Return the plan for the step's image tokens, which attend to all tokens of their image. It
+    replaces `attention_plan` for these tokens. No chunk ends within an image."""
     batch = step.batch
 
     def make() -> ReferencePlan:
@@ -58,19 +58,19 @@ def whole_image_plan(step: ModelStep, kept: KeptStates, window: int | None) -> R
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Softmax attention with the numbers that its configuration gives.
+    """Softmax attention, with the numbers of its configuration.
 
     Attributes:
-        scale: multiplies the products of queries and keys.
-        window: tokens that a query sees, including its own. None: all.
+        scale: factor of the products of queries and keys.
+        window: number of tokens to which a query attends, including its own. None: all.
         soft_cap: scores are soft_cap * tanh(score / soft_cap). None: no cap.
-        sinks: each head has one more score, for a key without a value.
+        sinks: whether each head has one more score, for a key without a value.
         qk_norm: norm of each head of queries and of keys, before rotation. None: no norm.
-        of_two: the input is two vectors of each token, side by side.
-        whole_images: tokens of an image see all tokens of their image, also later ones. Not with
-            `output_gate`.
-        output_gate: each head's output is multiplied by the sigmoid of a gate that is projected
-            beside its query.
+        of_two: whether the input is two vectors per token, concatenated.
+        whole_images: whether image tokens attend to all tokens of their image, including later
+            ones. Not with `output_gate`.
+        output_gate: whether each head's output is multiplied by the sigmoid of a gate, which is
+            projected together with its query.
     """
 
     heads: int
@@ -134,7 +134,7 @@ class AttentionBlock:
     qkv: Linear  # hidden -> Q, K, V. Each head's gate follows its query, if there are gates
     q_norm: RmsNorm | None  # over one head
     k_norm: RmsNorm | None
-    kv_scales: KVScales  # for keys and values stored in 8 bits
+    kv_scales: KVScales  # for KV stored in 8 bits
     sinks: Tensor | None  # [heads]
     output: Linear
 
@@ -151,7 +151,7 @@ class AttentionBlock:
         return step.product(self.output, x)
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values. Return the queries, and the gates as views of the projection,
+        """Write keys and values. Return the queries and the gates, as views of the projection:
         [num_tokens, heads, head_dim] both."""
         batch, rotation = step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
@@ -169,6 +169,6 @@ class AttentionBlock:
         )
         if not spec.output_gate:
             return q, None
-        # A view of all columns has the same strides for any number of tokens, also for one.
+        # A view of all columns has the same strides for any number of tokens, even for one.
         by_head = qkv.view(len(x), qkv.shape[1] // spec.head_dim, spec.head_dim)
         return q, by_head[:, 1 : 2 * spec.heads : 2]

@@ -1,6 +1,6 @@
-"""The gated delta net of one layer: a short convolution, then a recurrent matrix per head.
+"""The gated delta net of a layer: a short convolution, then a recurrent matrix per head.
 
-The state of a request has the same size after any number of tokens.
+The recurrent state of a request has the same size after any number of tokens.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class Projected(NamedTuple):
     """Gates of each token, by key head: [num_tokens, heads, any].
 
     Attributes:
-        z: gates the outputs.
+        z: output gate.
         b: how much is learnt.
         a: how much is forgotten.
     """
@@ -40,26 +40,27 @@ class Projection(Protocol):
     """The layout in which a checkpoint stores the input projection."""
 
     def build(self, spec: "DeltaNet", source: BlockWeights, hidden_size: int, own: range) -> Linear:
-        """Return the product for these key heads and their value heads."""
+        """Return the product for the key heads `own` and their value heads."""
         ...
 
     def columns(self, spec: "DeltaNet") -> Tensor:
-        """Return the columns of the product that feed the convolution: int32 [heads, channels]."""
+        """Return the columns of the product that are the convolution's input: int32 [heads,
+        channels]."""
         ...
 
     def split(self, spec: "DeltaNet", x: Tensor) -> Projected:
-        """Return the gates, which the convolution does not take."""
+        """Return the gates, which bypass the convolution."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A gated delta net with the numbers that its configuration gives.
+    """A gated delta net, with the numbers of its configuration.
 
     Attributes:
         heads: number of key and query heads.
         value_heads: a multiple of `heads`.
-        width: tokens that the convolution sees.
+        width: number of tokens in the convolution's window.
     """
 
     heads: int
@@ -86,7 +87,7 @@ class DeltaNet:
         return RecurrentState(
             (
                 StateCells("delta", self.value_heads, matrix, torch.float32),
-                # Cells are by key head, so a split between heads never separates q, k and v.
+                # One cell per key head, so that a split between heads never separates q, k and v.
                 StateCells("conv", self.heads, (self.channels, self.width - 1)),
             )
         )
@@ -222,7 +223,7 @@ class ByKind:
 
 
 def _by_kind(spec: DeltaNet, own: range) -> Ranges:
-    """Return the channels of these key heads where those of all heads are stored by kind: q, k,
+    """Return the channels of these key heads if those of all heads are stored by kind: q, k,
     values."""
     keys = spec.heads * spec.key_dim
     q, values = scaled(own, spec.key_dim), scaled(own, spec.group * spec.value_dim)

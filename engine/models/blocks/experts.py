@@ -1,6 +1,6 @@
-"""Feed-forward nets: a gated one for every token, down(act(gate) * up), or a mixture of experts.
+"""Feed-forward nets: gated ones, down(act(gate) * up), and mixtures of experts (MoE).
 
-The router of a mixture sends each token through a few experts. One shared expert for all tokens is
+The router of a mixture selects a few experts for each token. A shared expert for all tokens is
 optional.
 """
 
@@ -28,7 +28,7 @@ class DenseMlp:
     """A gated feed-forward net.
 
     Attributes:
-        module: its name in the checkpoint.
+        module: name of the net in the checkpoint.
     """
 
     intermediate_size: int
@@ -66,21 +66,20 @@ class DenseBlock:
         return step.product(self.down, inner)
 
     def take_part(self, x: Tensor) -> None:
-        """Do nothing: each node of a group has the whole net."""
+        """Do nothing, because each node of a group has the whole net."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts with the numbers that its configuration gives.
+    """A mixture of experts, with the numbers of its configuration.
 
     Attributes:
-        intermediate_size: of each expert.
-        exact_router: router logits are computed in float32.
-        choice_bias: a stored bias is added to the scores by which experts are chosen.
-        shared: expert that all tokens go through.
-        shared_gate: the shared expert's output is scaled by a gate of each token.
+        exact_router: whether router logits are computed in float32.
+        choice_bias: whether a stored bias is added to the scores by which experts are chosen.
+        shared: expert for all tokens.
+        shared_gate: whether a gate per token scales the shared expert's output.
         module, router, storage: names in the checkpoint, and how it stores the experts.
-        router_bias: a bias is added to router logits.
+        router_bias: whether a bias is added to router logits.
     """
 
     count: int
@@ -136,12 +135,10 @@ def _part_of(source: BlockWeights, shape: ExpertShape) -> ExpertNet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnExperts:
-    """Some of a layer's experts. Those of other ranks add nothing here, and the ranks' sum adds
-    them.
+    """Some of a layer's experts. The sum over the ranks adds the results of the others.
 
     Attributes:
-        net: of these experts alone.
-        numbers: of these experts, which are consecutive.
+        numbers: consecutive numbers of these experts.
     """
 
     net: ExpertNet
@@ -154,15 +151,15 @@ class OwnExperts:
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         first, none = self.numbers[0], len(self.numbers)
         own = (ids >= first) & (ids < first + none)
-        # The number `none` is for a pair of another rank, see grouped_mlp.
+        # The number `none` marks pairs of another rank, see grouped_mlp.
         places = torch.where(own, ids - first, none)
         return self.net.apply(x, weights * own, places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedExperts:
-    """The experts of a layer, of which each node of a group has some. Every node computes its own
-    experts for the tokens of all nodes."""
+    """The experts of a layer that the nodes of a data-parallel group share. Every node computes its
+    own experts for the tokens of all nodes."""
 
     own: ExpertNet
     exchange: ExpertExchange
@@ -176,17 +173,17 @@ class SharedExperts:
 
 
 class RoutedExperts:
-    """The experts of the tokens of the newest forward. Forward stream only.
+    """The experts of each token of the newest forward. Forward stream only.
 
-    All forwards write to the same addresses, so graphs can contain the copies.
+    All forwards write to the same addresses, so that graphs can contain the copies.
 
     Args:
-        num_tokens: of the largest forward.
-        num_layers: all layers of the model, also those of another stage.
-        k: most experts per token of any layer.
+        num_tokens: tokens of the largest forward.
+        num_layers: number of layers of the model, including those of another pipeline stage.
+        k: maximum experts per token in any layer.
 
     Attributes:
-        token_bytes: size of the experts of one token.
+        token_bytes: bytes per token.
     """
 
     def __init__(self, num_tokens: int, num_layers: int, k: int, device: torch.device) -> None:
@@ -198,14 +195,14 @@ class RoutedExperts:
         self._ids[: len(ids), layer, : ids.shape[1]] = ids
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Return the experts of some tokens of the forward, int16 [n, layers, k]. Layers without
-        experts, and those of another stage, have zeros."""
+        """Return the experts of some tokens of the forward: int16 [n, layers, k]. Layers without
+        experts or in another stage have zeros."""
         return self._ids[tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedExperts:
-    """The experts of a layer, which also writes down the experts of each token."""
+    """The experts of a layer, which also records the experts of each token."""
 
     net: ExpertNet
     layer: int
@@ -223,7 +220,8 @@ class RecordedExperts:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     routing: Routing
-    router: Tensor  # [experts, hidden]: never quantised, because small errors change the choice
+    # [experts, hidden]: never quantised, because small errors would change the choice.
+    router: Tensor
     router_bias: Tensor | None  # [experts], in the router's dtype
     choice_bias: Tensor | None  # float32 [experts]
     experts: ExpertNet

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: one latent vector per token, from which each head has its own key
-and value.
+"""Multi-head latent attention (MLA): each head computes its key and value from one latent per
+token.
 
-The projections to keys and values are moved to the queries and the outputs. The latents that chunks
-see are expanded to keys and values where that needs less work. A chunk's bits then depend on its
-length, so `in_one_way` gives that up.
+The projections to keys and values are merged into those of queries and outputs. For chunks, latents
+are expanded to keys and values instead, if that is less work. The bits of a chunk then depend on
+its length, so `in_one_way` disables the expansion.
 """
 
 from dataclasses import dataclass, replace
@@ -29,16 +29,17 @@ from kernels.pages.store_latents import rope_and_store_latents
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention with the numbers that its configuration gives.
+    """Latent attention, with the numbers of its configuration.
 
     Attributes:
         rank: numbers of a latent that do not depend on the position.
-        rotated: further numbers, which carry the token's position in the keys of all heads.
-        key_dim, value_dim: of one head, without the rotated part.
-        query_rank: of the queries' own latents. None: queries are projected from hidden states
-            directly.
-        interleaved: neighbours are rotated together. False: numbers that are `rotated` / 2 apart.
-        bias: of the projections to latents, and of the output.
+        rotated: additional numbers with the token's position, which the keys of all heads share.
+        key_dim, value_dim: sizes per head, without the rotated part.
+        query_rank: size of the latents of queries. None: queries are projected directly from hidden
+            states.
+        interleaved: whether neighbouring numbers are rotated together. False: numbers that are
+            `rotated` / 2 apart.
+        bias: whether the projections to latents and of the output have a bias.
 
     Source: DeepSeek-V2, 2024, section 2.1.
     """
@@ -89,7 +90,7 @@ class LatentAttention:
         up = source.matrix("kv_b_proj", self.heads * of_head, self.rank, own_up)
         by_head = up.view(len(heads), of_head, self.rank)
         # Contiguous, because torch's products on a CPU are ten times slower otherwise. Copies,
-        # because a view of one head would keep the whole matrix.
+        # because a view of one head would keep the whole matrix in memory.
         expansion = LatentExpansion(
             keys=_contiguous_copy(by_head[:, : self.key_dim]),
             values=_contiguous_copy(by_head[:, self.key_dim :].transpose(1, 2)),
@@ -127,13 +128,13 @@ class LatentAttentionBlock:
     query_up: Linear | None
     latent_norm: RmsNorm
     expansion: LatentExpansion | None  # None: latents are never expanded
-    keys: HeadMatrices  # its matrices, for attention over latents
+    keys: HeadMatrices  # matrices of `expansion`, for attention over latents
     values: HeadMatrices
     output: Linear
 
     def in_one_way(self) -> "LatentAttentionBlock":
-        """Return the block that attends to latents in all steps, so that a token's bits do not
-        depend on its chunk. Prompts take longer."""
+        """Return a block that attends to latents in all steps, so that a token's bits do not depend
+        on its chunk. Prompts take longer."""
         return replace(self, expansion=None)
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> None:
@@ -162,8 +163,8 @@ class LatentAttentionBlock:
     def _stored(
         self, x: Tensor, step: ModelStep, kept: KeptStates, width: int
     ) -> tuple[Tensor, Tensor]:
-        """Write latents. Return queries as `_projected` makes them, and a buffer [num_tokens,
-        heads, width + rotated] for queries, whose rotated ends are already written."""
+        """Write latents. Return queries as in `_projected`, and a buffer [num_tokens, heads, width
+        + rotated] for queries, whose rotated ends are already written."""
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         queries, latents = self._projected(x, step)
@@ -184,15 +185,16 @@ class LatentAttentionBlock:
     def _attend_to_latents(
         self, queries: Tensor, q: Tensor, kept: KeptStates, plan: AttentionPlan, out: Tensor
     ) -> None:
-        """Attend from queries, with a buffer for them of a latent's width, into `out`."""
+        """Attend from queries to latents, and write the result to `out`. `q`: buffer with the width
+        of a latent."""
         spec = self.spec
         self.keys.multiply(queries[..., : spec.key_dim], q[..., : spec.rank])
         seen = paged_attention(q, kept.view, plan, Scoring(spec.scale))
         self.values.multiply(seen.view(len(q), spec.heads, spec.rank), out)
 
     def _projected(self, x: Tensor, step: ModelStep) -> tuple[Tensor, Tensor]:
-        """Return queries [num_tokens, heads, query_dim], and latents with the part that is still to
-        be rotated."""
+        """Return queries [num_tokens, heads, query_dim], and latents with the part to be
+        rotated."""
         spec, x = self.spec, step.product(self.down, x)
         first = x.shape[1] - spec.rank - spec.rotated
         queries, latents = x[:, :first], x[:, first:]
@@ -205,9 +207,9 @@ class _LatentPlans(NamedTuple):
     """The two plans of a forward over latents.
 
     Attributes:
-        chunks: attention of the step's first tokens by expanded keys and values. None: no row is
+        chunks: attention of the step's first tokens over expanded keys and values. None: no row is
             expanded.
-        rest: attention of all other tokens by latents.
+        rest: attention of all other tokens over latents.
     """
 
     chunks: ExpandedPlan | None
@@ -217,7 +219,7 @@ class _LatentPlans(NamedTuple):
 def _plans_of(
     step: ModelStep, kept: KeptStates, expansion: LatentExpansion | None, kind: AttentionKind
 ) -> _LatentPlans:
-    """Return the plans for latent attention, like `attention_plan`. Either all rows before the
+    """Return the plans for latent attention. See `attention_plan`. Either all rows before the
     decode rows are expanded, or none."""
     if expansion is None:
         return _LatentPlans(None, attention_plan(step, kept, kind))

@@ -1,4 +1,4 @@
-"""A layer: a mixer and a feed-forward net, each after an RMSNorm and added to its input."""
+"""A decoder layer: a mixer and a feed-forward net, each after an RMSNorm and added to its input."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Norm:
     """The numbers of an RMSNorm.
 
     Attributes:
-        from_one: the stored weight is a difference from 1.
+        from_one: whether the stored weight is the difference from 1.
     """
 
     eps: float
@@ -39,7 +39,7 @@ class RmsNorm:
     """An RMSNorm.
 
     Attributes:
-        weight: [size], the multiplier. float32 if the stored weight is a difference from 1.
+        weight: [size], the multiplier. float32 if the stored weight is the difference from 1.
     """
 
     weight: Tensor
@@ -57,7 +57,7 @@ class LayerSpec:
     """The numbers of one layer.
 
     Attributes:
-        post_norms: the outputs of the mixer and of the net are normed too, before they are added.
+        post_norms: whether the outputs of mixer and net have a norm, too, before they are added.
     """
 
     mixer: MixerSpec
@@ -66,7 +66,7 @@ class LayerSpec:
     post_norms: bool = False
 
     def products(self, hidden_size: int) -> int:
-        """Return the number of multiplications of one token with weights."""
+        """Return the number of multiplications with weights per token."""
         return self.mixer.products(hidden_size) + self.ffn.products(hidden_size)
 
     def build(self, site: LayerSite) -> "Layer":
@@ -96,7 +96,7 @@ class Layer:
     ffn_norm: RmsNorm
     ffn: Ffn
     ffn_post_norm: RmsNorm | None
-    group: Group | None = None  # ranks whose outputs of the mixer and of the net are summed
+    group: Group | None = None  # ranks over which the outputs of mixer and net are summed
 
     def forward(
         self, x: Tensor, residual: Tensor | None, step: ModelStep, kept: KeptStates
@@ -105,9 +105,9 @@ class Layer:
 
         Args:
             x: output of the previous layer, not yet added to `residual`.
-            residual: the sum so far. None: in the first layer.
+            residual: the sum so far. None in the first layer.
         Returns:
-            The same two for the next layer.
+            x and residual for the next layer.
         """
         x, residual = self.mixer_norm.forward(x, residual)
         x = summed(self.mixer.forward(x, step, kept), self.group)

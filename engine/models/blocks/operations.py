@@ -1,5 +1,7 @@
-"""The operations that layers call, as `engine.attention_backend` and
-`engine.linear_attention_backend` choose them: Baton's own, or those of an optional package."""
+"""Choice of the operations of layers: Baton's own, or those of an optional package.
+
+`engine.attention_backend` and `engine.linear_attention_backend` configure them.
+"""
 
 import torch
 
@@ -15,10 +17,10 @@ from kernels.backends.package import Unavailable
 def use_operations(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: ModelSpec
 ) -> None:
-    """Choose the operations of this process. Must be called before the model is loaded.
+    """Choose the operations of this process. Call it before the model is loaded.
 
     Args:
-        device, dtype: device and compute type of the model.
+        device, dtype: device and compute dtype of the model.
     Raises:
         ConfigError: a package is missing, or does not support the device or the model.
     """

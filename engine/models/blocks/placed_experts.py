@@ -1,4 +1,4 @@
-"""The experts of a layer in slots, whose experts may have replicas and may be replaced."""
+"""The experts of a layer in slots, where experts may have replicas and may be replaced (EPLB)."""
 
 from dataclasses import dataclass
 
@@ -15,17 +15,17 @@ from engine.ranks.expert_placement import ExpertPlacement, LayerSlots, slot_tabl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedExperts:
-    """The experts in the slots of one rank. Every pair of token and expert is computed by one of
-    the ranks that have the expert, and the ranks' sum adds the results.
+    """The experts in the slots of one rank.
+
+    Every pair of token and expert is computed by one of the ranks that have the expert. The sum
+    over the ranks adds the results.
 
     Attributes:
-        layer: prefix of its names in the checkpoint.
-        net: of the experts in the slots.
-        num_slots: of this rank.
-        table: int32 [ranks, experts], see `slot_table`. Changed in place, as its address may be in
-            a graph.
-        counts: int64 [experts], tokens of each expert since the counts were read. The tokens that
-            pad a graph are computed, so they count. None: nothing reads them.
+        layer: prefix of the layer's names in the checkpoint.
+        table: int32 [ranks, experts], see `slot_table`. Changed in place, because graphs may
+            contain its address.
+        counts: int64 [experts], tokens of each expert since the counts were last read. Includes the
+            padding of graphs, because it is computed. None: nothing reads them.
     """
 
     layer: str
@@ -42,7 +42,7 @@ class PlacedExperts:
         layer, rank, device = source.prefix, source.share.rank, source.device
         slots = placement.slots(layer, shape.count)
         counts = None
-        if placement.counts_tokens and rank == 0:  # all ranks would count the same
+        if placement.counts_tokens and rank == 0:  # all ranks would count the same tokens
             counts = torch.zeros(shape.count, dtype=torch.int64, device=device)
         return cls(
             layer,
@@ -64,15 +64,15 @@ class PlacedExperts:
             self.counts.scatter_add_(0, flat, torch.ones_like(flat))
         rows = torch.arange(len(ids), device=ids.device).remainder_(num_ranks).mul_(count)
         slots = self.table.flatten()[rows.unsqueeze(1) + ids]
-        # The number of slots is for a pair of another rank, see grouped_mlp.
+        # The number of slots marks pairs of another rank, see grouped_mlp.
         return self.net.apply(x, weights * (slots < self.num_slots), slots)
 
     def replace(self, source: BlockWeights, before: LayerSlots, after: LayerSlots) -> None:
-        """Read the experts that this rank newly has, and use the new slots. Nothing may compute
+        """Read the experts that are new to this rank, and use the new slots. No forward may run
         meanwhile.
 
         Args:
-            source: of the whole model.
+            source: weights of the whole model.
         """
         rank = source.share.rank
         slots = [slot for slot, old in enumerate(before[rank]) if old != after[rank][slot]]

@@ -1,12 +1,12 @@
 """Protocols between a decoder and its blocks: how a block is built, and how it runs in a forward.
 
-A spec holds numbers from a configuration. It builds the block that computes with them.
+A spec has the numbers of a configuration, and builds the block that computes with them.
 
-The recurrent states of rows with drafts are written after verification, because a recurrent state
-cannot be rolled back. So the forward that verifies a row's drafts writes no state for that row.
-Each layer keeps the row's inputs to the recurrence, and runs the recurrence again over the accepted
-tokens. That is a small part of a forward. It needs some numbers of each token until the step ends.
-The alternative, one state after each draft, would need as many states as there are drafts.
+A recurrent state cannot be rolled back. The forward that verifies drafts therefore writes no state
+for rows with drafts. Each layer keeps the row's inputs to the recurrence, and runs the recurrence
+again over the accepted tokens after verification. This is a small part of a forward, and needs some
+numbers per token until the step ends. The alternative, one state after each draft, would need as
+many states as there are drafts.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,12 +25,13 @@ from kernels.linear_attention.state_cells import CellView, StateRows
 
 
 class LateStates:
-    """The pending state updates of one step. Forward stream only.
+    """The deferred state updates of one step. Forward stream only.
 
-    Those of a captured graph are captured with it. They read what its newest replay has written.
+    A captured graph has its own updates. They read the results of its newest replay.
 
     Attributes:
-        guessed: the device has drawn the drafts of the step, so a draft model has their KV.
+        guessed: whether the device has drawn the drafts of the step, so that a draft model has
+            their KV.
     """
 
     def __init__(self, *, guessed: bool = False) -> None:
@@ -39,11 +40,10 @@ class LateStates:
         self._drafters: list[Callable[[Tensor], object]] = []
 
     def add(self, write: Callable[[StateRows, int], object]) -> None:
-        """Add a layer's state update over the step's first tokens, which belong to rows with
-        drafts.
+        """Add a layer's state update for the step's first tokens, which belong to rows with drafts.
 
         Args:
-            write: updates the states as its StateRows argument specifies. Its second argument is
+            write: updates the states as specified by its StateRows argument. Its second argument is
                 the number of these tokens.
         """
         self._layers.append(write)
@@ -52,8 +52,8 @@ class LateStates:
         """Add an update of a drafter's state.
 
         Args:
-            store: stores what the rows need to continue. Its argument is int64 [num_rows], places
-                of the rows' last accepted tokens in the step.
+            store: stores the state from which the rows continue. Its argument is int64 [num_rows],
+                places of the rows' last accepted tokens in the step.
         """
         self._drafters.append(store)
 
@@ -62,7 +62,6 @@ class LateStates:
 
         Args:
             rows: see ForwardBatch.states_after.
-            num_tokens: of these rows.
         """
         for write in self._layers:
             write(rows, num_tokens)
@@ -81,7 +80,7 @@ T = TypeVar("T")
 
 
 class SharedStepState:
-    """Objects that several blocks share. The first block that asks creates the object."""
+    """Objects that several blocks share. The first block that needs an object creates it."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -95,10 +94,10 @@ class SharedStepState:
 
 @dataclass(frozen=True, slots=True)
 class LayerSite:
-    """The place where a block is built.
+    """The context in which a block is built.
 
     Attributes:
-        shared: shared among all blocks of the model.
+        shared: objects shared by all blocks of the model.
     """
 
     source: BlockWeights
@@ -110,29 +109,28 @@ class LayerSite:
 
 
 class AdaptedLinear(Protocol):
-    """The products that adapters of a step's requests add to products with the model's matrices."""
+    """The contribution of LoRA adapters to products with the model's matrices."""
 
     def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
-        """Add the adapters' contribution to a product. Without an adapter for `product`, y is
+        """Add the adapters' contribution to a product. If no adapter changes `product`, y is
         unchanged.
 
         Args:
             product: the model's own matrix.
             x: [num_tokens, in], the input of the product.
-            y: contiguous [num_tokens, out], changed in place.
+            y: contiguous [num_tokens, out], modified in place.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelStep:
-    """One forward.
+    """One forward, as blocks see it.
 
     Attributes:
-        adapted: None where no row has an adapter.
-        late: collects the layers' state updates where rows have drafts, else None.
-        features: of visible images, for models that add them.
-        shared: shared among all layers.
+        adapted: None if no row has an adapter.
+        late: collects the layers' state updates if rows have drafts. Otherwise None.
+        features: features of visible images, for models that add them.
     """
 
     batch: ForwardBatch
@@ -151,11 +149,11 @@ class ModelStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptStates:
-    """The memory in which a layer keeps its KV and states.
+    """The memory of a layer's KV and states.
 
     Attributes:
         view: the layer's view of the pool (KVLayout.view).
-        table: the page table of the layer's pages.
+        table: page table of the layer's pages.
         cells: the layer's state cells, by name.
     """
 
@@ -165,19 +163,20 @@ class KeptStates:
 
 
 def summed(x: Tensor, group: Group | None) -> Tensor:
-    """Return the sum of the ranks' parts of an output. None: this is the only rank."""
+    """Return the sum of the ranks' parts of an output. None: there is only one rank."""
     return x if group is None else group.all_reduce(x)
 
 
 class Mixer(Protocol):
-    """The part of a layer that mixes tokens. It stores KV or states for later tokens."""
+    """The part of a layer that mixes tokens, such as attention. It stores KV or states for later
+    tokens."""
 
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         """Mix the step's tokens. With several ranks, the output is the sum over the ranks.
 
         Args:
             x: [num_tokens, hidden].
-            kept: where the layer reads and writes.
+            kept: memory that the layer reads and writes.
         Returns:
             [num_tokens, hidden].
         """
@@ -191,7 +190,7 @@ class KeepingMixer(Mixer, Protocol):
 
 
 class Ffn(Protocol):
-    """The part of a layer that handles each token alone."""
+    """The part of a layer that processes each token separately."""
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         """Return the output for x [num_tokens, hidden], of the same shape. With several ranks, the
@@ -199,7 +198,7 @@ class Ffn(Protocol):
         ...
 
     def take_part(self, x: Tensor) -> None:
-        """Compute for the other nodes of a group in a step in which this node has no tokens.
+        """Take part in the experts' computation in a step in which this node has no tokens.
 
         Args:
             x: [0, hidden], of the model's compute dtype.
@@ -212,7 +211,7 @@ class MixerSpec(Protocol):
     def keeps(self) -> LayerState: ...
 
     def products(self, hidden_size: int) -> int:
-        """Return the number of multiplications of one token with weights."""
+        """Return the number of multiplications with weights per token."""
         ...
 
     def build(self, site: LayerSite) -> Mixer: ...
@@ -227,7 +226,7 @@ class KeepingMixerSpec(Protocol):
 
 class FfnSpec(Protocol):
     def products(self, hidden_size: int) -> int:
-        """Return the number of multiplications of one token with weights."""
+        """Return the number of multiplications with weights per token."""
         ...
 
     def build(self, site: LayerSite) -> Ffn: ...

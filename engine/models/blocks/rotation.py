@@ -1,4 +1,4 @@
-"""Rotary position embedding of a layer: frequencies, and the angles of a step's tokens.
+"""Rotary position embedding (RoPE) of a layer: frequencies, and the angles of a step's tokens.
 
 `rope.py` reads the frequencies from a configuration.
 """
@@ -17,7 +17,7 @@ class Rope:
 
     Attributes:
         inverse_frequencies: [head_dim / 2].
-        scale: multiplies cosines and sines.
+        scale: factor of cosines and sines.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -30,9 +30,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AxialRope(Rope):
-    """A rotation by three positions: time, height and width.
-
-    The positions differ only for image tokens.
+    """A rotation by three positions: time, height and width. They differ only for image tokens.
 
     Attributes:
         axes: the axis whose position rotates each pair of a head: 0 for time, 1 for height, 2 for
@@ -51,7 +49,7 @@ class AxialRope(Rope):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """A rotation on the device. Layers that rotate alike share one object."""
+    """A rotation on the device. Layers with the same rotation share one object."""
 
     inverse_frequencies: Tensor
     scale: float

@@ -1,7 +1,7 @@
-"""The interface through which a block requests its weights while it is built.
+"""The interface through which a block gets its weights while it is built.
 
-A block names each stored tensor once. Names, shapes, byte counts and values all derive from that
-call.
+A block names each stored tensor once. Names, shapes, byte counts and values are all derived from
+that call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,18 +31,19 @@ class BlockWeights(Protocol):
 
     @property
     def share(self) -> Share:
-        """The part of the model that is built. Shapes are those of the whole model. Blocks request
-        the ranges that this part keeps."""
+        """The share of the model that is built. Shapes are those of the whole model. Blocks request
+        the ranges that belong to this share."""
         ...
 
     @property
     def products(self) -> Sequence[Product]:
-        """The products that `linear` has made so far, including those made through `within`."""
+        """All products that `linear` has created so far, including those created through
+        `within`."""
         ...
 
     @property
     def prefix(self) -> str:
-        """Return what `within` has added."""
+        """Return the prefix that `within` has added."""
         ...
 
     def within(self, prefix: str) -> "BlockWeights": ...
@@ -56,23 +57,24 @@ class BlockWeights(Protocol):
         outputs: Mapping[str, Ranges] = NO_CUTS,
         inputs: range | None = None,
     ) -> Linear:
-        """Return the matrices of several modules joined along the outputs, optionally with biases.
+        """Return the matrices of several modules, concatenated along the outputs, optionally with
+        biases.
 
         Args:
             rows: module -> outputs, of a stored `weight` [outputs, columns] and `bias` [outputs].
-            outputs: module -> kept outputs. All outputs of other modules are kept.
-            inputs: kept inputs of all modules. The sum of the ranks' products is the whole product,
-                so rank 0 alone has the biases. None: every rank has the whole product.
+            outputs: module -> kept outputs. Other modules keep all outputs.
+            inputs: kept inputs of all modules. The whole product is then the sum of the ranks'
+                products, so only rank 0 has the biases. None: every rank has the whole product.
         """
         ...
 
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         """Return the kept outputs of a module's matrix [rows, columns] in the model's compute
-        dtype, for callers that multiply by parts of it. None: all outputs."""
+        dtype, for callers that use parts of it. None: all outputs."""
         ...
 
     def by_head(self, weights: Tensor) -> HeadMatrices:
-        """Return a matrix for each head, made of parts of a `matrix`.
+        """Return one matrix per head, made of parts of a `matrix`.
 
         Args:
             weights: [heads, in, out].
@@ -80,8 +82,8 @@ class BlockWeights(Protocol):
         ...
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
-        """Return a part of the experts stored under the module `experts`. Of experts that several
-        ranks have, rank 0 alone has the biases of the outputs."""
+        """Return a part of the experts stored under the module `experts`. If several ranks have
+        parts of an expert, only rank 0 has the biases of its outputs."""
         ...
 
     def tensor(
@@ -109,14 +111,14 @@ class BlockWeights(Protocol):
         ...
 
     def tied(self, embedding: Tensor) -> Linear:
-        """Return the head that is tied to the embedding [vocabulary, hidden], which remains in
-        use."""
+        """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding stays
+        in use."""
         ...
 
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
         """Return the multiplier of a norm.
 
-        With `from_one` this is 1 + the stored difference, in float32. Otherwise it is the stored
+        With `from_one`, it is 1 + the stored difference, in float32. Otherwise it is the stored
         weight in the model's compute dtype.
         """
         ...

@@ -1,4 +1,4 @@
-"""Drafters with a checkpoint of their own: EAGLE heads and draft models."""
+"""Drafters with their own checkpoint: EAGLE heads and draft models."""
 
 from engine.models.draft_checkpoints.draft_model import DraftModelCheckpoint
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG, EagleCheckpoint

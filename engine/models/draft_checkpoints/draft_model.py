@@ -1,7 +1,7 @@
-"""A draft model: a smaller decoder with the same vocabulary, which drafts from the tokens alone.
+"""A draft model: a smaller decoder with the same vocabulary, which drafts from tokens only.
 
-The KV of its layers lies behind that of the model, in the same pages. A token's KV is therefore
-wherever the model's is: in the prefix cache, in lower tiers, and on the next node.
+The KV of its layers is in the same pages as the target model's, after it. It is therefore available
+wherever the target model's KV is: in the prefix cache, in offload tiers, and on the next node.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from engine.ranks import Share
 
 
 class DraftModelCheckpoint:
-    """The checkpoint of a draft model, of a native family."""
+    """The checkpoint of a draft model of a native family."""
 
     def __init__(self, directory: Path, model: ModelSpec) -> None:
         """Read the configuration.
@@ -41,7 +41,8 @@ class DraftModelCheckpoint:
         Args:
             model: the target model.
         Raises:
-            ConfigError: the configuration is wrong or not supported, or belongs to another model.
+            ConfigError: the configuration is invalid or not supported, or is for another target
+                model.
         """
         self._directory = directory
         self._spec = as_stored(read_decoder(directory), stored_names(directory))
@@ -78,24 +79,23 @@ class DraftModelCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> int:
-        """Return the bytes that `load` allocates. Raises ConfigError if the checkpoint is
-        incomplete."""
+        """See LoadableModel."""
         checkpoint = Checkpoint(self._directory)
         return weight_bytes(checkpoint, self._spec, device, dtype, quantize, _part(share))
 
     def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":
-        """Load it for a model. Raises ConfigError as `weight_bytes`."""
+        """Load the draft model for a target model. See LoadableModel."""
         read = Checkpoint(self._directory), self._spec
         return DraftModel(load_weights(*read, model.device, model.dtype, quantize, _part(share)))
 
     def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
-        """Read the weights of the model's drafter again, after `drain`."""
+        """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftModel)
         read = Checkpoint(self._directory), self._spec
         refill_weights(model.drafter.decoder, *read, quantize, _part(share))
 
     def drain(self, model: Decoder) -> None:
-        """Return the memory of the weights of the model's drafter to the system."""
+        """Return the memory of the drafter's weights to the operating system."""
         assert isinstance(model.drafter, DraftModel)
         for part in model.drafter.decoder.parts:
             drain(part)
@@ -107,12 +107,12 @@ class DraftModelCheckpoint:
 
 
 def _part(share: Share) -> Share:
-    """Return the part of a draft model that a rank of the model has. Experts are always divided."""
+    """Return a rank's share of the draft model. Experts are always divided."""
     return replace(share, whole_experts=False, placement=None)
 
 
 class DraftModel:
-    """A draft model behind a model, see DeviceDrafter."""
+    """A draft model that runs after the target model, see DeviceDrafter."""
 
     taps: tuple[int, ...] = ()
 
@@ -129,7 +129,7 @@ class DraftModel:
         self._run(batch, future_tokens, pool)
 
     def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
-        """Return undefined vectors: it continues from the KV of the tokens."""
+        """Return undefined vectors, because a draft model continues from the KV of the tokens."""
         decoder, rows = self.decoder, batch.num_rows
         size, dtype = decoder.spec.hidden_size, decoder.dtype
         return torch.empty(rows, size, dtype=dtype, device=decoder.device)

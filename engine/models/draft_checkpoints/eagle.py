@@ -1,5 +1,8 @@
 """An EAGLE head: a draft layer in its own checkpoint, in the layout of its authors, vLLM and
-SGLang. Embedding and token head are those of the target model."""
+SGLang.
+
+It uses the embedding and the token head of the target model.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -35,18 +38,14 @@ from engine.models.weights.survey import TensorInventory, TensorNeeds
 from engine.ranks import WHOLE, Share
 
 DRAFT_FLAG = "engine.speculative.draft_model"
-_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
+_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the target model's own, or unused
 _JOIN = "fc"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = "midlayer.hidden_norm.weight"
 
 
 class EagleCheckpoint:
-    """The checkpoint of an EAGLE head.
-
-    Attributes:
-        spec: of its layer.
-    """
+    """The checkpoint of an EAGLE head."""
 
     def __init__(self, directory: Path, model: ModelSpec) -> None:
         """Read the configuration.
@@ -54,7 +53,7 @@ class EagleCheckpoint:
         Args:
             model: the target model.
         Raises:
-            ConfigError: the configuration is wrong, or belongs to another model.
+            ConfigError: the configuration is invalid, or is for another target model.
         """
         config = Fields.of(directory / "config.json")
         _check(config, model, directory)
@@ -69,21 +68,20 @@ class EagleCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """Return the bytes that `load` allocates. Raises ConfigError if the checkpoint is
-        incomplete."""
+        """See LoadableModel."""
         return self._survey(device, dtype, quantize, share).num_bytes
 
     def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
-        """Load the layer for a model. Raises ConfigError as `weight_bytes`."""
+        """Load the layer for a target model. See LoadableModel."""
         return model.drafting(self._layer(model, quantize, share))
 
     def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
-        """Read the weights of the model's drafter again, after `drain`."""
+        """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftHead)
         refill(model.drafter.layer, self._layer(model, quantize, share))
 
     def drain(self, model: Decoder) -> None:
-        """Return the memory of the weights of the model's drafter to the system."""
+        """Return the memory of the drafter's weights to the operating system."""
         assert isinstance(model.drafter, DraftHead)
         drain(model.drafter.layer)
 
@@ -149,7 +147,7 @@ def _body(config: Fields, mixer: Attention, prefix: str) -> BodySpec:
 
 
 def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
-    """Return the spec of an EAGLE or EAGLE-2 layer. EAGLE-2 differs only in the number of
+    """Return the spec of an EAGLE or EAGLE-2 layer. EAGLE-2 only differs in the number of
     drafts."""
     return DraftSpec(
         body=_body(config, _attention(config), "layers.0."),

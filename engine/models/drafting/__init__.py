@@ -1,5 +1,5 @@
-"""Drafters on the device, and how they run over the model's pages: draft layers, which predict
-further tokens from a model's hidden states, and draft models."""
+"""Drafters on the device: draft layers, which predict tokens from hidden states, and draft
+models."""
 
 from engine.models.drafting.block import BodySpec, DraftSpec, InnerNorms
 from engine.models.drafting.drawing import EagerDrafts, drawn, live_token, one_token, view_of

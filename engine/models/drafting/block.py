@@ -1,8 +1,8 @@
-"""A decoder layer that continues after a model's last layer, and the body that follows the join of
-its inputs: a mixer and a feed-forward net, as in a model's layers.
+"""A draft layer: a decoder layer that continues after the target model's last layer.
 
-Its inputs are the model's hidden state of one token, and the next token. Its output replaces the
-model's hidden state of that next token.
+Its inputs are the target model's hidden state of one token, and the next token. They are joined,
+and then pass the body: a mixer and a feed-forward net, as in a model's layers. The output replaces
+the target model's hidden state of the next token.
 
 Sources: DeepSeek-V3, 2024, section 2.2 (MTP). EAGLE, Li et al. 2024, section 3.
 """
@@ -31,10 +31,10 @@ from engine.ranks import Group
 
 @dataclass(frozen=True, slots=True)
 class BodySpec:
-    """The body of a draft layer with the numbers that its configuration gives.
+    """The body of a draft layer, with the numbers of its configuration.
 
     Attributes:
-        prefix: of the names of its tensors, relative to that of the layer.
+        prefix: prefix of the names of its tensors, relative to the layer's prefix.
     """
 
     mixer: KeepingMixerSpec
@@ -47,14 +47,14 @@ class BodySpec:
         return DraftState((self.mixer.keeps,), hidden_size)
 
     def built_norm(self, site: LayerSite, name: str) -> RmsNorm:
-        """Build a norm of the body or of the layer around it. All are of the same kind."""
+        """Build a norm of the body or of the layer around it. All are of one kind."""
         return self.norm.build(site.source, name, site.hidden_size)
 
     def build(self, site: LayerSite) -> "Body":
         """Build the body.
 
         Args:
-            site: within the body's prefix.
+            site: context inside the body's prefix.
         """
         return Body(
             mixer=self.mixer.build(site),
@@ -69,13 +69,13 @@ class Body:
     mixer: KeepingMixer
     ffn_norm: RmsNorm
     ffn: Ffn
-    group: Group | None = None  # as in Layer
+    group: Group | None = None  # see Layer
 
     def keep(self, joined: Tensor, step: ModelStep, kept: KeptStates) -> None:
         """Store KV, see DraftLayer.
 
         Args:
-            joined: the mixer's input.
+            joined: input of the mixer.
         """
         # The first token of a prompt has no token before it, so its input is zeros. No other token
         # has position 0 on all axes.
@@ -98,10 +98,11 @@ class InnerNorms:
     """Names of the layer's own norms. None: there is no such norm.
 
     Attributes:
-        token: norm of the token's embedding, before the two are joined.
-        vector: norm of the hidden state before it, before the two are joined.
+        token: norm of the token's embedding, before the two inputs are joined.
+        vector: norm of the hidden state, before the two inputs are joined.
         head: norm of the layer's output, before the model's head.
-        recurring: the next draft step takes the output after the head's norm instead of before it.
+        recurring: whether the next draft step uses the output after the head's norm instead of
+            before it.
     """
 
     token: str | None = None
@@ -112,13 +113,12 @@ class InnerNorms:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft layer with the numbers that its configuration gives.
+    """A draft layer, with the numbers of its configuration.
 
     Attributes:
-        prefix: of the names of its tensors.
-        join: the module that makes one vector of two.
-        join_bias: the join has a bias.
-        input_norm: the body begins with a norm.
+        prefix: prefix of the names of its tensors.
+        join: module that joins the two input vectors.
+        input_norm: whether the body begins with a norm.
     """
 
     body: BodySpec
@@ -157,8 +157,7 @@ class DraftBlock:
     """A draft layer, see DraftLayer.
 
     Attributes:
-        norm: of its output vectors.
-        head_norm: applied before the model's head only.
+        head_norm: norm applied only before the model's head.
     """
 
     token_norm: RmsNorm | None

@@ -1,4 +1,4 @@
-"""Drafts drawn one after the other: each is an input of the next one."""
+"""Drawing of drafts one by one: each draft is an input of the next one."""
 
 from collections.abc import Callable, Sequence
 
@@ -48,9 +48,9 @@ def drawn(
     """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
 
     Args:
-        num_rows: number of rows with at least one draft, at least two, and so on. Rows with more
-            drafts come first.
-        logits: of vectors.
+        num_rows: number of rows with at least one draft, with at least two, and so on. Rows with
+            more drafts come first.
+        logits: returns the logits of vectors.
     """
     token_ids, firsts = steps.token_ids, batch.query_starts[:-1].long()
     for number, rows in enumerate(num_rows):
@@ -69,11 +69,11 @@ def view_of(pool: KVPool) -> DraftView:
 
 def live_token(batch: ForwardBatch, number: Tensor, num_live: Tensor) -> ForwardBatch:
     """Return a decode step of all rows of a batch, each with one of its tokens. The host knows
-    neither which token, nor how many rows have it. Other rows are padding.
+    neither the token nor the number of rows with this token. The other rows are padding.
 
     Args:
         number: int64 [], number of the token in its row.
-        num_live: int64 [], number of first rows that have it.
+        num_live: int64 [], number of first rows that have such a token.
     """
     live = torch.arange(batch.num_rows, device=number.device) < num_live
     places = (batch.query_starts[:-1].long() + number).clamp(max=len(batch.token_ids) - 1)
@@ -89,10 +89,11 @@ def live_token(batch: ForwardBatch, number: Tensor, num_live: Tensor) -> Forward
 def one_token(
     batch: ForwardBatch, token_ids: Tensor, places: Tensor, lengths: Tensor
 ) -> ForwardBatch:
-    """Return a decode step of the batch's first rows, each with the token at one of its places.
+    """Return a decode step of the batch's first rows, with one token each.
 
     Args:
-        lengths: int32, tokens of each row up to that one.
+        places: places of these tokens in the batch.
+        lengths: int32, number of tokens of each row up to this one.
     """
     num_rows = len(places)
     starts = torch.arange(num_rows + 1, device=places.device)

@@ -1,5 +1,6 @@
-"""A draft layer that reads the inputs of three of a model's layers, with its own head for a part of
-the model's vocabulary.
+"""The EAGLE-3 draft layer, which reads the inputs of three of the target model's layers.
+
+It has its own head, for a part of the target model's vocabulary.
 
 Source: EAGLE-3, Li et al. 2025, section 3.1.
 """
@@ -20,15 +21,15 @@ from kernels.sampling.bitmask import FORBIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
-    """An EAGLE-3 layer with the numbers that its configuration gives.
+    """An EAGLE-3 layer, with the numbers of its configuration.
 
     Attributes:
-        body: its mixer takes two vectors side by side.
+        body: its mixer has two concatenated vectors as input.
         taps: see DraftLayer.
-        vocabulary: of the model.
-        known: number of tokens in the layer's own head. Unless `mapped`, they are the first ones of
-            the vocabulary.
-        normed_residual: the normed vector bypasses attention.
+        vocabulary: vocabulary size of the target model.
+        known: number of tokens in the layer's own head. Unless `mapped`, they are the first tokens
+            of the vocabulary.
+        normed_residual: whether the vector bypasses attention after its norm instead of before it.
     """
 
     body: BodySpec
@@ -74,7 +75,7 @@ class Eagle3Layer:
     body: Body
     norm: RmsNorm
     head: Linear  # hidden -> known
-    tokens: Tensor | None  # int64 [known], their ids in the model's vocabulary
+    tokens: Tensor | None  # int64 [known], ids of these tokens in the model's vocabulary
 
     @property
     def taps(self) -> tuple[int, ...]:

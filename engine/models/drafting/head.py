@@ -1,9 +1,9 @@
-"""A draft layer that runs over a model's pages.
+"""A draft layer that runs over the target model's pages.
 
-The KV of a token is made of the token and of the model's hidden state of the token before it. It
-depends on no later token, so it is stored in the token's page and moves with that page. The hidden
-state that the next step needs is stored there too: each page holds that of its newest token. A node
-that continues after a token, on this node or another one, has that page.
+The KV of a token is computed from the token and the target model's hidden state of the token before
+it. It depends on no later token, so it is stored in the token's page and moves with that page. The
+hidden state that the next step needs is stored there, too: each page has the hidden state of its
+newest token. Any node that continues after a token has that page.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,12 @@ from kernels.pages.store_kv import store_kv
 
 
 class DraftHead:
-    """A draft layer behind a model, see DeviceDrafter.
+    """A draft layer that runs after the target model, see DeviceDrafter.
 
     Args:
-        embed: token ids of a batch and the future map's tokens -> embeddings, as in the model.
-        logits: of the model.
+        embed: returns the embeddings of a batch's token ids, like the target model. Also gets the
+            tokens of the future map.
+        logits: the target model's head.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DraftHead:
         batch, view, page_size = step.batch, view_of(pool), pool.layout.page_size
         own = self.layer.vectors(seen.hidden, seen.tapped, step)
         vectors = own.roll(1, 0)
-        # Rows without tokens are the last ones. They start behind the last token.
+        # Rows without tokens come last. They start after the last token.
         firsts = batch.query_starts[:-1].clamp(max=len(own) - 1)
         vectors[firsts] = _vectors_before(batch, view, page_size)
         self.layer.keep(vectors, seen.embeddings, step, _kept(view))
@@ -82,8 +83,8 @@ def _kept(view: DraftView) -> KeptStates:
 
 
 def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Tensor:
-    """Return the hidden state of the token before each row's first, [num_rows, hidden]. Undefined
-    for rows at position 0."""
+    """Return the hidden state of the token before each row's first token, [num_rows, hidden].
+    Undefined for rows at position 0."""
     before = batch.starts - 1
     if not len(batch.page_ids):  # every row starts at position 0
         return view.vectors.new_zeros(len(before), view.vectors[0].numel())
@@ -92,7 +93,7 @@ def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Ten
 
 
 def _newest_of_pages(batch: ForwardBatch, page_size: int) -> Tensor:
-    """Return the page of each token that is the newest one in its page after the step, and -1 for
+    """Return the page of each token that is the newest token in its page after the step, and -1 for
     other tokens."""
     locations = batch.locations[DRAFT_TABLE]
     newest = (locations + 1) % page_size == 0

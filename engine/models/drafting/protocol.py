@@ -1,4 +1,4 @@
-"""Protocols between a model and its drafter, and between a draft head and its layer."""
+"""Protocols between a target model and its drafter, and between a draft head and its layer."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -10,18 +10,18 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.states import DraftState
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 
-# Draws int32 [n] draft tokens from logits [n, any] of the first n rows, given the number of the
-# draft. A draft is negative where logits are not finite.
+# Draws draft tokens, int32 [n], from logits [n, any] of the first n rows. The second argument is
+# the number of the draft. A draft is negative if its logits contain NaN or Inf.
 Draw: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 class ModelVectors(NamedTuple):
-    """The vectors of a step's tokens in the model, [num_tokens, hidden] each.
+    """The target model's vectors of a step's tokens, [num_tokens, hidden] each.
 
     Attributes:
-        hidden: the input of the model's head.
-        tapped: the inputs of the layers that the drafter reads.
-        embeddings: of the tokens and images.
+        hidden: input of the model's head.
+        tapped: inputs of the layers that the drafter reads.
+        embeddings: embeddings of tokens and images.
     """
 
     hidden: Tensor
@@ -30,11 +30,11 @@ class ModelVectors(NamedTuple):
 
 
 class DeviceDrafter(Protocol):
-    """A drafter on the device, whose layers have KV in the pages of the model. Forward stream only.
-    Never waits for the device.
+    """A drafter on the device. Its KV is in the target model's pages. Forward stream only. Never
+    waits for the device.
 
     Attributes:
-        taps: layers of the model whose inputs it reads.
+        taps: layers of the target model whose inputs it reads.
     """
 
     @property
@@ -43,7 +43,7 @@ class DeviceDrafter(Protocol):
     def follow(
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
-        """Store the drafter's KV of a step's tokens. Called after the model's forward. In a step
+        """Store the drafter's KV of a step's tokens, after the target model's forward. In a step
         with drafts, `step.late` receives the update that follows verification."""
         ...
 
@@ -57,8 +57,8 @@ class DeviceDrafter(Protocol):
         """Store the KV of one token of each row. Return the rows' output vectors.
 
         Args:
-            one: a decode step. None of its tokens is the first of a text.
-            vectors: before these tokens, [num_rows, hidden].
+            one: a decode step. None of its tokens is the first token of a prompt.
+            vectors: vectors before these tokens, [num_rows, hidden].
         """
         ...
 
@@ -69,18 +69,17 @@ class DeviceDrafter(Protocol):
         Called before the step.
 
         Args:
-            num_rows: number of rows with at least one draft, at least two, and so on. Rows with
-                more drafts come first.
-            steps: the forwards of this drafter.
+            num_rows: number of rows with at least one draft, with at least two, and so on. Rows
+                with more drafts come first.
         """
         ...
 
 
 class DraftSteps(Protocol):
-    """The forwards of a drafter within a step of the model.
+    """The forwards of a drafter within a step of the target model.
 
     Attributes:
-        token_ids: of the step, with space for drafts.
+        token_ids: token ids of the step, with space for drafts.
     """
 
     @property
@@ -96,7 +95,7 @@ class DraftLayer(Protocol):
     [num_tokens, hidden].
 
     Attributes:
-        taps: layers of the model whose inputs it reads.
+        taps: layers of the target model whose inputs it reads.
     """
 
     @property
@@ -106,8 +105,8 @@ class DraftLayer(Protocol):
         """Return the input vectors of a step's tokens, [num_tokens, hidden].
 
         Args:
-            hidden: [num_tokens, hidden], the input of the model's head.
-            tapped: [num_tokens, hidden] for each tap.
+            hidden: [num_tokens, hidden], input of the target model's head.
+            tapped: [num_tokens, hidden] per tap.
         """
         ...
 
@@ -119,15 +118,15 @@ class DraftLayer(Protocol):
         self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
     ) -> Tensor:
         """Write the tokens' KV, and return their output vectors, [num_tokens, hidden]. None of the
-        tokens is the first of a text."""
+        tokens is the first token of a prompt."""
         ...
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logits of the following tokens: [n, any] by the model's token ids, finite, owned
-        by the caller.
+        """Return logits of the next tokens: [n, any] by the model's token ids, finite, owned by the
+        caller.
 
         Args:
-            logits: the model's head, which the layer may use.
+            logits: the target model's head, which the layer may use.
         """
         ...
 
@@ -136,7 +135,7 @@ class DraftLayerSpec(Protocol):
     """A draft layer before it is built.
 
     Attributes:
-        prefix: of the names of its tensors.
+        prefix: prefix of the names of its tensors.
     """
 
     @property

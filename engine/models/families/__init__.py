@@ -1,6 +1,6 @@
 """Families of native models: each file reads config.json of one family and returns a DecoderSpec.
 
-Configurations of transformers 4 and 5 are both read. A family's defaults are those of its
+Configurations of transformers 4 and 5 are supported. A family's defaults are those of its
 configuration class in transformers.
 """
 
@@ -59,7 +59,7 @@ def read_decoder(directory: Path) -> DecoderSpec:
     """Read config.json and generation_config.json.
 
     Raises:
-        ConfigError: fields are missing, wrong or not supported. The message names the file, the
+        ConfigError: fields are missing, invalid or not supported. The message names the file, the
             field and the expected value.
     """
     config = Fields.of(directory / "config.json")

@@ -1,8 +1,8 @@
-"""Fields that configurations of most families have in common, and a checkpoint's heads.
+"""Configuration fields that most families share, and the heads of checkpoints.
 
-A checkpoint has a head for tokens, one for classes, or none. The configuration names the class that
-saved the checkpoint. Embedding checkpoints may contain the decoder alone, despite that class. Their
-tensor names then have no prefix.
+A checkpoint has a head for tokens, a head for classes, or no head. The configuration names the
+class that saved it. Embedding checkpoints may have only the decoder, in contradiction to that
+class. Their tensor names then have no prefix.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,12 +83,12 @@ def beside_encoder(
     family: Callable[[Fields, tuple[int, ...]], DecoderSpec],
     defaults: Mapping[str, str | int] | None = None,
 ) -> DecoderSpec:
-    """Return the decoder of a configuration whose `text_config` describes it, in a checkpoint with
-    an image encoder. Tensor names are those of Qwen's models.
+    """Return the decoder of a checkpoint with an image encoder. The field `text_config` describes
+    the decoder. Tensor names are those of Qwen's models.
 
     Args:
-        family: of the decoder.
-        defaults: of `text_config`.
+        family: reads the decoder.
+        defaults: defaults of `text_config`.
     """
     text = text_config(config, defaults)
     spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
@@ -101,8 +101,8 @@ def beside_encoder(
 
 
 def quantised_as(config: Fields, spec: DecoderSpec) -> DecoderSpec:
-    """Return the decoder as the whole configuration says that it is quantised. If it says nothing,
-    the decoder's part does."""
+    """Return the decoder with the quantisation of the whole configuration, if it has one. Otherwise
+    the decoder's own applies."""
     if "quantization_config" not in config:
         return spec
     stored = scheme_of(config)
@@ -111,10 +111,11 @@ def quantised_as(config: Fields, spec: DecoderSpec) -> DecoderSpec:
 
 
 def text_config(config: Fields, defaults: Mapping[str, str | int] | None = None) -> Fields:
-    """Return the decoder's part of a configuration. If it has no dtype, that of the whole applies.
+    """Return the decoder's part of a configuration. The dtype of the whole configuration is its
+    default.
 
     Args:
-        defaults: of other fields.
+        defaults: defaults of other fields.
     """
     text, whole = config.nested("text_config"), {}
     for name in ("dtype", "torch_dtype"):
@@ -137,9 +138,9 @@ def attention(
     """Return the attention of a layer without a window.
 
     Args:
-        scale: None: derived from the size of a head, as is usual.
+        scale: None: derived from the head size, as usual.
         rope_theta: default if the configuration has no such field.
-        rotated: as in `parse_rope`.
+        rotated: see `parse_rope`.
     """
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
@@ -217,7 +218,7 @@ _USUAL_LABELS = 2  # default that transformers omits from configurations
 
 
 def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
-    """Return the decoder with the heads that its configuration declares."""
+    """Return the decoder with the heads declared by its configuration."""
     saved_by = config.texts("architectures") if "architectures" in config else ()
     if any(name.endswith(CLASSIFIER) for name in saved_by):
         labels = config.nested("id2label").size or config.integer("num_labels", _USUAL_LABELS)
@@ -229,8 +230,8 @@ def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
 
 
 def as_stored(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
-    """Return the decoder adapted to the names of the stored tensors: the decoder alone, or with its
-    heads."""
+    """Return the decoder adapted to the names of the stored tensors: without a prefix if the
+    checkpoint has only the decoder."""
     if "embed_tokens.weight" not in names or "model.embed_tokens.weight" in names:
         return decoder
     generates = decoder.model.generates and (decoder.tied_embeddings or "lm_head.weight" in names)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (including R1): latent attention, and experts after the first layers."""
+"""DeepSeek-V2 and V3 (including R1): latent attention (MLA), and experts after the first layers."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     interleaved = config.flag("rope_interleave", True)
     experts = moe.deepseek_experts(config, groups=8, chosen=4, shared=1, scale=2.5, normalise=True)
     spec = _decoder(config, eos_token_ids, experts, interleaved=interleaved, first_sparse=3)
-    # Checkpoints may have additional layers, which predict further tokens (MTP).
+    # Checkpoints may have additional layers that predict further tokens (MTP).
     first, more = len(spec.layers), config.count("num_nextn_predict_layers", 0)
     names = (f"model.layers.{layer}." for layer in range(first, first + more))
     offered = _first_behind(spec, experts, _attention(config, interleaved)) if more else None
@@ -33,8 +33,8 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -> DraftSpec:
-    """Return the first MTP layer. It shares the model's embedding and head, though the checkpoint
-    repeats them."""
+    """Return the first MTP layer. It shares the model's embedding and head, although the checkpoint
+    has copies."""
     return DraftSpec(
         body=BodySpec(mixer, experts, spec.norm, prefix=""),
         prefix=f"model.layers.{len(spec.layers)}.",
@@ -74,7 +74,7 @@ def _attention(config: Fields, interleaved: bool) -> LatentAttention:
     key_dim, rotated = config.integer("qk_nope_head_dim", 128), config.integer(_ROTATED, 64)
     if rotated % 2:
         raise config.wrong(_ROTATED, "an even number")
-    # null, as transformers writes it, means that queries have no latents.
+    # transformers writes null if queries have no latents.
     query_rank = config.integer("q_lora_rank") if "q_lora_rank" in config else None
     bias = config.flag("attention_bias", False)
     if bias and query_rank is None:

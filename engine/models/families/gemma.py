@@ -1,8 +1,8 @@
-"""Gemma 2 and 3: four norms per layer, and windows in most layers.
+"""Gemma 2 and 3: four norms per layer, and sliding windows in most layers.
 
 Gemma 2 has soft caps, and a window in every other layer. Gemma 3 has norms of queries and keys
-instead. Five of its layers with a window alternate with one without, and each of the two kinds has
-its own RoPE. Its image tokens see all tokens of their image.
+instead. Five layers with a window alternate with one layer without. The two kinds have different
+RoPE. Image tokens attend to all tokens of their image.
 """
 
 from collections.abc import Mapping
@@ -126,7 +126,7 @@ def gemma3_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> Decode
 
 
 def _soft_cap(config: Fields, name: str) -> float | None:
-    """Return the soft cap of a field. An absent field means no cap here."""
+    """Return the soft cap of a field. An absent field means that there is no cap."""
     return common.soft_cap(config, name, 0.0) if name in config else None
 
 

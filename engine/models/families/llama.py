@@ -1,4 +1,4 @@
-"""Llama 2 and later, and LLaVA 1.5, which is a Llama beside an image encoder."""
+"""Llama 2 and later, and LLaVA 1.5, which is a Llama with an image encoder."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Mistral, whose layers may have a sliding window, and Mixtral, the same with experts."""
+"""Mistral, whose layers may have a sliding window, and Mixtral, which also has experts."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from kernels.experts.routing import Routing
 
 
 def mistral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    # An explicit null disables the window. transformers fills an absent field with 4096.
+    # An explicit null disables the window. The default of an absent field in transformers is 4096.
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
     norm = common.norm(config)

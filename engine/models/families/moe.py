@@ -1,4 +1,4 @@
-"""Fields that families with experts have in common."""
+"""Configuration fields that families with experts share."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def deepseek_experts(
     scale: float = 1.0,
     normalise: bool = False,
 ) -> Experts:
-    """Return the experts of DeepSeek-V3, and of families that copy its field names. The router uses
+    """Return the experts of DeepSeek-V3, and of families with the same field names. The router uses
     sigmoids and chooses from a few groups.
 
     Args:
@@ -98,7 +98,7 @@ def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
 
 def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Routing:
     """Return a softmax routing whose probabilities are the weights. Groups are ranked by their
-    `top` likeliest experts."""
+    `top` most likely experts."""
     count = config.integer("n_routed_experts")
     size, odd = divmod(count, groups)
     if odd or size < top:
@@ -115,7 +115,7 @@ def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Ro
 
 
 def per_token(config: Fields, most: int, default: int | None = None) -> int:
-    """Return the number of experts per token. Raises ConfigError if it exceeds the number of
+    """Return the number of experts per token. Raise ConfigError if it exceeds the number of
     experts."""
     found = config.integer("num_experts_per_tok", default)
     if found > most:

@@ -1,7 +1,7 @@
-"""Qwen2 and 2.5: biases of queries, keys and values, and windows if they are enabled.
+"""Qwen2 and 2.5: biases of queries, keys and values, and sliding windows if they are enabled.
 
-Qwen2-MoE has experts, and one shared expert for all tokens. Qwen2.5-VL has image tokens, which are
-rotated by their rows and columns. engine/models/vision/ makes the embeddings of images.
+Qwen2-MoE has experts, and one shared expert for all tokens. Qwen2.5-VL has image tokens with axial
+rotation. engine/models/vision/ computes image embeddings.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ _SECTIONS = (16, 24, 24)
 
 
 def qwen2_5_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    """Return the decoder. In configurations of transformers 4, the text model's fields are at the
+    """Return the decoder. Configurations of transformers 4 have the fields of the text model at the
     top level."""
     text = common.text_config(config) if "text_config" in config else config
     norm = common.norm(text, eps=1e-5)

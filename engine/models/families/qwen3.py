@@ -1,7 +1,6 @@
-"""Qwen3 and Qwen3-MoE: norms of queries and keys in place of Qwen2's biases.
+"""Qwen3 and Qwen3-MoE: norms of queries and keys instead of Qwen2's biases.
 
-Qwen3-VL has image tokens, which are rotated by their rows and columns. Its first layers add
-features of images to their outputs.
+Qwen3-VL has image tokens with axial rotation. Its first layers add image features to their outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ def qwen3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 _SECTIONS = (24, 20, 20)
-_FEATURES = (8, 16, 24)  # layers of the encoder
+_FEATURES = (8, 16, 24)  # layers of the image encoder
 
 
 def qwen3_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:

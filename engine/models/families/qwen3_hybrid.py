@@ -2,7 +2,7 @@
 
 Three layers with a gated delta net alternate with one attention layer, whose output is gated and
 whose heads are partially rotated. Qwen3.5 is standalone or a part of the multimodal model, whose
-image tokens are rotated by their rows and columns.
+image tokens have axial rotation.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def _with_drafts(
     attention layer, and shares the model's embedding and head.
 
     Args:
-        attention, ffn: of that layer.
+        attention, ffn: parts of that layer.
     """
     offered = DraftSpec(
         body=BodySpec(attention, ffn, spec.norm, prefix="layers.0."),
@@ -48,7 +48,7 @@ def _with_drafts(
 
 
 def _norm(config: Fields) -> Norm:
-    """Return the norm used everywhere except within the delta net."""
+    """Return the norm of everything outside the delta net."""
     return common.norm(config, from_one=True)
 
 
@@ -128,8 +128,7 @@ def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
-    # The authors store stacked experts. Quantised checkpoints of third parties store them one by
-    # one.
+    # The authors store stacked experts. Quantised checkpoints of third parties store single ones.
     return _qwen3_5(config, eos_token_ids, replace(ffn, storage=StackedTensor()))
 
 

@@ -1,5 +1,4 @@
-"""Products with a model's matrices: one protocol, and the forms in which a matrix is held in
-memory."""
+"""Products with a model's matrices: one protocol, and the forms of a matrix in memory."""
 
 from engine.models.linear.choose import form_of, rounding_of, stays_stored
 from engine.models.linear.matrix import (

@@ -1,6 +1,6 @@
 """Choice of the form of a model's matrices, by device, dtype and requested quantisation.
 
-The form may consist of two: one for matrices as they are stored, and one for the others.
+The form may combine two: one for matrices that stay as stored, and one for the others.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class QuantisedForm(Protocol):
     """A form for matrices of some quantised formats."""
 
     def keeps(self, stored: QuantFormat, inputs: int) -> bool:
-        """Return whether matrices of a format with so many inputs stay as they are stored."""
+        """Return whether matrices of a format with `inputs` inputs stay as they are stored."""
         ...
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
@@ -44,7 +44,7 @@ class QuantisedForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AsStoredForm(Form):
-    """A form that multiplies quantised matrices as they are if `quantised` keeps them, and holds
+    """A form that uses quantised matrices as they are stored, if `quantised` keeps them, and holds
     all other matrices in `rest`. CPU only."""
 
     quantised: QuantisedForm
@@ -82,10 +82,10 @@ def form_of(
     it, then oneDNN's, then torch's own.
 
     Args:
-        stored: the format of the checkpoint's quantised matrices. They are multiplied as they are
-            if possible, and otherwise converted to floats.
+        stored: format of the checkpoint's quantised matrices. They are used as stored if possible,
+            and otherwise converted to floats.
     Raises:
-        ConfigError: no form here supports the requested quantisation.
+        ConfigError: no form on this machine supports the requested quantisation.
     """
     if quantize == "int8":
         int8 = _int8(device)
@@ -102,11 +102,11 @@ def stays_stored(device: torch.device, stored: QuantFormat | None) -> bool:
 def rounding_of(
     device: torch.device, quantize: Quantize, stored: QuantFormat | None, ranks: int = 1
 ) -> str:
-    """Return how inputs and weights of products are rounded here. Nodes compare it because KV
-    depends on it.
+    """Return how inputs and weights of products are rounded on this machine. Nodes compare it
+    because KV depends on it.
 
     Args:
-        ranks: parts of the model. Each part scales its own int8 inputs.
+        ranks: number of parts of the model. Each part scales its own int8 inputs.
     """
     rounding: str = quantize
     if quantize == "none" and stored == INT8 and _int8(device) is not None:
@@ -124,7 +124,7 @@ def _float_form(device: torch.device, dtype: torch.dtype) -> Form:
 
 
 def _stored_form(device: torch.device, dtype: torch.dtype, stored: QuantFormat) -> Form | None:
-    """Return the form that keeps matrices of this format, if any."""
+    """Return the form that keeps matrices of this format, or None."""
     if device.type == "cuda":
         return WeightOnlyForm(device, dtype) if widens(stored, device) else None
     int8, compiled = _int8(device), devices.compiled_for(device)
@@ -136,7 +136,7 @@ def _stored_form(device: torch.device, dtype: torch.dtype, stored: QuantFormat) 
 
 
 def _int8(device: torch.device) -> RoundingForm | None:
-    """Return the form that multiplies int8 here, if any."""
+    """Return the form that multiplies int8 on this machine, or None."""
     if device.type != "cpu":
         return None
     compiled = devices.compiled_for(device)

@@ -1,4 +1,4 @@
-"""Weight-only quantisation on a CPU: weights of 4 bits in panels, widened in each product.
+"""Weight-only quantisation on a CPU: 4-bit weights in panels, converted to floats in each product.
 
 Inputs are not rounded, and a row's result does not depend on the other rows. Reported sizes exclude
 the padding of a matrix's last panel.
@@ -17,11 +17,11 @@ from kernels.quantised import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodePanels:
-    """A matrix of 4 bits in panels.
+    """A 4-bit matrix in panels.
 
     Attributes:
-        codes, scales, zeros: as `Operators.weight_only_product` takes them.
-        order: of a reordered format, the input of each number.
+        codes, scales, zeros: arguments of `Operators.weight_only_product`.
+        order: for a reordered format, the input of each number.
     """
 
     operators: Operators
@@ -39,7 +39,7 @@ class CodePanels:
 
     @property
     def matrix(self) -> PanelMatrix | None:
-        """Return the matrix for layers computed in one call. None if inputs are reordered."""
+        """Return the matrix for layers in one compiled call. None if inputs are reordered."""
         if self.format.reordered:
             return None
         operators, codes, group = self.operators, self.codes, self.group
@@ -59,8 +59,8 @@ class CodePanels:
 
 @dataclass(frozen=True, slots=True)
 class CodePanelForm:
-    """A form for matrices of 4 bits, whose groups must consist of whole words. A rank's part may
-    have others."""
+    """A form for 4-bit matrices whose groups consist of whole words. A rank's part may have other
+    groups."""
 
     operators: Operators
 

@@ -1,4 +1,4 @@
-"""Unpacked matrices, multiplied as they are stored, for every device and dtype."""
+"""Unpacked matrices, multiplied as they are stored. For every device and dtype."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The feed-forward nets of experts: all in two stacks, or each as its own pair of matrices."""
+"""The feed-forward nets of experts: all in two stacked tensors, or one pair of matrices each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kernels.quantised import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedLinear:
-    """All experts in two stacks.
+    """All experts in two stacked tensors.
 
     Attributes:
         gate_up: [experts, 2 * inner, hidden].
@@ -42,8 +42,8 @@ class StackedLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeparateLinear:
-    """One pair of matrices per expert. Reads from the device which experts are used, so it is for
-    CPUs.
+    """One pair of matrices per expert. For CPUs only, because the host reads which experts are
+    used.
 
     Attributes:
         nets: gate_up and down of each expert, in any form.
@@ -77,10 +77,10 @@ def stack(
     dtype: torch.dtype,
     keeps: Callable[[QuantFormat | None], bool] = lambda stored: False,
 ) -> StackedLinear:
-    """Copy one expert after the other to its final place.
+    """Copy the experts one after the other to their final place.
 
     Args:
-        keeps: returns whether matrices of a format stay as they are. Others become floats.
+        keeps: returns whether matrices of a format stay as stored. Others become floats.
     """
     stacks: list[ExpertMatrices] = []
     for number, one in enumerate(stored):
@@ -100,7 +100,7 @@ def _as_held(
     dtype: torch.dtype,
     keeps: Callable[[QuantFormat | None], bool],
 ) -> ExpertMatrices:
-    """Return the matrix of one expert as it will be held, without the first dimension."""
+    """Return the matrix of one expert in its final format, without the first dimension."""
     if not keeps(matrix.format):
         return ExpertMatrices(matrix.floats().to(dtype), bias)
     numbers, quantisation = matrix.quantised()
@@ -108,7 +108,7 @@ def _as_held(
 
 
 def _empty(one: ExpertMatrices, count: int, device: torch.device) -> ExpertMatrices:
-    """Return memory for so many matrices like this one."""
+    """Return memory for `count` matrices like this one."""
 
     def like(part: Tensor) -> Tensor:
         return torch.empty((count, *part.shape), dtype=part.dtype, device=device)

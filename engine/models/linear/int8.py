@@ -1,7 +1,7 @@
 """int8 matrices with a scale per channel, multiplied by int8 inputs with a scale per row.
 
-Sums are integers and exact, so a row's result does not depend on the other rows. Only for CPUs that
-multiply bytes.
+Sums are exact integers, so a row's result does not depend on the other rows. Only for CPUs with
+int8 products.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
 
 _LARGEST = 127.0
-ZERO = 128  # the byte for an input of 0, because the processor takes unsigned bytes
+ZERO = 128  # byte for an input of 0, because the processor multiplies unsigned bytes
 _ROUNDING = torch.tensor(ZERO + 0.5)
 _SMALLEST = torch.tensor(1e-30)  # scale of a row of zeros
-_BLOCK_NUMBERS = 1 << 19  # quantised at a time, to bound temporary memory
+_BLOCK_NUMBERS = 1 << 19  # numbers quantised at a time, to limit temporary memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Int8Channel:
     Attributes:
         weight: opaque, int8 [out, in].
         scale: float32 [out].
-        offset: float32 [out], subtracts the contribution of inputs of ZERO.
+        offset: float32 [out], compensates for ZERO in the inputs.
         bias: [out].
     """
 
@@ -55,7 +55,7 @@ class Int8Channel:
 
 
 class RoundingForm(Form, Protocol):
-    """A form that rounds stored numbers to the nearest of 255 values per channel."""
+    """A form that rounds stored numbers to 255 values per channel."""
 
     def keeps(self, stored: QuantFormat, inputs: int) -> bool:
         return stored == INT8
@@ -82,7 +82,7 @@ class Int8Form(RoundingForm):
 
 
 def rounded(matrix: Matrix) -> Matrix:
-    """Return the matrix in INT8. Others are rounded to the nearest numbers."""
+    """Return the matrix in INT8. Matrices of other formats are rounded to the nearest numbers."""
     if matrix.format == INT8:
         return matrix
     stored = matrix.floats()

@@ -1,4 +1,4 @@
-"""A stored matrix, before it is converted to a form, and the part of it that a rank keeps."""
+"""A stored matrix before its conversion to a form, and the part of it that a rank keeps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Matrix:
     """A stored matrix. A weight is (number - zero) * scale.
 
     Attributes:
-        numbers: [out, in]: floats without a format, else int8, float8_e4m3fn, or uint8 with one
-            number of 4 bits each.
+        numbers: [out, in]. Floats without a format. Otherwise int8, float8_e4m3fn, or uint8 with
+            one 4-bit number each.
         format: None: not quantised.
         scales: float32 [out, groups], bfloat16 for fp4. Unused without a format.
-        zeros: uint8 [out, groups], of int4. Otherwise unused.
-        order: int64 [in], the input of each number of a row, of a reordered format. Otherwise
+        zeros: uint8 [out, groups], for int4. Otherwise unused.
+        order: int64 [in], for a reordered format: the input of each number of a row. Otherwise
             unused.
     """
 
@@ -47,12 +47,12 @@ class Matrix:
         return numbers.contiguous(), self._quantisation(self.format)
 
     def with_rows(self, choose: Callable[[Tensor], Tensor]) -> "Matrix":
-        """Return the rows that `choose` returns of a tensor with all rows."""
+        """Return the matrix with the rows that `choose` selects from a tensor with all rows."""
         numbers, scales, zeros = map(choose, (self.numbers, self.scales, self.zeros))
         return Matrix(numbers, self.format, scales, zeros, self.order)
 
     def columns(self, inputs: range) -> "Matrix":
-        """Return these inputs of all rows, contiguous."""
+        """Return the matrix with these inputs of all rows, contiguous."""
         part = self.format and self.format.within(inputs, self.numbers.shape[1])
         if part is None or self.format is None:
             return Matrix(self.floats()[:, inputs.start : inputs.stop].contiguous())
@@ -76,7 +76,7 @@ class StoredExpert:
     Attributes:
         gate_up: [2 * inner, hidden].
         down: [hidden, inner].
-        gate_up_bias, down_bias: a bias for each row, or None.
+        gate_up_bias, down_bias: one bias per row, or None.
     """
 
     gate_up: Matrix
@@ -86,8 +86,8 @@ class StoredExpert:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Join matrices along the outputs. They stay quantised if all have the same format and order
-    of inputs."""
+    """Concatenate matrices along the outputs. They stay quantised if all have the same format and
+    order of inputs."""
     first = matrices[0]
     if len(matrices) == 1:
         return first
@@ -102,7 +102,7 @@ def joined(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def common_format(formats: Sequence[QuantFormat | None]) -> QuantFormat | None:
-    """Return the format of matrices that are joined."""
+    """Return the format of matrices after concatenation."""
     return formats[0] if len(set(formats)) == 1 else None
 
 
@@ -111,12 +111,13 @@ NO_CUTS: Mapping[str, Ranges] = {}
 
 
 def scaled(units: range, size: int) -> range:
-    """Return the numbers of consecutive units of `size` numbers each."""
+    """Return the range of numbers of consecutive units with `size` numbers each."""
     return range(units.start * size, units.stop * size)
 
 
 def kept(tensor: Tensor, ranges: Ranges | None) -> Tensor:
-    """Return these ranges of the first dimension, joined. Copies nothing if they are adjacent.
+    """Return these ranges of the first dimension, concatenated. Copies nothing if they are
+    adjacent.
 
     Args:
         ranges: in ascending order. None: everything.
@@ -158,7 +159,7 @@ class MatrixPart:
         return len(self.inputs) < self.columns
 
     def cut(self, matrix: Matrix) -> Matrix:
-        """Return the part of the whole matrix. Scales are those of the whole rows."""
+        """Return the part of the whole matrix. Scales stay those of whole rows."""
         rows = matrix.with_rows(lambda tensor: kept(tensor, self.outputs))
         return rows.columns(self.inputs) if self.splits_inputs else rows
 

@@ -1,8 +1,8 @@
-"""oneDNN's products with weights in the layout of its own kernels, and the form that holds matrices
-in this layout. A product of few rows runs at memory bandwidth.
+"""oneDNN's products with weights in the layout of its own kernels, and the form with this layout.
 
-torch has no public names for them, so all private names are in this file. Tests compare their
-results with plain products, on the installed torch. One layout serves any number of rows.
+A product of few rows runs at memory bandwidth. torch has no public names for these functions, so
+all private names are in this file. Tests compare their results with plain products, on the
+installed torch. One layout is for any number of rows.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,7 @@ _NO_OFFSET = torch.zeros(1, dtype=torch.int32)
 
 
 def packs_bfloat16() -> bool:
-    """Return whether this torch has the bfloat16 products and this processor makes them
-    worthwhile."""
+    """Return whether this torch has the bfloat16 products and they are faster on this processor."""
     return _has(_BFLOAT16, _BFLOAT16_NEEDED) and bool(_BFLOAT16._is_mkldnn_bf16_supported())
 
 
@@ -37,17 +36,17 @@ def multiplies_int8() -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return an opaque tensor with the numbers of bfloat16 [out, in], of the same size in bytes."""
+    """Return the numbers of bfloat16 [out, in] as an opaque tensor of the same size in bytes."""
     return cast(Tensor, _BFLOAT16._reorder_linear_weight(weight, None))
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [n, in] by a matrix of `pack` in x's dtype, plus bias: [n, out]."""
+    """Return x [n, in] times a matrix from `pack` in x's dtype, plus bias: [n, out]."""
     return cast(Tensor, _BFLOAT16._linear_pointwise(x, packed, bias, "none", [], ""))
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """Return an opaque tensor with the numbers of int8 [out, in], of the same size in bytes."""
+    """Return the numbers of int8 [out, in] as an opaque tensor of the same size in bytes."""
     return cast(Tensor, _INT8.qlinear_prepack(weight, None))
 
 
@@ -56,7 +55,7 @@ def int8_product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor) -> Tens
 
     Args:
         x: uint8 [n, in].
-        packed: of `pack_int8`.
+        packed: result of `pack_int8`.
         scale, bias: float32 [out].
     Returns:
         float32 [n, out].

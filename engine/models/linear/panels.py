@@ -1,6 +1,6 @@
 """Matrices in panels, for products compiled for this CPU, which run at memory bandwidth.
 
-A row's result does not depend on the other rows, in float32, bfloat16 and int8. Reported sizes
+In float32, bfloat16 and int8, a row's result does not depend on the other rows. Reported sizes
 exclude the padding of a matrix's last panel.
 """
 
@@ -26,7 +26,7 @@ class Panels:
     """A matrix in panels.
 
     Attributes:
-        weight: as `Operators.pack_panels` makes it of a matrix of shape [out, in].
+        weight: result of `Operators.pack_panels` for a matrix [out, in].
     """
 
     operators: Operators
@@ -40,7 +40,7 @@ class Panels:
 
     @property
     def matrix(self) -> PanelMatrix | None:
-        """Return the matrix for layers computed in one call. None if rows would need padding."""
+        """Return the matrix for layers in one compiled call. None if rows would need padding."""
         outputs, inputs = self.shape
         if inputs * self.weight.itemsize % WORD_BYTES:
             return None
@@ -55,7 +55,7 @@ class PanelForm(Form):
     """A form that holds matrices in panels.
 
     Args:
-        dtype: one that `operators` multiplies.
+        dtype: a dtype that `operators` multiplies.
     """
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class PanelForm(Form):
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
-        multiplies by the embedding itself."""
+        uses the embedding itself."""
         return DenseLinear(embedding) if self._shares else self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
@@ -91,7 +91,7 @@ class Int8Panels:
     """An int8 matrix in panels.
 
     Attributes:
-        weight: int8, as `Operators.pack_panels` makes it of [out, in]. See `int8_product`.
+        weight: int8, result of `Operators.pack_panels` for a matrix [out, in]. See `int8_product`.
     """
 
     operators: Operators
@@ -107,7 +107,7 @@ class Int8Panels:
 
     @property
     def matrix(self) -> PanelMatrix:
-        """Return the matrix for layers computed in one call."""
+        """Return the matrix for layers in one compiled call."""
         operators, weight, shape = self.operators, self.weight, self.shape
         return PanelMatrix(operators, weight, *shape, self.bias, self.scales, self.zeros)
 

@@ -1,7 +1,7 @@
-"""Products of several parts.
+"""Products that consist of several parts.
 
-The parts are modules of a checkpoint, to which adapters may add, or outputs that are split between
-ranks and gathered on all of them.
+The parts are modules of a checkpoint, which adapters may change, or outputs that ranks compute
+separately and then gather.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from engine.ranks import Group, Share
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A Linear that joins several modules of a checkpoint along the outputs.
+    """A Linear that concatenates several modules of a checkpoint along the outputs.
 
     Attributes:
         parts: full name of a module -> its part on this rank.
@@ -28,22 +28,22 @@ class Product:
 
     @property
     def modules(self) -> Mapping[str, int]:
-        """Outputs on this rank by the module's full name."""
+        """Number of outputs on this rank, by the module's full name."""
         return {name: part.num_outputs for name, part in self.parts.items()}
 
     @property
     def inputs(self) -> int:
-        """Inputs on this rank, common to all modules."""
+        """Number of inputs on this rank, common to all modules."""
         return len(next(iter(self.parts.values())).inputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredLinear:
-    """A Linear of all outputs, of which each rank multiplies a part.
+    """A Linear with all outputs. Each rank computes a part of them.
 
     Attributes:
         own: this rank's part, see `own_outputs`.
-        outputs: of all ranks.
+        outputs: number of outputs of all ranks.
     """
 
     own: Linear
@@ -59,10 +59,10 @@ class GatheredLinear:
 
 
 def gathered(own: Tensor, outputs: int, group: Group) -> Tensor:
-    """Return all outputs [..., outputs], of which each rank has a part, see `own_outputs`.
+    """Gather the outputs of all ranks: [..., outputs].
 
     Args:
-        own: contiguous, this rank's outputs in the last dimension.
+        own: contiguous, this rank's outputs in the last dimension, see `own_outputs`.
     """
     missing = _part_size(outputs, group.size) - own.shape[-1]
     whole = group.all_gather(F.pad(own, (0, missing)) if missing else own)
@@ -72,8 +72,8 @@ def gathered(own: Tensor, outputs: int, group: Group) -> Tensor:
 
 
 def own_outputs(outputs: int, share: Share) -> range:
-    """Return a rank's part of the outputs of a GatheredLinear. Parts of the last ranks may be
-    smaller than the others, or empty."""
+    """Return a rank's part of the outputs of a GatheredLinear. The last ranks may have smaller or
+    empty parts."""
     size = _part_size(outputs, share.size)
     return range(min(share.rank * size, outputs), min((share.rank + 1) * size, outputs))
 

@@ -1,4 +1,4 @@
-"""Protocols: a matrix as the forward uses it, and a form as the loader uses it.
+"""Protocols of a matrix in the forward (Linear), and of its format in memory (Form).
 
 `choose` selects among the forms.
 """
@@ -12,16 +12,17 @@ from engine.models.linear.matrix import Matrix, StoredExpert
 from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
 
-# In order of the experts. Biases are on the model's device in the model's dtype.
+# In the order of experts. Biases are on the model's device, in the model's dtype.
 StoredExperts: TypeAlias = Iterable[StoredExpert]
 
 
 class Linear(Protocol):
-    """A matrix: x -> x W^T + b, by the product that was chosen at load time."""
+    """A matrix: x -> x W^T + b, computed by the product that was chosen when the model was
+    loaded."""
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes, without the bias. A product of few rows reads as many bytes."""
+        """Memory in bytes, without the bias. A product of few rows reads this number of bytes."""
         ...
 
     def apply(self, x: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ class Linear(Protocol):
         Args:
             x: [n, in] in the model's compute dtype. n may be 0.
         Returns:
-            [n, out] of x's dtype. Other rows affect a row only by the order of its sums.
+            [n, out] of x's dtype. Other rows may only change the summation order of a row.
         """
         ...
 
@@ -40,7 +41,7 @@ class ExpertNet(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory of all experts in bytes."""
+        """Bytes of all experts."""
         ...
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class ExpertNet(Protocol):
 
         Args:
             x: contiguous [n, hidden], in the model's compute dtype.
-            weights, ids: float32 and int32 [n, k], of `route`.
+            weights, ids: float32 and int32 [n, k], from `route`.
         Returns:
             [n, hidden] of x's dtype.
         """
@@ -64,34 +65,34 @@ class SlottedExperts(ExpertNet, Protocol):
 
 
 class Form(Protocol):
-    """A format in which matrices are held in memory. All matrices of a model use the same one."""
+    """A format of matrices in memory. All matrices of a model have the same form."""
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
-        """Convert a stored matrix. It stays quantised if this form multiplies its format.
+        """Convert a stored matrix. It stays quantised if this form supports its format.
 
         Args:
-            matrix: possibly mapped from the checkpoint file. It is read here and never again.
+            matrix: may be mapped from the checkpoint file. It is read now and never again.
             bias: [out], on the model's device in the model's dtype. The Linear takes ownership.
         """
         ...
 
     def rounded(self, matrix: Matrix) -> Matrix:
-        """Return a matrix in the numbers that this form multiplies. A rank rounds whole rows before
-        it cuts them, so that its numbers are those of the whole model."""
+        """Return a matrix with numbers rounded as this form needs them. A rank rounds whole rows
+        before it takes its part, so that its numbers are the same as in the whole model."""
         return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
-        """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding remains
-        in use, and is shared if this form can compute with it."""
+        """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding stays
+        in use, and is shared if this form supports that."""
         return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
-        """Convert `count` experts. Their matrices are read here and never again."""
+        """Convert `count` experts. Their matrices are read now and never again."""
         ...
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        """Return the bytes that `hold` allocates for a matrix [rows, columns] that is stored so:
-        its Linear's nbytes."""
+        """Return the bytes (nbytes) of the Linear that `hold` creates for a matrix [rows, columns]
+        in the format `stored`."""
         ...
 
     def tied_bytes(self, rows: int, columns: int) -> int:

@@ -1,4 +1,5 @@
-"""Weight-only quantisation on a GPU: matrices as they are stored, widened in each product."""
+"""Weight-only quantisation on a GPU: matrices as they are stored, converted to floats in each
+product."""
 
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class WeightOnlyLinear:
     """A quantised matrix.
 
     Attributes:
-        numbers: [out, in], or [out, in / 2] in 4 bits.
+        numbers: [out, in], or [out, in / 2] for 4 bits.
     """
 
     numbers: Tensor
@@ -36,9 +37,9 @@ class WeightOnlyLinear:
 
 @dataclass(frozen=True, slots=True)
 class WeightOnlyForm(Form):
-    """A form that keeps quantised matrices, and holds others in `dtype` on `device`.
+    """A form that keeps quantised matrices as stored, and holds others in `dtype` on `device`.
 
-    Matrices become floats if a group is too small for a product, because a rank's part cuts it.
+    A matrix becomes floats if a rank's part has groups that are too small for a product.
     """
 
     device: torch.device

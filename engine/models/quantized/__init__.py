@@ -1,6 +1,6 @@
 """Storage schemes of matrices in checkpoints: unquantised, or quantised in one of several formats.
 
-Each format has a file, and the table is here. Every scheme returns a Matrix.
+Each format has a file. The table of schemes is here. Every scheme returns a Matrix.
 """
 
 from collections.abc import Callable, Mapping

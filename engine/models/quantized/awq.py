@@ -1,4 +1,4 @@
-"""AWQ: eight outputs are packed into a word along the rows, in a special order."""
+"""AWQ: each word has the numbers of eight outputs, in a special order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kernels.quantised import QuantFormat
 
 _BITS = 4
 _WORDS = 32 // _BITS
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # places of outputs 0 to 7 within their word
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # places of outputs 0 to 7 in their word
 
 
 @dataclass(frozen=True, slots=True)

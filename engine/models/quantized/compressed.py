@@ -1,6 +1,6 @@
-"""compressed-tensors, as llm-compressor writes it: fp8, int8 by channel, int4 and int8 by group.
+"""compressed-tensors, written by llm-compressor: fp8, int8 per channel, int4 and int8 by group.
 
-All quantised modules must have one scheme. A checkpoint that mixes several is rejected.
+All quantised modules must have the same scheme. Checkpoints with several schemes are rejected.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_s
 
 @dataclass(frozen=True, slots=True)
 class Int8Stored:
-    """int8 with a scale for each row, symmetric around zero."""
+    """int8 with a scale per row, symmetric around zero."""
 
     name: str = "int8 by channel"
     format: QuantFormat = INT8
@@ -47,13 +47,13 @@ class Int8Stored:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensor:
-    """Integers packed along the rows, in groups of inputs.
+    """Integers packed along the inputs, in groups of inputs.
 
     They are centred on half of their range, or on a zero point.
 
     Attributes:
         group: inputs per group. -1: one group.
-        reordered: groups are not consecutive inputs.
+        reordered: whether groups are not consecutive inputs.
     """
 
     bits: int

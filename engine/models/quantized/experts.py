@@ -1,4 +1,4 @@
-"""Storage of a layer's experts in checkpoints: one by one, or all in one tensor."""
+"""Storage of a layer's experts in checkpoints: separate tensors, or one tensor for all."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class ExpertLocation:
     """The location of a layer's experts.
 
     Attributes:
-        prefix: of all their names, with the dot.
+        prefix: prefix of all their names, with the dot.
     """
 
     checkpoint: Checkpoint
@@ -52,12 +52,12 @@ class ExpertShape:
     storage: ExpertStorage
 
     def has_whole(self, part: ExpertPart) -> bool:
-        """Return whether a part has whole experts."""
+        """Return whether a part consists of whole experts."""
         return len(part.inner) == self.inner
 
     def parts(self, inner: range) -> tuple[MatrixPart, MatrixPart]:
         """Return the parts of gate_up [2 * inner, hidden] and down [hidden, inner] of each expert
-        with these of its inner numbers."""
+        for this range of the intermediate size."""
         up = range(self.inner + inner.start, self.inner + inner.stop)
         gate_up = MatrixPart.of(2 * self.inner, self.hidden, (inner, up))
         return gate_up, MatrixPart.of(self.hidden, self.inner, inputs=inner)
@@ -65,7 +65,8 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """Modules n.gate, n.up and n.down of expert n, under the given names, in any scheme."""
+    """Experts as modules n.gate, n.up and n.down of expert n, with the given names, in any
+    scheme."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -101,8 +102,8 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """One tensor of floats for all experts, with gate's outputs before up's. Matrices are
-    [outputs, inputs], or [inputs, outputs] in published checkpoints of Qwen3-VL.
+    """One tensor of floats for all experts, with the outputs of gate before those of up. Matrices
+    are [outputs, inputs], or [inputs, outputs] in published checkpoints of Qwen3-VL.
 
     Attributes:
         otherwise: storage of layers without such tensors.
@@ -150,8 +151,8 @@ def _is_stacked(place: ExpertLocation) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedExperts:
-    """One tensor for all experts, with inputs first, or MXFP4 blocks. Outputs of gate and up
-    alternate. Has biases."""
+    """One tensor for all experts, with the inputs first, or MXFP4 blocks. The outputs of gate and
+    up alternate. Has biases."""
 
     biased: bool = True
 

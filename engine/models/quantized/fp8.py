@@ -1,7 +1,7 @@
-"""8-bit floats with a scale for each block, each row, or the whole matrix.
+"""8-bit floats with a scale per block, per row, or for the whole matrix.
 
-Written by DeepSeek, Qwen and vLLM's quantisers (`fp8`), by Meta (`fbgemm_fp8`), and within
-`compressed-tensors`. Scales of activations are ignored because inputs are not rounded here.
+Formats: `fp8` of DeepSeek, Qwen and vLLM's quantisers, `fbgemm_fp8` of Meta, and inside
+`compressed-tensors`. Scales of activations are ignored, because inputs are not rounded here.
 """
 
 from collections.abc import Mapping

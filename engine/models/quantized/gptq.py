@@ -1,5 +1,4 @@
-"""GPTQ: eight inputs are packed into a word down the columns, in groups that may be in any
-order."""
+"""GPTQ: each word has the numbers of eight inputs, in groups of inputs that may be in any order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ class Gptq:
     """Integers packed along the inputs, by groups.
 
     Attributes:
-        zeros_less_one: zero points are stored minus one, as in the first version of the format.
-        reordered: groups are not consecutive inputs.
+        zeros_less_one: whether zero points are stored minus one, as in the first version of the
+            format.
+        reordered: whether groups are not consecutive inputs.
     """
 
     bits: int

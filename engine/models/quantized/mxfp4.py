@@ -1,6 +1,6 @@
-"""4-bit floats (e2m1), two per byte, with a power of two for each 32 inputs, as in gpt-oss.
+"""MXFP4: 4-bit floats (e2m1), two per byte, with a power of two per 32 inputs, as in gpt-oss.
 
-Only experts are stored so, with all experts of a layer in one tensor.
+Only experts are stored in this format, all experts of a layer in one tensor.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from engine.models.linear import Matrix
 from engine.models.quantized.protocol import Plain
 from kernels.quantised import QuantFormat
 
-_BLOCK = 32  # inputs, in 16 bytes
-_BIAS = 127  # of exponents
+_BLOCK = 32  # inputs per block, in 16 bytes
+_BIAS = 127  # bias of exponents
 MXFP4 = QuantFormat("fp4", _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Plain):
-    """The scheme of all modules except experts, whose storage is declared separately."""
+    """The scheme of all modules except experts. The storage of experts is declared separately."""
 
     name: str = "MXFP4 experts"
     format: QuantFormat | None = MXFP4

@@ -1,4 +1,4 @@
-"""Small unsigned integers packed into 32-bit words, lowest first, and their conversion to floats.
+"""Small unsigned integers packed into 32-bit words, lowest bits first, and conversion to floats.
 
 GPTQ, AWQ and compressed-tensors share the formula (number - zero) * scale, by groups of inputs.
 """
@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from engine.models.linear import Matrix
 from kernels.quantised import QuantFormat
 
-BITS = (4, 8)  # these do not straddle bytes
+BITS = (4, 8)  # sizes that do not cross bytes
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
@@ -45,7 +45,7 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
 def as_stored(
     numbers: Tensor, scale: Tensor, zero: Tensor, form: QuantFormat | None, groups: Tensor | None
 ) -> Matrix:
-    """Return integers of this format as they are, and others as floats.
+    """Return integers as they are if a format is given, otherwise as floats.
 
     Args:
         numbers: uint8 [out, in].
@@ -68,10 +68,10 @@ def as_stored(
 
 
 def group_size(size: int, columns: int, module: str) -> int:
-    """Return the inputs per group. A size of -1 means one group of all inputs.
+    """Return the number of inputs per group. A size of -1 means one group of all inputs.
 
     Raises:
-        ConfigError: the inputs do not divide into groups.
+        ConfigError: the number of inputs is not a multiple of the group size.
     """
     if size == -1:
         return columns

@@ -1,5 +1,4 @@
-"""Protocol between the loader and a storage scheme of matrices, and the scheme without
-quantisation."""
+"""The protocol of a storage scheme of matrices, and the scheme without quantisation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,33 +11,32 @@ from kernels.quantised import QuantFormat
 
 
 class Scheme(Protocol):
-    """A storage scheme. Immutable and made of numbers, because it is part of the model's
-    identity."""
+    """A storage scheme. Immutable and made of numbers, because it is part of the fingerprint."""
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """Name for messages."""
         ...
 
     @property
     def format(self) -> QuantFormat | None:
-        """The format in which products can use the matrices as they are stored. None: `matrix`
-        returns floats."""
+        """The format in which products use the stored matrices directly. None: `matrix` returns
+        floats."""
         ...
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Endings of names of tensors that may exist and are not used."""
+        """Suffixes of tensor names that may exist and are not used."""
         ...
 
     @property
     def numbers(self) -> str:
-        """Ending of the name of the tensor with a matrix's numbers."""
+        """Suffix of the name of the tensor with a matrix's numbers."""
         ...
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
-        """Return rows and columns of a module's matrix, from the tensor with its numbers. The
-        tensor must exist."""
+        """Return rows and columns of a module's matrix, based on its tensor of numbers, which must
+        exist."""
         ...
 
     def wanted(
@@ -52,15 +50,15 @@ class Scheme(Protocol):
         ...
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        """Read the matrix. The tensors that `wanted` names must exist."""
+        """Read the matrix. The tensors that `wanted` returns must exist."""
         ...
 
 
 def storing(scheme: Scheme, plain: Scheme, module: str, checkpoint: Checkpoint) -> Scheme:
-    """Return `plain` for modules that are not quantised.
+    """Return `plain` for modules that are not quantised, otherwise `scheme`.
 
-    The stored tensors decide. A configuration's list of such modules would be a set of patterns in
-    many formats.
+    The stored tensors decide. The list of such modules in a configuration would be patterns in many
+    formats.
     """
     return plain if checkpoint.has_floats(f"{module}.weight") else scheme
 

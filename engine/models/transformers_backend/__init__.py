@@ -1,7 +1,8 @@
 """Models computed by their class in transformers, with Baton's paged attention.
 
-Slower than native blocks. Supports every decoder that uses transformers' attention interface and
-keeps no state other than KV. Other models are rejected, with the reason, before weights are read.
+They are slower than native blocks. Supports every decoder that uses transformers' attention
+interface and keeps no state other than KV. Other models are rejected with the reason, before
+weights are read.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "trans
 
 
 class TransformersCheckpoint:
-    """A checkpoint computed by a class of transformers, see Servable."""
+    """A checkpoint computed by a class of transformers, see LoadableModel."""
 
     backend = "transformers"
     refilled_whole = True
@@ -42,9 +43,9 @@ class TransformersCheckpoint:
         """Read the configuration.
 
         Args:
-            because: why the model is not computed natively.
+            because: reason why the model is not computed natively.
         Raises:
-            ConfigError: the configuration is wrong, or the class is not supported.
+            ConfigError: the configuration is invalid, or the class is not supported.
         """
         self._directory = directory
         stored = Fields.of(directory / "config.json")
@@ -98,7 +99,7 @@ class TransformersCheckpoint:
         return tensors_of(model.modules)
 
     def _part(self, share: Share) -> MetaModel:
-        """Return the class as a rank has it. Raises ConfigError as `part_of`."""
+        """Return the class as a rank has it. Raise ConfigError as `part_of` does."""
         if share.stage is not None:
             raise ConfigError(
                 f"engine.parallel.pp: {self._skeleton.name} runs on the Transformers library, "

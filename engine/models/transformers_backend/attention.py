@@ -1,7 +1,7 @@
 """Paged attention as an attention function of transformers.
 
-The function is registered once for all models. The calling module provides the layer, the step and
-the pages.
+The function is registered once for all models. The calling module gives access to the layer, the
+step and the pages.
 """
 
 import threading
@@ -21,14 +21,14 @@ from kernels.attention.paged import AttentionPlan, paged_attention
 from kernels.backends.chosen import operations
 from kernels.pages.store_kv import store_kv
 
-# No mask function is registered under this name, so classes make no mask.
+# transformers has no mask function under this name, so classes create no mask.
 NAME = "baton"
 # Attribute of an attention module: its PagedLayer.
 _PLACE = "paged_layer"
 
 
 class CurrentStep(threading.local):
-    """The step that one model computes now in this thread, shared by its layers."""
+    """The current step of one model in this thread, shared by its layers."""
 
     def __init__(self) -> None:
         self._batch: ForwardBatch | None = None
@@ -37,7 +37,7 @@ class CurrentStep(threading.local):
 
     @contextmanager
     def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
-        """Set the batch and pool for layers that are called inside."""
+        """Set the batch and pool for layers that run inside the context."""
         self._batch, self._pool = batch, pool
         try:
             yield
@@ -60,7 +60,7 @@ class CurrentStep(threading.local):
         return self._pool.layout.places[layer].table
 
     def plan(self, table: int, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
-        """Return the plan of a page table and a kind of layers."""
+        """Return the plan for a page table and a kind of layers."""
         key = (table, kind)
         if key not in self._plans:
             rows = rows_of(self.batch, table)
@@ -74,7 +74,7 @@ class PagedLayer:
 
     Attributes:
         place: index of its KV among the pool's layers.
-        stores: False if an earlier layer has stored K and V for both.
+        stores: False if an earlier layer stores K and V for both.
     """
 
     step: CurrentStep
@@ -86,8 +86,8 @@ class PagedLayer:
         """Return [num_tokens, heads, v's head_dim].
 
         Args:
-            q, k, v: [heads, num_tokens, head_dim], after norms and rotation. Each has its own
-                number of heads, and v's head_dim may differ.
+            q, k, v: [heads, num_tokens, head_dim], after norms and rotation. The numbers of heads
+                may differ, and also the head_dim of v.
         """
         kv, table = self.step.pages(self.place), self.step.table(self.place)
         if self.stores:
@@ -99,7 +99,7 @@ class PagedLayer:
 
 
 def attach(module: nn.Module, layer: PagedLayer) -> None:
-    """Make `module` attend through `layer` from now on."""
+    """Make `module` use `layer` for attention from now on."""
     setattr(module, _PLACE, layer)
 
 
@@ -114,7 +114,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers, over a batch of 1: [1, heads, num_tokens, head_dim]
+    """Compute attention for transformers, with a batch size of 1: [1, heads, num_tokens, head_dim]
     each."""
     layer: PagedLayer = getattr(module, _PLACE)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

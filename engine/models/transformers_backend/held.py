@@ -1,5 +1,4 @@
-"""Conversion of a class's matrices to the form used on this machine, and replacement of their
-values.
+"""Conversion of a class's matrices to the form for this machine, and replacement of their values.
 
 Only modules that multiply by a matrix and add a bias are converted. Stacked experts, and matrices
 that a class multiplies in its own code, stay as they were loaded.
@@ -44,7 +43,7 @@ def _numbers(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def hold(model: PreTrainedModel, form: Form) -> None:
-    """Convert every product of `model` to `form`. One matrix at a time is in memory twice."""
+    """Convert every product of `model` to `form`. Only one matrix at a time is in memory twice."""
     embedding = model.get_input_embeddings().weight.untyped_storage().data_ptr()
     head = model.get_output_embeddings()
     for name, outputs in [(name, outputs) for name, _, outputs, _ in products(model)]:
@@ -62,8 +61,8 @@ def hold(model: PreTrainedModel, form: Form) -> None:
 
 
 def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
-    """Copy all tensors of modules of the same classes into `present`. Raises EngineFault as
-    `refill`."""
+    """Copy all tensors of modules of the same classes into `present`. Raise EngineFault as `refill`
+    does."""
     here, there = list(_places(present)), list(_places(fresh))
     if len(here) != len(there):
         raise EngineFault("the structure of the new weights differs")
@@ -72,7 +71,7 @@ def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> 
 
 
 def drain_modules(present: Sequence[nn.Module]) -> None:
-    """Return the memory of all tensors to the system, until `refill_modules`."""
+    """Return the memory of all tensors to the operating system, until `refill_modules`."""
     for place in _places(present):
         drain(place)
 

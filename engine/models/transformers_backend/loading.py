@@ -1,7 +1,7 @@
-"""Loads a class of transformers with its weights, on the device, in the compute dtype.
+"""Loading of a class of transformers with its weights, on the device, in the compute dtype.
 
-A checkpoint's tensors are read as floats, under the names of the transformers class. A quantised
-matrix is converted when it is read, not before.
+A checkpoint's tensors are read as floats, with the names of the transformers class. Each quantised
+matrix is converted only when it is read.
 """
 
 import logging
@@ -34,7 +34,7 @@ from engine.ranks import WHOLE, Share
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A tensor that `[...]` reads, as slices of safetensors are read. On any thread."""
+    """A tensor that is read by `[...]`, like slices of safetensors. On any thread."""
 
     read: Callable[[], Tensor]
 
@@ -46,7 +46,7 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     """Return the tensors by name.
 
     Raises:
-        ConfigError: parts of a matrix are missing, or have other shapes or dtypes.
+        ConfigError: parts of a matrix are missing, or have unexpected shapes or dtypes.
     """
     wanted: dict[str, TensorRequest] = {}
     matrices: dict[str, Unread] = {}
@@ -79,7 +79,7 @@ def weight_bytes(
     """Return the bytes that `load` allocates.
 
     Raises:
-        ConfigError: as `form_of`.
+        ConfigError: see `form_of`.
     """
     model, form = skeleton.model, form_of(device, dtype, quantize)
     tied = skeleton.plan.tied
@@ -111,13 +111,13 @@ def load(
     Args:
         skeleton: the class as the rank has it.
     Raises:
-        ConfigError: weights are missing or have other shapes, or as `form_of`.
+        ConfigError: weights are missing or have unexpected shapes. Also see `form_of`.
     """
     form, kind, plan = form_of(device, dtype, quantize), type(skeleton.model), skeleton.plan
     if share.size == 1:
         model = _from_files(directory, scheme, kind, device, dtype)
     else:
-        # transformers then reads a tensor when it needs it, and not all of them ahead.
+        # transformers then reads each tensor when it needs it, instead of all of them in advance.
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         model = _from_files(directory, scheme, cutting(kind, plan, share), device, dtype)
         loaded(model, plan)

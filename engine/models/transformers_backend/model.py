@@ -28,7 +28,7 @@ class TransformersModel:
     """A class in two parts: its decoder, and the head that computes logits from the decoder's
     states.
 
-    KV is in the pool that is passed in. The decoder's layers find the current step in `step`.
+    KV is in the pool argument. The decoder's layers find the current step in `step`.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class TransformersModel:
         device: torch.device,
         first_position: int,
     ) -> None:
-        """Split `model` into its parts. It must not be used otherwise afterwards.
+        """Split `model` into its parts. It must not be used directly afterwards.
 
         Args:
-            first_position: of a text, in the class's numbering.
+            first_position: position of the first token, in the class's numbering.
         """
         self.spec = spec
         self.products: tuple[Product, ...] = ()
@@ -115,7 +115,7 @@ class TransformersModel:
 
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A decoder output that has only states. Every other attribute is None."""
+    """A decoder output with states only. Every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -123,8 +123,8 @@ class _States(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 class _GivesBack(nn.Module):
-    """A module that replaces a decoder and returns its input embeddings as states. Other attributes
-    are those of the decoder."""
+    """A module that replaces a decoder and returns its input embeddings as states. It has the other
+    attributes of the decoder."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from engine.ranks import Group, Share
 
 
 def cut(model: PreTrainedModel, plan: TensorPlan, share: Share) -> None:
-    """Leave a rank's part of every parameter. Raises ConfigError if ranks cannot have equal
+    """Reduce every parameter to a rank's part. Raise ConfigError if ranks cannot have equal
     parts."""
     for module, cuts in _by_module(model, plan):
         for leaf in cuts:
@@ -24,8 +24,8 @@ def cut(model: PreTrainedModel, plan: TensorPlan, share: Share) -> None:
 
 
 def cut_tied(model: PreTrainedModel, plan: TensorPlan, share: Share) -> None:
-    """Leave a rank's part of a head whose matrix is the embedding, which stays whole and keeps
-    the memory of both."""
+    """Reduce a tied head to a rank's part. The embedding stays whole, and keeps the memory of
+    both."""
     if plan.tied in plan.cuts:
         head = model.get_output_embeddings()
         own = plan.cuts[plan.tied].of(head.weight.detach(), share)
@@ -33,8 +33,8 @@ def cut_tied(model: PreTrainedModel, plan: TensorPlan, share: Share) -> None:
 
 
 def cutting(kind: type[PreTrainedModel], plan: TensorPlan, share: Share) -> type[PreTrainedModel]:
-    """Return a class like `kind` that cuts each parameter when it is loaded, so that no more than
-    one is in memory whole. Call `loaded` and `cut_tied` afterwards."""
+    """Return a subclass of `kind` that reduces each parameter when it is loaded, so that only one
+    at a time is in memory whole. Call `loaded` and `cut_tied` afterwards."""
 
     def init(model: PreTrainedModel, *given: Any, **named: Any) -> None:
         kind.__init__(model, *given, **named)
@@ -55,8 +55,8 @@ def loaded(model: PreTrainedModel, plan: TensorPlan) -> None:
 def _by_module(
     model: PreTrainedModel, plan: TensorPlan
 ) -> list[tuple[nn.Module, Mapping[str, ParameterCut]]]:
-    """Return the modules with parameters that are cut, and the cuts by the parameters' own
-    names."""
+    """Return the modules with parameters that are cut, and the cuts by parameter name inside the
+    module."""
     found: dict[str, dict[str, ParameterCut]] = defaultdict(dict)
     for name, each in plan.cuts.items():
         module, _, leaf = name.rpartition(".")
@@ -72,7 +72,7 @@ def _register(
     leaf: str,
     parameter: nn.Parameter | None,
 ) -> None:
-    """Give a module a parameter, or this rank's part of it. The rest is freed."""
+    """Set a parameter of a module, or this rank's part of it. The rest is freed."""
     if parameter is not None and leaf in cuts:
         if cuts[leaf].first_only and share.rank:
             parameter = None
@@ -114,7 +114,7 @@ def _gather(own: ConnectedModule, group: Group, _: nn.Module, given: Any, output
 
 
 class ShapeGroup:
-    """A Group for modules without weights: only the shapes of its results are right."""
+    """A Group for modules without weights. Only the shapes of its results are correct."""
 
     def __init__(self, share: Share) -> None:
         self.rank, self.size = share.rank, share.size

@@ -1,7 +1,8 @@
-"""The plan for tensor parallelism of a class: which parameters are cut, and which modules exchange
-their outputs.
+"""The tensor parallelism plan of a class: parameters that are cut, and modules that exchange
+outputs.
 
-transformers applies such a plan through torch.distributed. Here it is read, see `parts`.
+transformers applies such a plan through torch.distributed. Baton reads it and applies it in
+`parts`.
 """
 
 import re
@@ -17,7 +18,7 @@ from engine.kv_cache.states import own_heads
 from engine.models.linear import own_outputs, scaled
 from engine.ranks import Share
 
-# Dimensions of a matrix [outputs, inputs], also in a stack of matrices.
+# Dimensions of a matrix [outputs, inputs], also for a stack of matrices.
 _OUTPUTS, _INPUTS = -2, -1
 
 
@@ -34,12 +35,12 @@ class Style:
     """The effect of an entry of a plan.
 
     Attributes:
-        cut: dimension of the matrices of which a rank has a part. None: every rank has all.
-        packed: that dimension holds two matrices, and each of them is cut.
+        cut: dimension along which matrices are cut. None: every rank has whole matrices.
+        packed: whether that dimension has two matrices, each of which is cut.
         before: change of the module's input: this rank's part of it, or the input divided by the
             number of ranks.
-        after: change of the module's output: the sum over all ranks, or the outputs of all ranks
-            side by side.
+        after: change of the module's output: the sum over all ranks, or the concatenated outputs of
+            all ranks.
     """
 
     cut: int | None = None
@@ -59,9 +60,9 @@ _STYLES: Mapping[str, Style] = {
     "rowwise_rep": Style(_INPUTS, before="part", after="sum"),
     "packed_rowwise": Style(_INPUTS, packed=True),
     "moe_tp_experts": Style(after="sum"),
-    "moe_identity_expert": Style(before="quotient"),  # its output is part of that sum on all ranks
+    "moe_identity_expert": Style(before="quotient"),  # every rank adds its output to that sum
     "all_reduce": Style(after="sum"),
-    # Embeddings stay whole. The others concern gradients, or parameters with entries of their own.
+    # Embeddings stay whole. The others are for gradients, or for parameters with their own entries.
     "embedding_rowwise": _NONE,
     "embedding_colwise": _NONE,
     "local_params": _NONE,
@@ -76,12 +77,12 @@ class ParameterCut:
     """The part of a parameter that a rank has.
 
     Attributes:
-        dim: the dimension that is cut.
-        count: tensors of equal size along it, each of which is cut.
-        kv_heads: the dimension consists of so many heads, and ranks may have the same one. 0: it
-            consists of numbers.
-        uneven: the ranks may have parts of different sizes.
-        first_only: rank 0 has everything, and the other ranks have nothing.
+        dim: dimension that is cut.
+        count: number of tensors of equal size along it, each of which is cut.
+        kv_heads: number of heads in this dimension, which ranks may share. 0: the dimension has no
+            heads.
+        uneven: whether the ranks may have parts of different sizes.
+        first_only: whether rank 0 has everything, and the other ranks nothing.
     """
 
     name: str
@@ -92,7 +93,7 @@ class ParameterCut:
     first_only: bool = False
 
     def of(self, whole: Tensor, share: Share) -> Tensor:
-        """Return the part of a rank that has one. It may share memory with `whole`. Raises
+        """Return the part of a rank that has one. It may share memory with `whole`. Raise
         ConfigError if the ranks cannot have equal parts."""
         if self.first_only:
             return whole
@@ -114,7 +115,7 @@ class ConnectedModule:
     """A module whose input or output depends on other ranks.
 
     Attributes:
-        inputs, outputs: of the whole product. 0: it is no product.
+        inputs, outputs: sizes of the whole product. 0: the module is not a product.
     """
 
     style: Style
@@ -129,8 +130,8 @@ class TensorPlan:
     Attributes:
         cuts: by name of the parameter.
         connected: by name of the module.
-        tied: name of the head's matrix if it is that of the embedding, else "".
-        refused: why ranks cannot divide the class, as UnsupportedModel's text, or "".
+        tied: name of the head's matrix if it is tied to the embedding. Otherwise "".
+        refused: reason why ranks cannot divide the class, like the text of UnsupportedModel, or "".
     """
 
     cuts: Mapping[str, ParameterCut]
@@ -143,7 +144,7 @@ class TensorPlan:
         """Read the plan of a class without weights.
 
         Args:
-            kv_heads: by name of an attention module.
+            kv_heads: number of KV heads by name of an attention module.
         """
         entries: Mapping[str, str] = model.tp_plan or {}
         cuts: dict[str, ParameterCut] = {}
@@ -178,11 +179,12 @@ def _check_sums(
     cuts: Mapping[str, ParameterCut],
     connected: Mapping[str, ConnectedModule],
 ) -> None:
-    """Raise UnsupportedModel if a module adds outputs to which every rank contributes the same."""
+    """Raise UnsupportedModel if a module sums outputs that include an equal part from every
+    rank."""
     summed = [name for name, own in connected.items() if own.style.after == "sum"]
     for name in summed:
         if connected[name].outputs:
-            continue  # a product, whose bias is left out on other ranks
+            continue  # a product, whose bias only rank 0 has
         inside = [f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()]
         whole = [each for each in inside if each not in cuts]
         added = [each for each in summed if each.startswith(f"{name}.")]
@@ -208,7 +210,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _style(name: str, entries: Mapping[str, str]) -> Style:
-    """Return the style of a module or a parameter. Plans have * instead of numbers of layers."""
+    """Return the style of a module or a parameter. Plans have * instead of layer numbers."""
     kind = entries.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicate")
     if kind not in _STYLES:
         raise UnsupportedModel(
@@ -223,7 +225,7 @@ def _cuts_of(
     """Yield the cuts of a module's own parameters.
 
     Args:
-        kv_heads: that are the module's outputs, or 0.
+        kv_heads: number of KV heads among the module's outputs, or 0.
     Raises:
         UnsupportedModel: the plan is not supported.
     """

@@ -3,8 +3,8 @@
 The class is built without weights, on torch's meta device, and computes one token. Its attention
 calls then show each layer's parameters.
 
-A transformers class requests a mask once per forward and passes it to its layers. In a probe it
-gets a description of the keys that a query sees instead, derived from the rule that would fill the
+A transformers class requests a mask once per forward and passes it to its layers. The probe returns
+a description of the visible keys instead of the mask, derived from the rule that would fill the
 mask.
 """
 
@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from engine.models.transformers_backend.plan import UnsupportedModel
 
-_FURTHEST = 1 << 17  # query that is probed, beyond which windows are not detected
+_FURTHEST = 1 << 17  # the probed query position; larger windows are not detected
 _QUERIES = (
     *range(40),
     *(
@@ -39,11 +39,11 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MaskRange:
-    """The visible tokens of a query: its own and those before it, limited to a window if there is
-    one.
+    """The keys that a query attends to: its own and those before it, optionally limited to a
+    window.
 
     Attributes:
-        limit: number of tokens up to which that holds. None: no limit.
+        limit: number of tokens up to which this is correct. None: no limit.
     """
 
     window: int | None = None
@@ -56,7 +56,7 @@ class MaskRange:
 
 
 def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
-    """Return which keys a mask rule makes visible.
+    """Return the keys that a mask rule makes visible.
 
     Args:
         rule: function of batch, head, query and key, like transformers' mask functions.
@@ -79,11 +79,10 @@ def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
 
 
 def _count(rule: Rule, query: int) -> int:
-    """Return the number of keys that the query sees.
+    """Return the number of keys that the query attends to.
 
     Raises:
-        UnsupportedModel: it sees a key after its own token, or other keys than the last ones before
-            it.
+        UnsupportedModel: it attends to a later key, or not to the keys directly before it.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
@@ -97,7 +96,7 @@ def _count(rule: Rule, query: int) -> int:
 NAME = "baton_probe"
 _MAX_HEAD_DIM = 256  # of the attention kernels
 _CALLS = "probed_calls"
-# Arguments of an attention call that change nothing here.
+# Arguments of an attention call that have no effect here.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -123,9 +122,9 @@ class AttentionProbe:
     """The attention of one layer: query heads, stored KV, and visible tokens.
 
     Attributes:
-        module: its name in the class.
+        module: name of the module in the class.
         shares: the layer whose KV it reads, which is itself or an earlier one.
-        limit: number of tokens up to which `window` describes it fully.
+        limit: number of tokens up to which `window` is a complete description.
     """
 
     module: str
@@ -157,9 +156,8 @@ class Probe(NamedTuple):
     """The operations of a class for one token.
 
     Attributes:
-        layers: the attention of every layer, by layer.
         reductions: operations over a whole dimension, such as sums, norms and comparisons, and the
-            sizes of their dimensions. Products with matrices are not among them.
+            sizes of their dimensions. Matrix products are not included.
     """
 
     layers: tuple[AttentionProbe, ...]
@@ -167,13 +165,12 @@ class Probe(NamedTuple):
 
 
 def probe(model: PreTrainedModel, num_layers: int) -> Probe:
-    """Compute a token.
+    """Compute a token and return the operations of the class.
 
     Args:
         model: on the meta device.
-        num_layers: according to the configuration.
     Raises:
-        UnsupportedModel: the class cannot be served by paged attention.
+        UnsupportedModel: the class cannot be served with paged attention.
     """
     calls: list[_Call] = []
     for module in model.modules():
@@ -182,8 +179,8 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode(), _all_nonzero(), _ReadAsOnes(), _Reductions() as found:  # type: ignore[no-untyped-call]
-            # Without a mask, classes look for packed sequences in values that the meta device
-            # lacks.
+            # Without a mask, classes detect packed sequences by values, which the meta device does
+            # not have.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
     except UnsupportedModel:
         raise
@@ -212,7 +209,7 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
 
 @contextmanager
 def _all_nonzero() -> Iterator[None]:
-    """Make classes that look for experts with tokens find all of them on the meta device."""
+    """Make classes that search for experts with tokens find all of them on the meta device."""
     before = fx_config.meta_nonzero_assume_all_nonzero
     fx_config.meta_nonzero_assume_all_nonzero = True
     try:
@@ -244,7 +241,7 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that notes operations over a whole dimension.
+    """A mode that records operations over a whole dimension.
 
     Attributes:
         sizes: name of each operation, and sizes of its dimensions.
@@ -271,14 +268,14 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         name, x = func._schema.name, args[0] if args else None
-        compares = "other" in given  # two tensors, number by number
+        compares = "other" in given  # element-wise comparison of two tensors
         if isinstance(x, Tensor) and self._NAMES.fullmatch(name) and not compares:
             self.sizes.append((name, _reduced(x, given)))
         return func(*args, **kwargs)
 
 
 def _reduced(x: Tensor, given: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of the dimensions over which an operation with these arguments goes."""
+    """Return the sizes of the dimensions over which an operation with these arguments reduces."""
     if "normalized_shape" in given:
         return tuple(given["normalized_shape"])
     dims = given.get("dim")
@@ -288,12 +285,8 @@ def _reduced(x: Tensor, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _attending(call: _Call, name: str, first: dict[int, int]) -> AttentionProbe:
-    """Return the attention of one call.
-
-    Args:
-        first: key tensor's identity -> the first layer that attended to it. Updated here. A layer
-            that shares KV gets the same tensors as that layer.
-    """
+    """Return the attention of one call. `first`: key tensor's identity -> the first layer with this
+    tensor, updated here. Layers that share KV get the same tensor."""
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModel(f"{name} has no layer_idx")

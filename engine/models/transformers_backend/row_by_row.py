@@ -1,16 +1,17 @@
 """Computation of a class row by row, for `engine.batch_invariant`.
 
-Most functions of torch give a number other bits at another place of a tensor: they compute the last
-numbers without vectors, and threads divide large tensors. The bits of a class do not depend on the
-batch if each operation is of one of these kinds:
+In most functions of torch, the bits of a result depend on its place in the tensor. The last numbers
+are computed without vector instructions, and threads divide large tensors. The bits of a class do
+not depend on the batch if each operation is of one of these kinds:
 
 - moves, and operations that round an exact result once. They are called as they are.
 - functions of the last dimension. They are called for each row alone, which has the same shape in
   all steps.
-- products whose sums have one term, such as positions times frequencies. They are multiplied.
+- products whose sums have one term, such as positions times frequencies. They become element-wise
+  products.
 
-Other operations of torch are rejected. Matrices and attention are not torch's, see `held` and
-`attention`.
+Other operations of torch are rejected. Matrices and attention are not computed by torch, see `held`
+and `attention`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +41,14 @@ _BY_ROW = frozenset(
     )
 )
 _PRODUCTS = frozenset(("bmm", "mm"))
-_LARGEST_ROW = 1 << 15  # from this size on, threads divide a row
+_LARGEST_ROW = 1 << 15  # threads divide rows of this size or more
 
 
 class RowByRow(TorchDispatchMode):
     """Computes the operations of one module. Forward stream only.
 
     Args:
-        name: of the class, for errors.
+        name: name of the class, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,7 +58,7 @@ class RowByRow(TorchDispatchMode):
         self._always: Sequence[tuple[str, int]] = ()
 
     def call(self, module: nn.Module, **given: Any) -> Any:
-        """Return what `module` returns.
+        """Return the result of `module`.
 
         Raises:
             ConfigError: the bits of an operation may depend on the batch.
@@ -108,7 +109,7 @@ class RowByRow(TorchDispatchMode):
             raise self._rejected(
                 f"{name} of more than one row, or of a row of {_LARGEST_ROW} or more numbers"
             )
-        # Copies are aligned alike.
+        # All copies have the same alignment.
         rows = [func(row.clone(), *others, **given) for row in x.reshape(-1, width).split(1)]
 
         def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,4 @@
-"""A class of transformers without weights, built from its configuration, and the properties found
-in it.
+"""A class of transformers without weights, built from its configuration, and its properties.
 
 Code in the checkpoint is never run.
 """
@@ -24,27 +23,28 @@ from engine.models.transformers_backend.plan import TensorPlan, UnsupportedModel
 from engine.models.transformers_backend.probe import AttentionProbe, Probe, probe
 from engine.ranks import Share
 
-# Field names under which configurations give the context length.
+# Field names of the context length in configurations.
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
 _SAID = ("hidden_size", "num_hidden_layers", "vocab_size")
 _FULL = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-# Frequencies of these variants depend on the longest request of a batch beyond this field's value.
+# In these variants, frequencies depend on the longest request of a batch if it exceeds the value of
+# this field.
 _BY_BATCH = {"dynamic": _LENGTHS[0], "longrope": "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetaModel:
-    """The properties of a class, found without weights.
+    """The properties of a class, determined without weights.
 
     Attributes:
         model: on the meta device.
         plan: how ranks divide the class.
-        config: of the text model.
-        attending: every layer's attention.
+        config: configuration of the text model.
+        attending: the layers' attention.
         reductions: see Probe.
-        context_length: tokens up to which results equal those of the class.
-        limited: why that is less than the configuration says, or "".
-        first_position: of a text, in the class's numbering.
+        context_length: number of tokens up to which results equal those of the class.
+        limited: reason why that is less than in the configuration, or "".
+        first_position: position of the first token, in the class's numbering.
     """
 
     model: PreTrainedModel
@@ -71,13 +71,13 @@ class MetaModel:
         )
 
     def place(self, layer: AttentionProbe) -> int:
-        """Return the index among `keeps` of the KV that `layer` attends to."""
+        """Return the index among `keeps` of the KV that `layer` reads."""
         return [kept.layer for kept in self._storing].index(layer.shares)
 
     @property
     def products_per_token(self) -> int:
-        """Multiplications of a token with matrices of the layers, counting only the token's own
-        experts."""
+        """Multiplications of a token with matrices of the layers. Only the token's own experts
+        count."""
         head = self.model.get_output_embeddings()
         dense = sum(
             rows * columns for _, module, rows, columns in self.products() if module is not head
@@ -111,13 +111,14 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module that computes states, from which the class computes logits.
+    """Return the module that computes the states from which the class computes logits.
 
     Raises:
         UnsupportedModel: there is no such module.
     """
     decoder = model.get_decoder()
-    if decoder is not model and isinstance(decoder, PreTrainedModel):  # some heads have that name
+    # Some heads have that attribute, too.
+    if decoder is not model and isinstance(decoder, PreTrainedModel):
         return decoder
     for child in model.children():
         if isinstance(child, PreTrainedModel):
@@ -129,7 +130,7 @@ def skeleton(directory: Path) -> MetaModel:
     """Build the class of a checkpoint without weights.
 
     Raises:
-        ConfigError: the configuration is wrong, or the class cannot be served.
+        ConfigError: the configuration is invalid, or the class cannot be served.
     """
     transformers.logging.set_verbosity_error()
     config = config_of(directory)
@@ -146,7 +147,7 @@ def part_of(whole: MetaModel, config: PreTrainedConfig, share: Share) -> MetaMod
     """Return the class as a rank has it.
 
     Args:
-        config: of the checkpoint, see `config_of`.
+        config: configuration of the checkpoint, see `config_of`.
     Raises:
         ConfigError: the ranks cannot divide the class. The error has the reason.
     """
@@ -189,7 +190,7 @@ def _own_heads(layer: AttentionProbe, plan: TensorPlan, share: Share) -> Attenti
 
 
 def config_of(directory: Path) -> PreTrainedConfig:
-    """Read the configuration. Raises ConfigError as `skeleton`."""
+    """Read the configuration. Raise ConfigError as `skeleton` does."""
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -201,7 +202,7 @@ def config_of(directory: Path) -> PreTrainedConfig:
             ) from error
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
-    # The class is built for floats, because quantised matrices are converted by the loader.
+    # The class is built for floats, because the loader converts quantised matrices.
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     return config
@@ -242,7 +243,7 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         raise UnsupportedModel("convolutions over tokens are not supported")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise UnsupportedModel("its forward does not accept position_ids")
-    # An implementation that chooses experts without values. Serving may use another one.
+    # This implementation chooses experts without values. Serving may use another one.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
     return model.eval()
@@ -276,8 +277,8 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
 
 
 def _first_position(model: PreTrainedModel) -> int:
-    """Return the position of a text's first token. RoBERTa-like classes reserve the positions up to
-    that of the padding token."""
+    """Return the position of the first token. RoBERTa-like classes reserve the positions up to that
+    of the padding token."""
     kept = [
         module.padding_idx
         for module in decoder_of(model).modules()

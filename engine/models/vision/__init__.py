@@ -1,1 +1,1 @@
-"""Images: from pixels to the embeddings that replace those of image tokens."""
+"""Image encoders: from pixels to the embeddings of image tokens."""

@@ -28,10 +28,10 @@ class VisionInput:
 
     @classmethod
     def of(cls, directory: Path) -> "VisionInput | None":
-        """Return the encoder, or None if the checkpoint has none or images are not served.
+        """Return the encoder, or None if the checkpoint has none or images are not supported.
 
         Raises:
-            ConfigError: the checkpoint's image configuration is wrong.
+            ConfigError: the checkpoint's image configuration is invalid.
         """
         files = vision_files(directory)
         return None if files is None else cls(directory, files)
@@ -51,7 +51,7 @@ class VisionInput:
         return numbers * dtype.itemsize + KEPT_BYTES
 
     def config_hash(self) -> str:
-        """Return a hash of everything other than weights that its embeddings depend on."""
+        """Return a hash of everything except weights on which its embeddings depend."""
         vision = Fields.of(self._directory / "config.json").nested("vision_config")
         return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
 
@@ -70,7 +70,7 @@ class VisionInput:
         return VisionTower(encoder, group=group)
 
     def refill(self, seeing: VisionTower) -> None:
-        """Replace its weights by those of this checkpoint, which has the same configuration."""
+        """Replace the weights by those of this checkpoint, which has the same configuration."""
         seeing.refill(self._weights())
 
     def _weights(self) -> Mapping[str, Tensor]:
@@ -78,10 +78,10 @@ class VisionInput:
         return {name: checkpoint.read(stored) for name, stored in self._stored_names().items()}
 
     def _stored_names(self) -> Mapping[str, str]:
-        """Return the stored name of each tensor of transformers' class.
+        """Return the stored name of each tensor of the transformers class.
 
         Raises:
-            ConfigError: as `stored`.
+            ConfigError: see `stored`.
         """
         checkpoint = Checkpoint(self._directory)
         with torch.device("meta"):
@@ -99,16 +99,16 @@ class VisionInput:
 
 
 def _stored_name(name: str, stored: Collection[str]) -> str:
-    """Return the spelling under which a tensor of transformers' class is stored, or its name.
-    Checkpoints of older versions of transformers have other prefixes."""
+    """Return the stored name of a tensor of the transformers class, or `name`. Old checkpoints have
+    other prefixes."""
     tower = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
     spellings = (f"{model}{each}" for each in (name, tower) for model in ("", "model."))
     return next((each for each in spellings if each in stored), name)
 
 
 def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Return the class without weights and without its decoder, which is Baton's. Imported here
-    because transformers takes a second to import and text models do not need it."""
+    """Return the class without weights and without its decoder. Imported here, because transformers
+    takes a second to import."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -126,7 +126,7 @@ class TransformersEncoder:
     def __init__(
         self, directory: Path, files: VisionFiles, device: torch.device, dtype: torch.dtype
     ) -> None:
-        # Only the order and the scale of the pixels are Baton's.
+        # Baton changes only the order and the scale of the pixels.
         self._model = _transformers_model(directory, dtype)
         self._model.to(device).eval().requires_grad_(False)
         self._files = files
@@ -172,7 +172,7 @@ def _largest(files: VisionFiles) -> tuple[int, int]:
 def encoder_inputs(
     image: Image, files: VisionFiles, device: torch.device, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """Return the inputs that transformers' image processor makes of an image of this size."""
+    """Return the inputs that transformers' image processor creates for an image of this size."""
     flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
     mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
     scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
@@ -187,7 +187,7 @@ def encoder_inputs(
 
 
 def _patches(scaled: Tensor, image: Image, files: VisionFiles) -> Tensor:
-    """Return patches [patches, numbers], with those of a token adjacent.
+    """Return patches [patches, numbers]. The patches of a token are adjacent.
 
     Args:
         scaled: [pixels, 3].

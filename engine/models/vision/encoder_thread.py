@@ -1,4 +1,4 @@
-"""The thread that encodes images beside the forward, so that steps of other requests go on.
+"""The thread that encodes images concurrently with forwards, so that other requests continue.
 
 A waiting request is admitted after its images are encoded. The forward finds their embeddings in
 the cache of the VisionTower. It encodes images itself if they have been evicted by then.
@@ -21,17 +21,17 @@ from engine.models.vision.seeing import VisionTower
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 4 * MAX_IMAGES  # images
-# Pixels of images that are encoded in one call. The memory for one image of this size is set aside.
+MAX_QUEUED = 4 * MAX_IMAGES  # limit of queued images
+# Pixels of images that are encoded in one call. Memory for one image of this size is reserved.
 _BATCH_BYTES = MAX_PIXEL_BYTES
 
 
 class QueuedImages:
-    """Images of one request, which are encoded together or one after the other.
+    """Images of one request, which are encoded in one or more calls.
 
     Attributes:
         left: number of images that are not encoded yet.
-        cancelled: images that are not being encoded yet need not be.
+        cancelled: whether images whose encoding has not begun can be skipped.
     """
 
     def __init__(self, left: int) -> None:
@@ -44,15 +44,12 @@ class QueuedImages:
 
 
 class EncoderThread:
-    """Starts with the first image. All methods are the engine thread's.
+    """Encodes images on a thread that starts with the first image, see InputEncoder. Engine thread
+    only.
 
-    Attributes:
-        notify: called from the thread whenever images are encoded.
-        batches: number of the encoder's calls.
-        token_bytes: bytes of an image token's embedding.
     Args:
         pool: pages from which `copy` reads, uint8 [num_pages, page_bytes].
-        token_size, dtype: of an image token's embedding.
+        token_size, dtype: size and dtype of an image token's embedding.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class EncoderThread:
         return len(self._queue)
 
     def begin(self, images: Sequence[Image]) -> QueuedImages | None:
-        """Encode the images that are not cached. Return None if the queue is full."""
+        """See InputEncoder."""
         if self._queue and len(self._queue) + len(images) > MAX_QUEUED:
             return None
         missing = self._tower.missing(images)
@@ -92,7 +89,7 @@ class EncoderThread:
         return job
 
     def missing(self, images: Sequence[Image]) -> list[Image]:
-        """Return the images whose embeddings are not cached, each content once."""
+        """See InputEncoder."""
         return self._tower.missing(images)
 
     @property
@@ -100,8 +97,7 @@ class EncoderThread:
         return self._tower.epoch
 
     def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
-        """Cache the embeddings whose pieces are in these pages, on a thread of its own. The pages
-        must not change until it is done."""
+        """See InputEncoder. Runs on another thread."""
         if self._copies is None:
             self._copies = ThreadPoolExecutor(1, "image copies")
         copying = self._copies.submit(self._copy, image, pages, piece_bytes, epoch)
@@ -109,7 +105,7 @@ class EncoderThread:
         return copying
 
     def close(self) -> None:
-        """End the threads after the batch and the copy in progress."""
+        """End the threads after the current batch and the current copy."""
         if self._copies is not None:
             self._copies.shutdown(cancel_futures=True)
         with self._changed:
@@ -143,7 +139,7 @@ class EncoderThread:
             self.notify()
 
     def _next_batch(self) -> list[tuple[Image, QueuedImages]]:
-        """Wait for images. Return as many as may be encoded in one call, none at the end."""
+        """Wait for images. Return the images for one call of the encoder. Empty at the end."""
         batch: list[tuple[Image, QueuedImages]] = []
         num_bytes = 0
         with self._changed:

@@ -1,8 +1,8 @@
 """Embeddings of images, cached up to a limit and otherwise encoded when a step needs them.
 
-A forward requests the embeddings of the images that its chunk has tokens of. They are usually in
-the cache, because another thread has encoded them (encoder_thread.py). Otherwise the forward
-encodes them, which lengthens it. `MAX_PIXEL_BYTES` limits the size of each image.
+A forward requests the embeddings of the images with tokens in its chunk. They are usually in the
+cache, because another thread has encoded them (encoder_thread.py). Otherwise the forward encodes
+them, and takes longer. `MAX_PIXEL_BYTES` limits the size of each image.
 """
 
 import threading
@@ -25,16 +25,18 @@ KEPT_BYTES = 256 << 20
 class VisionEncoder(Protocol):
     def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
         """Return [num_tokens, hidden] for each image, on the model's device and in its dtype.
-        Features for the first layers follow, with `hidden` more columns for each. Callers must not
-        change it. There is at least one image."""
+
+        Each feature for the first layers adds `hidden` columns. Callers must not change the result.
+        There is at least one image.
+        """
         ...
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights. Nothing may encode meanwhile."""
+        """Replace the weights. No image may be encoded meanwhile."""
         ...
 
     def drain(self) -> None:
-        """Return the memory of the weights to the system, until `refill`."""
+        """Return the memory of the weights to the operating system, until `refill`."""
         ...
 
     def tensors(self) -> Iterable[Tensor]:
@@ -42,16 +44,16 @@ class VisionEncoder(Protocol):
         ...
 
     def working_bytes(self) -> int:
-        """Return the GPU bytes that encoding the largest image takes temporarily."""
+        """Return the temporary GPU memory in bytes for encoding the largest image."""
         ...
 
 
 @dataclass(slots=True)
 class VisionCounts:
-    """Counters.
+    """Counters of the image encoder.
 
     Attributes:
-        seconds: of the encoder's calls. A GPU may still be computing when a call returns.
+        seconds: time in calls of the encoder. A GPU may still be computing when a call returns.
     """
 
     encoded: int = 0
@@ -64,7 +66,7 @@ class ImageFeatures:
     """Vectors that the first layers add to their outputs for tokens of an image.
 
     Attributes:
-        place: of the first of these tokens in the step.
+        place: place of the first of these tokens in the step.
         by_layer: [tokens, layers, hidden].
 
     Source: DeepStack, Meng et al. 2024, as in Qwen3-VL.
@@ -75,15 +77,15 @@ class ImageFeatures:
 
 
 class VisionTower:
-    """The encoder with a cache of embeddings. `embed` is for the forward stream, all else for any
-    thread.
+    """The image encoder with a cache of embeddings. `embed` is for the forward stream, all other
+    methods for any thread.
 
     Attributes:
         epoch: incremented whenever all embeddings are discarded.
     Args:
         most_bytes: limit of cached embeddings, which are stored by image content. The least
             recently used are evicted first.
-        group: ranks whose other members have a ReceivingTower. None: this is the only rank.
+        group: ranks with a ReceivingTower. None: this is the only rank.
     """
 
     def __init__(
@@ -96,25 +98,25 @@ class VisionTower:
         self._cache_lock = threading.Lock()
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._unused: set[bytes] = set()  # encoded by another thread, and not yet used by a forward
-        self._drained = False  # the encoder has no weights
+        self._drained = False  # whether the encoder has no weights
         self.num_bytes = 0
         self.epoch = 0
         self.counts = VisionCounts()
 
     def needed_bytes(self) -> int:
-        """Return the maximum of GPU bytes in addition to weights."""
+        """Return the maximum GPU memory in bytes, in addition to weights."""
         return self._most_bytes + self._encoder.working_bytes()
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights, and discard all embeddings made with the old ones."""
+        """Replace the weights, and discard all embeddings."""
         with self._encoder_lock:
             self._forget()
             self._encoder.refill(weights)
             self._drained = False
 
     def drain(self) -> None:
-        """Discard all embeddings, and return the memory of the weights to the system, until
-        `refill`."""
+        """Discard all embeddings, and return the memory of the weights to the operating system,
+        until `refill`."""
         with self._encoder_lock:
             self._forget()
             self._drained = True
@@ -125,7 +127,7 @@ class VisionTower:
         return self._encoder.tensors()
 
     def missing(self, images: Sequence[Image]) -> list[Image]:
-        """Return the images whose embeddings are not cached, each content once. The others become
+        """Return the images whose embeddings are not cached, without duplicates. The others become
         the most recently used."""
         by_name = {image.name: image for image in images}
         with self._cache_lock:
@@ -135,10 +137,10 @@ class VisionTower:
             return [image for name, image in by_name.items() if name not in self._kept]
 
     def encode(self, images: Sequence[Image], stream: torch.cuda.Stream | None) -> None:
-        """Encode images in one call and cache their embeddings, unless they are cached.
+        """Encode images in one call and cache their embeddings. Cached ones are not encoded again.
 
         Args:
-            stream: the calling thread's own on the device. None: it is a CPU.
+            stream: the calling thread's own stream on the device. None on a CPU.
         """
         self._encoded({image.name: image for image in images}, stream, for_later=True)
 
@@ -148,10 +150,10 @@ class VisionTower:
             return self._kept.get(image.name)
 
     def put(self, image: Image, made: Tensor, epoch: int) -> None:
-        """Cache embeddings that another node has made. They are complete.
+        """Cache complete embeddings from another node.
 
         Args:
-            epoch: `epoch` when they were requested. Those of older weights are dropped.
+            epoch: `epoch` when they were requested. Embeddings of older weights are dropped.
         """
         with self._cache_lock:
             if image.name not in self._kept and epoch == self.epoch:
@@ -159,12 +161,12 @@ class VisionTower:
                 self._keep(image.name, made)
 
     def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
-        """Write the embeddings of these tokens to their places.
+        """Write the embeddings of these tokens to their places in x.
 
         Args:
-            x: [num_tokens, hidden], of a step. Changed in place.
+            x: [num_tokens, hidden], of a step. Modified in place.
         Returns:
-            The features for the first layers. Empty if the encoder makes none.
+            The features for the first layers. Empty if the encoder has none.
         """
         features: list[ImageFeatures] = []
         for part in seen:
@@ -194,7 +196,7 @@ class VisionTower:
             if kept is None:
                 return None
             self._kept.move_to_end(name)
-            # The chunk that they were encoded for is the first one that uses them.
+            # Their first use, by the chunk for which they were encoded, is not a cache hit.
             self.counts.found += name not in self._unused
             self._unused.discard(name)
         if kept.is_cuda:  # another stream may have allocated the memory
@@ -250,7 +252,7 @@ class ReceivingTower:
     """The embeddings of images on a rank without an encoder. Rank 0 broadcasts them.
 
     Args:
-        num_features: of the encoder, for each token.
+        num_features: number of the encoder's features per token.
     """
 
     def __init__(self, group: Group, num_features: int) -> None:
@@ -267,7 +269,7 @@ class ReceivingTower:
 
 
 def _placed(part: VisibleImage, made: Tensor, x: Tensor) -> list[ImageFeatures]:
-    """Write the embeddings of a part of an image into x, and return its features.
+    """Write the embeddings of a part of an image into x. Return its features.
 
     Args:
         made: [tokens, hidden, and hidden for each feature].

@@ -1,6 +1,6 @@
-"""A Source that reads a checkpoint's tensors for a decoder's blocks, each once.
+"""Reads a checkpoint's tensors for a decoder's blocks, each one once.
 
-The system reads requested ranges ahead on its own, so the disk works while earlier matrices are
+The operating system reads requested ranges ahead, so that the disk works while earlier matrices are
 converted. That takes no memory of this process.
 """
 
@@ -70,7 +70,7 @@ class ReadAhead:
         self._logged_at = clock()
 
     def reads(self, name: str) -> None:
-        """Note that a tensor is read now. Repeated calls for a tensor change nothing."""
+        """Record that a tensor is read now. Repeated calls for a tensor have no effect."""
         self._read += self._left.pop(name, 0)
         while self._asked < self._read + AHEAD_BYTES:
             tensor = next(self._coming, None)
@@ -87,7 +87,7 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """A Source that reads a checkpoint, see Source."""
+    """Reads weights from a checkpoint, see BlockWeights."""
 
     checkpoint: Checkpoint
     scheme: Scheme
@@ -180,8 +180,8 @@ class TensorReader:
         return own_copy(self._stored(name).float() + 1, self.device, torch.float32)
 
     def tidy(self) -> None:
-        """Return free memory to the system. Packing and widening leave holes between the matrices
-        that stay."""
+        """Return free memory to the operating system. Packing and conversion leave holes between
+        the matrices that stay."""
         trim()
 
     def _matrix(self, module: str, part: MatrixPart) -> Matrix:
@@ -210,10 +210,11 @@ def load_weights(
     quantize: Quantize = "none",
     share: Share = WHOLE,
 ) -> Decoder:
-    """Load a rank's part of the decoder onto `device`. One matrix at a time is in memory twice.
+    """Load a rank's part of the decoder onto `device`. Only one matrix at a time is in memory
+    twice.
 
     Raises:
-        ConfigError: as `stored_tensors` and `form_of`.
+        ConfigError: see `stored_tensors` and `form_of`.
     """
     form = form_for(spec, device, dtype, quantize)
     needs = survey(checkpoint, spec, form, dtype, share)
@@ -229,13 +230,8 @@ def refill_weights(
     quantize: Quantize,
     share: Share = WHOLE,
 ) -> None:
-    """Replace the weights of a decoder by others of the same configuration. One part at a time is
-    in memory twice.
-
-    Raises:
-        ConfigError: as `load_weights`. Nothing has changed.
-        EngineFault: the weights differ in more than values. Some are already replaced.
-    """
+    """Replace the weights of a decoder. See LoadableModel. Only one part at a time is in memory
+    twice."""
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
     needs = survey(checkpoint, spec, form, decoder.dtype, share)
     with OpenFiles() as files:
@@ -255,11 +251,8 @@ def move_experts(
     quantize: Quantize,
     share: Share,
 ) -> None:
-    """Give a rank the experts of other slots, from the checkpoint of its present weights.
-
-    Args:
-        moves: new slots by layer, see ExpertPlacement.
-    """
+    """Read the experts of other slots of a rank, from the checkpoint of its current weights. See
+    LoadableModel."""
     placement, dtype = share.placement, decoder.dtype
     assert placement is not None
     form = form_for(spec, decoder.device, dtype, quantize)

@@ -1,5 +1,4 @@
-"""A survey of the tensors that a decoder needs and of the memory that they take, without reading a
-tensor."""
+"""A survey of the tensors that a decoder needs, and of their memory, without reading them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from engine.ranks import WHOLE, ExpertPart, Share
 from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices, packed_bytes
 
-# Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
+# Old Llama checkpoints store the inverse frequencies, which can be computed from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
 _META = torch.device("meta")
 
@@ -43,7 +42,7 @@ class TensorNeeds:
     Attributes:
         stored: by name.
         num_bytes: memory of the converted tensors.
-        has_experts: a layer is a mixture of experts.
+        has_experts: whether a layer is a mixture of experts.
     """
 
     stored: dict[str, TensorRequest] = field(default_factory=dict)
@@ -53,8 +52,8 @@ class TensorNeeds:
 
 @dataclass(frozen=True, slots=True)
 class TensorInventory:
-    """A Source whose tensors have no storage. It records the requested tensors, which are whole,
-    and counts the bytes of the kept parts."""
+    """A source of weights whose tensors have no storage. It records the requested tensors, which
+    are whole, and counts the bytes of the parts that a rank keeps."""
 
     checkpoint: Checkpoint
     scheme: Scheme
@@ -163,7 +162,7 @@ class TensorInventory:
     def _kept(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
     ) -> Tensor:
-        """Note a stored tensor of which so many rows are kept. None: all."""
+        """Record a stored tensor of which `rows` rows are kept. None: all rows."""
         self.needs.stored[self.prefix + name] = TensorRequest(shape)
         if rows is not None:
             shape = (rows, *shape[1:])
@@ -189,12 +188,12 @@ def survey(
     dtype: torch.dtype,
     share: Share = WHOLE,
 ) -> TensorNeeds:
-    """Return the tensors that a part of the decoder needs. Those of all stages are checked against
-    `checkpoint`.
+    """Return the tensors that a rank's part of the decoder needs. The tensors of all stages are
+    checked against `checkpoint`.
 
     Raises:
-        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes, or cannot
-            be split between the ranks.
+        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes, or cannot be
+            split between the ranks.
     """
 
     def needs(share: Share) -> TensorNeeds:
@@ -215,7 +214,7 @@ def survey(
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, TensorRequest]:
-    """Return the stored tensors that make the model, checked against `checkpoint`.
+    """Return the model's stored tensors, checked against `checkpoint`.
 
     Raises:
         ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes.
@@ -235,7 +234,7 @@ def weight_bytes(
     """Return the bytes that `load_weights` allocates.
 
     Raises:
-        ConfigError: as `stored_tensors` and `form_of`.
+        ConfigError: see `stored_tensors` and `form_of`.
     """
     form = form_for(spec, device, dtype, quantize)
     return survey(checkpoint, spec, form, dtype, share).num_bytes
@@ -244,5 +243,5 @@ def weight_bytes(
 def form_for(
     spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantize: Quantize
 ) -> Form:
-    """Return the form of the decoder's matrices. Raises ConfigError as `form_of`."""
+    """Return the form of the decoder's matrices. Raise ConfigError as `form_of` does."""
     return form_of(device, dtype, quantize, spec.model.format)
