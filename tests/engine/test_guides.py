@@ -168,7 +168,7 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
         with pytest.raises(GrammarTimeout):
             prover.prove(ENDLESS, GrammarWorker.QUICK)
         prover.prove(SMALL, GrammarWorker.QUICK)
-        with pytest.raises(InvalidRequest, match=r"sampling\.json_schema: it is no JSON"):
+        with pytest.raises(InvalidRequest, match=r"sampling\.json_schema: it is not valid JSON"):
             prover.prove(GuidedDecoding("json_schema", "no schema"), GrammarWorker.QUICK)
         assert prover.prove(SMALL, GrammarWorker.QUICK) == Prepared("regex", SMALL.text)
         assert prover.helper.pid is not None
