@@ -100,12 +100,12 @@ class Attempt:
     async def next(self, sink: TokenSink) -> None:
         """Add output to `sink` until it must be flushed or has ended.
 
-        Tokens that the sink has already are dropped. A migration target repeats tokens that
-        the source generated after the submission.
+        Tokens that the sink has already are dropped. A migration target repeats tokens that the
+        source generated after the submission.
 
         Raises:
-            NodeUnavailable: the node is lost, accepts no more requests, or repeated other
-                tokens. All its output is in `sink`.
+            NodeUnavailable: the node is lost, accepts no more requests, or repeated other tokens.
+                All its output is in `sink`.
             ServingError: the request failed.
         """
         await self._tokens.consume(partial(self._add, sink))
@@ -286,8 +286,8 @@ class Generation:
     async def run(self) -> None:
         """Run the request until its response has ended. Cancellation cancels it on its nodes.
 
-        The caller flushes the last output after this returns. The request has then left its
-        node, so a slow client does not occupy the node.
+        The caller flushes the last output after this returns. The request has then left its node,
+        so a slow client does not occupy the node.
 
         Raises:
             ServingError: the request failed.

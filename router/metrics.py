@@ -24,8 +24,7 @@ class RequestCounts(NamedTuple):
 
     Attributes:
         rejected: requests that got status 429.
-        failed: accepted requests that ended with an error, and requests that no node could
-            accept.
+        failed: accepted requests that ended with an error, and requests that no node could accept.
         ttft: counts per bucket of time to first token, with the bounds `LATENCY_S`, as `itl`.
     """
 
@@ -388,8 +387,8 @@ def registry_of_models(
     """Return the registry of a router with several models.
 
     Args:
-        shared: metrics that belong to no model. It also counts requests rejected before their
-            model was known, with an empty label.
+        shared: metrics that belong to no model. It also counts requests rejected before their model
+            was known, with an empty label.
         models: metrics of each model by name.
     """
     names = {each.name for each in BY_MODEL}

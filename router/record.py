@@ -62,8 +62,8 @@ class AttemptTimings(msgspec.Struct, eq=False):
     def begin(self, timeline: Timeline, first_token: float) -> float:
         """Return the zero of the node's timeline, in time.monotonic() of this router.
 
-        Unaccounted time is split equally before and after, but no token may arrive before
-        it was sent.
+        Unaccounted time is split equally before and after, but no token may arrive before it was
+        sent.
         """
         length = max((row.end for row in timeline.intervals), default=0.0)
         slack = max(self.received - self.submitted - length, 0.0)

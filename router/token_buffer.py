@@ -43,10 +43,8 @@ class ModelVersion(msgspec.Struct, frozen=True):
     """Version of the weights and settings with which a node computes tokens.
 
     Attributes:
-        fingerprint: hash of the weights and of all settings that affect tokens. "": not
-            reported.
-        batch_invariant: the request, its seed and the fingerprint determine the bits of a
-            token.
+        fingerprint: hash of the weights and of all settings that affect tokens. "": not reported.
+        batch_invariant: the request, its seed and the fingerprint determine the bits of a token.
     """
 
     weights: WeightsId = UNNAMED
@@ -194,10 +192,9 @@ class TokenBuffer:
     async def consume(self, take: Callable[[NodeOutput], T | None]) -> T:
         """Call `take` with waiting output until it returns a result.
 
-        `take` is called immediately and at each change. It returns None to wait for more,
-        but must return a result with the end. After that, do not call this again. Only one
-        writer may use this. `take` runs on the stream's side, so that the writer wakes up
-        only for results.
+        `take` is called immediately and at each change. It returns None to wait for more, but must
+        return a result with the end. After that, do not call this again. Only one writer may use
+        this. `take` runs on the stream's side, so that the writer wakes up only for results.
 
         Raises:
             ServingError: the request failed, and all its tokens have been consumed.
@@ -248,8 +245,8 @@ class TokenBuffer:
 class OutgoingBatch:
     """Unsent messages to a decode node. For one event loop.
 
-    Bounded by the active requests: at most one entry for each, and one number for each
-        cancelled one.
+    Bounded by the active requests: at most one entry for each, and one number for each cancelled
+    one.
 
     Args:
         address: address of the node.

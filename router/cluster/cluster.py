@@ -263,8 +263,8 @@ class Cluster:
         A node with a silent engine counts as lost only when its engine counts as dead.
 
         Raises:
-            NodeUnavailable: no node has been usable for `GRACE_S`, no node was ever usable,
-                or the router shuts down.
+            NodeUnavailable: no node has been usable for `GRACE_S`, no node was ever usable, or the
+                router shuts down.
         """
         while not (self.ready or self._closed):
             until = None if self._hopes else self._lost_at + GRACE_S - time.monotonic()
@@ -288,8 +288,7 @@ class Cluster:
         Args:
             avoid: decode nodes to use only if there are no others.
         Raises:
-            NodeUnavailable: no decode node is usable, or none has a prefill node that it
-                needs.
+            NodeUnavailable: no decode node is usable, or none has a prefill node that it needs.
             FingerprintUnavailable: only nodes with another fingerprint are usable.
             QueueFull: no node can start the prompt in time.
         """

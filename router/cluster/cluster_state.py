@@ -150,13 +150,13 @@ class ClusterState:
 
         Args:
             tokenizer_hash: hash of the tokenizer of these nodes' model.
-            other_models: names of the router's other models. A node with such a model gets
-                no requests here, even if its tokenizer is the same.
+            other_models: names of the router's other models. A node with such a model gets no
+                requests here, even if its tokenizer is the same.
             on_change: called when `fit` of a node may have changed.
             on_reports: called with the reports of all nodes after each survey.
             on_role: called with the address of a node whose reported role differs from its
-                configured role. The node gets no requests until it joins again with the
-                reported role.
+                configured role. The node gets no requests until it joins again with the reported
+                role.
             on_stream_lost: called when the stream of a decode node breaks.
         """
         self._on_reports = on_reports

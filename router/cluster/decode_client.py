@@ -105,7 +105,7 @@ class DecodeClient:
         self._next_number = 1
         # Requests whose timeline has not come yet. It may come after a cancellation.
         self._without_timeline: dict[int, OnTimeline] = {}
-        self._quarantine: decode_pb2.Quarantine | None = None  # in progress in the node
+        self._quarantine: decode_pb2.Quarantine | None = None  # running on the node now
         self._unsent = OutgoingBatch(address)
 
     @property
@@ -170,8 +170,8 @@ class DecodeClient:
     def found(self, instance: int) -> None:
         """Record whether the node reports that it is ready.
 
-        The first report of a new instance opens the next stream immediately, unless the
-        last one was refused.
+        The first report of a new instance opens the next stream immediately, unless the last one
+        was refused.
 
         Args:
             instance: its id, or 0 if it is not ready.
@@ -205,10 +205,8 @@ class DecodeClient:
 
         Args:
             prefill: addresses of candidate prefill nodes, best first.
-            on_timeline: called with the node's timeline of the request, even after
-                `cancel`.
-            move_from: source of a live migration. Output starts once the request has left
-                it.
+            on_timeline: called with the node's timeline of the request, even after `cancel`.
+            move_from: source of a live migration. Output starts once the request has left it.
             prefix_hints: other nodes that have part of the prompt cached.
             encode_addresses: encode node of each image.
         Raises:

@@ -31,8 +31,8 @@ class EngineCalls:
     async def pause(self, mode: str) -> router_pb2.PauseResponse:
         """Pause all nodes. When this returns, no node starts another step.
 
-        Decode nodes are paused first, because they cancel prompts on prefill nodes. After
-        an error, only nodes that were paused before stay paused.
+        Decode nodes are paused first, because they cancel prompts on prefill nodes. After an error,
+        only nodes that were paused before stay paused.
 
         Args:
             mode: as in PauseRequest.
@@ -83,13 +83,12 @@ class EngineCalls:
 
         Args:
             path: path of the new weights on the nodes.
-            abort: abort requests in flight. Otherwise they are recomputed from their
-                tokens.
+            abort: abort requests in flight. Otherwise they are recomputed from their tokens.
         Raises:
-            InvalidRequest: a node rejected the weights or did not respond, or nodes read
-                different weights. Nothing has changed.
-            FailedPrecondition: a node could not be paused, and nothing has changed. Or a
-                node was not updated, and all nodes stay paused.
+            InvalidRequest: a node rejected the weights or did not respond, or nodes read different
+                weights. Nothing has changed.
+            FailedPrecondition: a node could not be paused, and nothing has changed. Or a node was
+                not updated, and all nodes stay paused.
         """
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
@@ -112,8 +111,7 @@ class EngineCalls:
             abort: as in `update_weights`.
         Raises:
             InvalidRequest: the node is unknown or does not report its weights.
-            FailedPrecondition: as in `update_weights`. Nodes that were not updated stay
-                paused.
+            FailedPrecondition: as in `update_weights`. Nodes that were not updated stay paused.
         """
         has = {
             report.address: report.description.weights
@@ -195,8 +193,7 @@ class EngineCalls:
             tags: as in ResumeMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
-            FailedPrecondition: a node lacks memory or did not respond. The others have
-                resumed.
+            FailedPrecondition: a node lacks memory or did not respond. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
         _check(await ask_all(self._state.serving, "ResumeMemory", request, _WEIGHTS_S))
@@ -238,8 +235,7 @@ class EngineCalls:
         """Flush the prefix caches of all nodes.
 
         Raises:
-            FailedPrecondition: a node has requests or did not respond. The others are
-                flushed.
+            FailedPrecondition: a node has requests or did not respond. The others are flushed.
         """
         request = router_pb2.FlushCacheRequest()
         said = await ask_all(self._state.serving, "FlushCache", request, _ANSWER_S)
@@ -285,8 +281,7 @@ class AdapterCalls:
         """Load an adapter on all nodes. After an error, only nodes that had it before have it.
 
         Raises:
-            InvalidRequest: a node rejected it or did not respond, or nodes read different
-                adapters.
+            InvalidRequest: a node rejected it or did not respond, or nodes read different adapters.
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)

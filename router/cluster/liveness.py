@@ -45,8 +45,7 @@ class EngineLiveness:
         """Record a heartbeat.
 
         Args:
-            late_s: seconds for which the engine has made no progress. Its silence counts
-                from then.
+            late_s: seconds for which the engine has made no progress. Its silence counts from then.
         """
         late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
         self._standstill.moved(late_s)
@@ -98,7 +97,6 @@ class MigratableRequest(Protocol):
     def migrate(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
         """Start a migration to `target`, or to any decode node.
 
-        The task ends when the request has migrated or stays. It is cancelled if the request
-        ends.
+        The task ends when the request has migrated or stays. It is cancelled if the request ends.
         """
         ...

@@ -124,9 +124,9 @@ class PoolingNodes:
         """Create a list without nodes.
 
         Args:
-            served: see Cluster.
             fit: returns whether the node at an address has a role and may get requests now.
             paused: returns whether requests would wait at an address.
+            served: see Cluster.
         """
         self._make_channel = make_channel
         self._fit: Callable[[str], bool] = lambda address: fit(address, "prefill")

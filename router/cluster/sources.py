@@ -129,8 +129,7 @@ class DnsSource:
 class FileSource:
     """A file that may be rewritten at any time.
 
-    New content is used once two successive reads are equal, because a write may take several
-    steps.
+    New content is used once two successive reads are equal, because a write may take several steps.
     """
 
     required = True
@@ -285,8 +284,7 @@ class Discovery:
         """Look up all sources for the first time.
 
         Raises:
-            ConfigError: a file is unreadable or invalid. An unresolved DNS name is not an
-                error.
+            ConfigError: a file is unreadable or invalid. An unresolved DNS name is not an error.
         """
         failed = await asyncio.gather(*(entry.look(_FIRST_LOOK_S) for entry in self._entries))
         for entry in itertools.compress(self._entries, failed):

@@ -256,10 +256,10 @@ LEAST_S = 0.5  # seconds; lower bound of the limit, because a shorter queue runs
 class PoolPressure:
     """Temporary limits of the queue time by priority, for fairness under overload.
 
-    Without them, requests that may wait long fill every queue, and requests that may not are
-    always rejected. After a rejection, the wait limit of the rejected request therefore applies
-    to all requests of the same or lower priority for `LASTING_S`. For one thread. The caller
-    provides the clock.
+    Without them, requests that may wait long fill every queue, and requests that may not are always
+    rejected. After a rejection, the wait limit of the rejected request therefore applies to all
+    requests of the same or lower priority for `LASTING_S`. For one thread. The caller provides the
+    clock.
     """
 
     def __init__(self) -> None:
@@ -308,14 +308,14 @@ class NodeBacklogs:
     """Expected queue time at each node, for admission control.
 
     The queue time is the product of two numbers: the prompt tokens that this router has placed
-        there without a first token yet, and the seconds per token that the node reports. The
-        reported queue in excess of this router's own requests belongs to other routers, and
-        shrinks with time. A node without a report counts as idle. If the estimate is wrong, the
-        node itself rejects the request.
+    there without a first token yet, and the seconds per token that the node reports. The reported
+    queue in excess of this router's own requests belongs to other routers, and shrinks with time. A
+    node without a report counts as idle. If the estimate is wrong, the node itself rejects the
+    request.
 
-    A node serves the earliest start time first, and higher priorities get earlier times. A
-    request is placed on a node only if all requests there of its priority or above still start
-    in time. So under overload the lowest priorities are rejected. For one event loop.
+    A node serves the earliest start time first, and higher priorities get earlier times. A request
+    is placed on a node only if all requests there of its priority or above still start in time. So
+    under overload the lowest priorities are rejected. For one event loop.
     """
 
     def __init__(self, load: NodeLoad, now: Callable[[], float] = time.monotonic) -> None:
@@ -401,7 +401,7 @@ class NodeBacklogs:
         """Return by how many seconds the request, or a request that it delays, would start too
         late.
 
-                0.0 or less: all start in time, or nothing is queued.
+        0.0 or less: all start in time, or nothing is queued.
         """
         reported, now = self._reported.get(address, _NOTHING), self._now()
         line = self._load.queued.at(address)

@@ -43,9 +43,9 @@ def encode_nodes(
 ) -> tuple[str, ...]:
     """Choose and charge the encode node of each image. Empty if there are no encode nodes.
 
-    Uses rendezvous hashing by content: an image goes to the node that has its embeddings
-        cached, and few images change nodes when nodes join or leave. A node is skipped while it
-        has far more image tokens than the least loaded one.
+    Uses rendezvous hashing by content: an image goes to the node that has its embeddings cached,
+    and few images change nodes when nodes join or leave. A node is skipped while it has far more
+    image tokens than the least loaded one.
     """
     if not encoders:
         return ()
@@ -82,9 +82,9 @@ class RotatingOrder:
 class LeastLoadedDecode:
     """Choice of the least full decode node, shared by most policies.
 
-    Fullness is the share of KV pages in use, plus pages for requests that this router has
-    placed since the last Status. Among about equally full nodes, the one with the faster links
-    is chosen. Equal nodes take turns.
+    Fullness is the share of KV pages in use, plus pages for requests that this router has placed
+    since the last Status. Among about equally full nodes, the one with the faster links is chosen.
+    Equal nodes take turns.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -162,8 +162,8 @@ class LeastRequests:
     """Least-requests policy: the nodes with the fewest requests of this router.
 
     Prompts count equally, whatever their length. Prefill nodes count requests without a first
-    token, decode nodes all running ones. Equal prefill nodes take turns. Among equal decode
-    nodes, the least full one is chosen.
+    token, decode nodes all running ones. Equal prefill nodes take turns. Among equal decode nodes,
+    the least full one is chosen.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -183,10 +183,9 @@ class LeastRequests:
 class ShortestQueue:
     """Shortest-queue policy: the nodes where a new request starts soonest.
 
-    Uses the queue times that nodes report, which include other routers' requests and the speed
-    of each node. Nodes of unknown speed are ordered by the tokens that this router has queued
-    there. Equal prefill nodes take turns. Among equal decode nodes, the least full one is
-    chosen.
+    Uses the queue times that nodes report, which include other routers' requests and the speed of
+    each node. Nodes of unknown speed are ordered by the tokens that this router has queued there.
+    Equal prefill nodes take turns. Among equal decode nodes, the least full one is chosen.
     """
 
     def __init__(self, load: NodeLoad, backlogs: NodeBacklogs) -> None:
@@ -214,8 +213,8 @@ class ShortestQueue:
 class PowerOfTwo:
     """Power-of-two-choices policy: the less loaded of two random nodes.
 
-    Balances almost as well as the least-loaded policy, and independent routers do not all
-    choose the same node.
+    Balances almost as well as the least-loaded policy, and independent routers do not all choose
+    the same node.
     """
 
     def __init__(self, load: NodeLoad, rng: random.Random) -> None:
@@ -269,8 +268,7 @@ MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is droppe
 class SessionAffinity:
     """Session-affinity policy: requests of a session use the same nodes, which cache its KV.
 
-    The first request of a session, and requests without a session, go to the least-loaded
-    nodes.
+    The first request of a session, and requests without a session, go to the least-loaded nodes.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -307,12 +305,12 @@ MOST_OVER_MEAN = 1.25
 class ConsistentHash:
     """Consistent-hashing policy: equal keys go to the same prefill node, from every router.
 
-    The key is the session, or else the namespace and the beginning of the prompt. Each node
-    gets a score from the key and its address, and the highest score wins (rendezvous hashing,
-    Thaler and Ravishankar 1996). If a node leaves, only its keys move. A new node takes an
-    equal share of keys from each other node. A node is skipped if its queue is a quarter longer
-    than the mean plus one prompt, because one key could overload it (consistent hashing with
-    bounded loads, Mirrokni et al. 2018).
+    The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
+    score from the key and its address, and the highest score wins (rendezvous hashing, Thaler and
+    Ravishankar 1996). If a node leaves, only its keys move. A new node takes an equal share of keys
+    from each other node. A node is skipped if its queue is a quarter longer than the mean plus one
+    prompt, because one key could overload it (consistent hashing with bounded loads, Mirrokni et
+    al. 2018).
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -339,12 +337,12 @@ NEAR_TOKENS = 512
 class PrefixAware:
     """Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
 
-    The cost of a node is its queued uncached tokens plus the uncached tokens of this prompt.
-    Among the nodes with about the lowest cost, the one with the longest prefix is chosen. So a
-    prompt waits for its cached prefix only if recomputation elsewhere would take about as long.
-    A popular prefix does not overload one node: once its queue is longer than the prefix, the
-    next prompt goes to another node, which then caches the prefix too. Equal nodes take turns,
-    or are chosen by session.
+    The cost of a node is its queued uncached tokens plus the uncached tokens of this prompt. Among
+    the nodes with about the lowest cost, the one with the longest prefix is chosen. So a prompt
+    waits for its cached prefix only if recomputation elsewhere would take about as long. A popular
+    prefix does not overload one node: once its queue is longer than the prefix, the next prompt
+    goes to another node, which then caches the prefix too. Equal nodes take turns, or are chosen by
+    session.
     """
 
     def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
