@@ -211,7 +211,8 @@ def _verified_lines(
 ) -> Iterator[str]:
     """Yield the table of layouts in virtual time.
 
-    The latencies are those of the run at the highest rate within the limits."""
+    The latencies are those of the run at the highest rate within the limits.
+    """
     band = f"+-{plan.band:.0%}"
     yield table(
         (

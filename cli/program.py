@@ -1,7 +1,8 @@
 """Entry point of every `baton` command: `python -m cli.program NAME MODULE [ARGUMENT]...` runs the
 module.
 
-An interrupt, even during imports, prints one sentence."""
+An interrupt, even during imports, prints one sentence.
+"""
 
 import runpy
 import sys

@@ -256,7 +256,8 @@ class OperatorEnds(Protocol):
         """Begin a graceful shutdown. Raises ServingError.
 
         Args:
-            in_turn: as in DrainRouterRequest."""
+            in_turn: as in DrainRouterRequest.
+        """
 
 
 class LocalEnd:

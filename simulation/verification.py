@@ -179,7 +179,8 @@ class _LayoutTest:
     def _rates(self, runs: Sequence[Run]) -> Iterator[float]:
         """Yield the rate of the next run, which the caller appends to `runs`.
 
-        Ends when one of the last two runs is within the limits and the other is not."""
+        Ends when one of the last two runs is within the limits and the other is not.
+        """
         rate = self._candidate.capacity
         yield rate
         goes_up = self._within(runs[0])

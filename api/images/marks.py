@@ -43,7 +43,8 @@ class SurroundedMarks:
 class VideoMarks:
     """Video placeholders: one for each temporal patch instead of the template's one per video.
 
-    In some models each has a timestamp."""
+    In some models each has a timestamp.
+    """
 
     def __init__(self, frames: int, video: VideoFiles, names: Sequence[str]) -> None:
         """

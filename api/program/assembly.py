@@ -1,6 +1,7 @@
 """Construction of a router and its ports for clients.
 
-Runs the parts, and stops them in an order that lets requests finish."""
+Runs the parts, and stops them in an order that lets requests finish.
+"""
 
 import asyncio
 import logging

@@ -124,7 +124,8 @@ _KEEPER = -1  # the parent's number among the sources
 class MetricsAggregator:
     """Queries worker processes and serves their merged metrics. For one event loop.
 
-    `registry` may be used on any thread but the loop's."""
+    `registry` may be used on any thread but the loop's.
+    """
 
     def __init__(self, routers: OtherProcesses) -> None:
         """

@@ -117,7 +117,8 @@ def served_model(
 def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:
     """Return None if the chat template writes all placeholders, or the tokenizer lacks them.
 
-    Without tokens, media are rejected because they have no place in the prompt."""
+    Without tokens, media are rejected because they have no place in the prompt.
+    """
     match files:
         case VisionFiles(surrounded=(begin, end)):
             names = tokenizer.names((begin, files.placeholder, end))

@@ -140,7 +140,8 @@ async def ask(sample: Sample, settle_s: float = SETTLE_S) -> None:
     """Send a sample request. Raises StartFailed.
 
     UNAVAILABLE is retried for `settle_s` seconds, because a worker process of the router may not
-    know all nodes yet."""
+    know all nodes yet.
+    """
     until = time.monotonic() + settle_s
     while True:
         try:

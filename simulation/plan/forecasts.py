@@ -59,7 +59,8 @@ class NodeSteps:
     def _mixed_s(self, chunk: int, rows: int) -> float:
         """Return the seconds of a mixed step.
 
-        The chunk is the middle one of a long prompt, or consists of several short prompts."""
+        The chunk is the middle one of a long prompt, or consists of several short prompts.
+        """
         length = self._input
         if length >= chunk:
             chunks: Sequence[int] = (chunk,)
