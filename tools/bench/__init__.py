@@ -1,1 +1,2 @@
-"""Measurements of the running system, each against a peer or a physical limit. Never in pytest."""
+"""Benchmarks of the running system, each against a peer or a physical limit. Never run by
+pytest."""
