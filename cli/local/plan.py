@@ -38,9 +38,7 @@ class Program:
     module: str
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
-    variables: tuple[
-        tuple[str, str], ...
-    ] = ()  # environment variables that are set unless they exist
+    variables: tuple[tuple[str, str], ...] = ()  # set in its environment if unset there
     models: tuple[str, ...] = ()  # models that a router serves, if there are several
     nodes: "tuple[Program, ...]" = ()  # simulated nodes that run in this process, if it is a fleet
 

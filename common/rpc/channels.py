@@ -189,9 +189,7 @@ class TlsGrpcChannel(CallingChannel):
             self._options.append(("grpc.ssl_target_name_override", name))
         self._used = certificates.current()
         self._inner = self._make()
-        self._num_calls: dict[grpc.aio.Channel, int] = {
-            self._inner: 0
-        }  # calls by channel, including old ones
+        self._num_calls: dict[grpc.aio.Channel, int] = {self._inner: 0}  # includes old channels
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self, grace: float | None = None) -> None:

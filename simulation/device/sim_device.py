@@ -77,9 +77,7 @@ class SimDevice:
         self._host_pool = host_pool
         self._draft_acceptance = draft_acceptance
         self._newest = np.zeros(table.num_slots, np.int32)  # the last token sampled in each slot
-        self._rejected = np.zeros(
-            table.num_slots, np.intp
-        )  # rejected drafts by slot, in its last step
+        self._rejected = np.zeros(table.num_slots, np.intp)  # drafts of each slot's last step
         self._token_weights = token_weights(table.page_size, self._tables.num_tables)
         self._place_weights = place_weights(table.page_table.shape[2])
         self._state_weights = state_weights(self._tables.state_pages)

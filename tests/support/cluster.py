@@ -633,10 +633,7 @@ class Cluster:
 
     def _child(self, program: Program) -> ChildProcess:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
-        command = [
-            sys.executable,
-            *program.command[2:],
-        ]  # without -P: Baton may not be installed
+        command = [sys.executable, *program.command[2:]]  # without -P: perhaps not installed
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
         with fork_server.in_use():
