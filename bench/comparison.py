@@ -147,8 +147,7 @@ class Comparison:
         )
 
     def table(self, metric: Metric, xs: Sequence[float]) -> ReportTable:
-        """Return a table with one row for each x: the spreads of all systems and the ratios of all
-        pairs."""
+        """Return a table with the systems' spreads and the pairs' ratios in one row for each x."""
         rows: list[tuple[str, ...]] = []
         decided: set[int] = set()
         for x in xs:

@@ -33,8 +33,7 @@ class ProgressView:
         self._console.print(text, style=style, markup=False)
 
     def plan(self, what: str, total: int) -> Callable[[], None]:
-        """Show a bar for the whole session. Call the returned function after each of `total`
-        steps."""
+        """Show a bar for the whole session. Call the returned function after each step."""
         task = self._progress.add_task(what, total=total)
         return lambda: self._progress.advance(task)
 

@@ -1,2 +1,1 @@
-"""The `baton` command, and the demo model. Commands start Baton's processes as separate
-programs."""
+"""The `baton` command, and the demo model. Commands start Baton's processes by exec."""

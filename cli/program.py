@@ -1,5 +1,4 @@
-"""Entry point of every `baton` command: `python -m cli.program NAME MODULE [ARGUMENT]...` runs the
-module.
+"""Entry point of every `baton` command: `python -m cli.program NAME MODULE [ARGUMENT]...`.
 
 An interrupt, even during imports, prints one sentence.
 """

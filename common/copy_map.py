@@ -1,5 +1,4 @@
-"""The map of a hand-off between nodes with ranks: which bytes each consumer rank reads from each
-producer rank.
+"""The map of a hand-off between ranks: bytes that a consumer rank reads from producer ranks.
 
 A rank has some heads of some layers, packed in its own page layout. The map is computed from the
 page contents of both sides. The engine describes pages and the transfer reads by the map, without

@@ -354,8 +354,7 @@ _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]]
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:
-    """Return the image processor's settings. transformers 5 stores them with the text
-    processor's."""
+    """Return image processor settings. transformers 5 keeps them with the text processor's."""
     own = directory / "preprocessor_config.json"
     return _object(own) if own.is_file() else _nested_processor(directory, "image_processor")
 

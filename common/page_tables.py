@@ -82,8 +82,7 @@ class PageTables:
         return self.num_full * num_pages + live + self.state_pages
 
     def pages_to_compute(self, num_tokens: int) -> int:
-        """Return the pages to reserve for a prompt: all of its pages, which are freed chunk by
-        chunk."""
+        """Return the pages to reserve for a prompt: all of them, freed chunk by chunk."""
         return self.num_pages(num_tokens) * self.num_tables + self.state_pages
 
     def max_tokens(self, num_pages: int) -> int:

@@ -1,5 +1,4 @@
-"""The specification of a request: the one record that all processes share, its wire form and its
-validation.
+"""The specification of a request, which all processes share: wire form and validation.
 
 The router creates it. A decode node sends it to the prefill node and, in a live migration, to the
 next decode node. The engine's `Request` refers to it. A new field is declared here and in
@@ -273,8 +272,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
 
 
 def to_fields(spec: RequestSpec) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message, where a message would be
-    copied."""
+    """Return the fields of the wire form, for a larger message. A message would be copied."""
     return {
         **msgspec.structs.asdict(spec),
         "sampling": sampling.to_fields(spec.sampling),

@@ -121,8 +121,7 @@ async def _called_of(
 
 
 class CallerResolver:
-    """Guard of the service's methods and of reflection. It identifies a method's caller as a
-    Client."""
+    """Guard of the service's methods and of reflection. Identifies callers as Clients."""
 
     def __init__(self, guard: ApiKeyGuard) -> None:
         self._guard = guard

@@ -1,5 +1,4 @@
-"""One HTTP request and response as handlers see them: aiohttp's, with the connection's
-HttpAcceptor."""
+"""One HTTP request and response as handlers see them: aiohttp's, over an HttpAcceptor."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias

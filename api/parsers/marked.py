@@ -1,5 +1,4 @@
-"""Parsers of the tool calls of Qwen3-Coder and GLM-4.5: each argument is plain text between
-markers.
+"""Parsers of tool calls of Qwen3-Coder and GLM-4.5: each argument is text between markers.
 
 Only the tool's schema says which arguments are numbers.
 """

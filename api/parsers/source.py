@@ -132,8 +132,7 @@ class ParserSource:
         return "".join(parts), marker
 
     def accept(self, *markers: str) -> Steps[str]:
-        """Skip white space and read the marker that is next. Return "" and read nothing if none is
-        next."""
+        """Skip white space and read the marker that is next. Read nothing if none is next."""
         spaces: list[str] = []
         longest = max(map(len, markers))
         while True:

@@ -75,8 +75,7 @@ class CallForms:
         return self._forms.sequence(block, star(self._forms.sequence(separator, block)))
 
     def in_text(self, groups: Sequence[Group], *, parallel: bool) -> Format:
-        """Return the format of free text with calls in it. Nothing follows a call unless
-        `parallel`.
+        """Return the format of free text with calls. Nothing follows a call unless `parallel`.
 
         Free text has no special tokens, and the format for text with triggers cannot be combined
         with tokens. So if a token begins a call, the calls end the response.
@@ -144,8 +143,7 @@ def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Se
 
 
 def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the blocks of Mistral calls: a list of JSON objects, or in newer models a name and
-    arguments."""
+    """Return the blocks of Mistral calls: a list of JSON objects, or newer names and arguments."""
     begin, call_id, arguments = MISTRAL
     item = _objects(forms, groups, "arguments")
     more = [star(forms.sequence(", ", item))] if parallel else []
@@ -165,8 +163,7 @@ def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[
 
 
 def _deepseek(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the block of DeepSeek calls. V3 and R1 have a fence around the arguments, V3.1 has
-    none."""
+    """Return the block of DeepSeek calls. V3 and R1 have a fence around the arguments."""
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     calls = []
     for names, schema in groups:

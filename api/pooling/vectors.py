@@ -1,5 +1,4 @@
-"""Embeddings, scores of text pairs, and next-token probabilities, independent of the client
-protocol.
+"""Embeddings, scores of text pairs, and next-token probabilities, for all client protocols.
 
 Requests that the checkpoint does not support are rejected by name before any work.
 """

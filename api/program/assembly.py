@@ -195,8 +195,7 @@ class RunningRouter:
         await _first_of(self._none_live(), hurry.wait(), _LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
-        """Wait for requests and connections: a request that is still being received is not live
-        yet."""
+        """Wait for requests and connections: a request is not live while it is received."""
         self.http.drain()
         await self._none_live()
         await self.http.wait_until_all_gone(_LAST_WORDS_S)

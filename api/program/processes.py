@@ -53,8 +53,7 @@ class RenewableProcess(Protocol):
 
 
 class CertificateRenewal:
-    """Shutdown of a router's processes on an operator's command: all at once, or as a rolling
-    restart."""
+    """Operator-requested shutdown of a router's processes: all together, or a rolling restart."""
 
     def __init__(
         self,
@@ -230,8 +229,7 @@ class _Process:
                 renewing.set()
 
     async def renew(self) -> None:
-        """Drain the process, and return when its replacement listens. `keep` starts the
-        replacement."""
+        """Drain the process, and return when its replacement, started by `keep`, listens."""
         if self._child is not None:
             renewed = self._renewing = asyncio.Event()
             self._child.send(signal.SIGTERM)

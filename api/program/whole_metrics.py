@@ -55,8 +55,7 @@ class MergedMetrics:
         self._places: dict[int, _Place] = {}
 
     def take(self, texts: Mapping[int, str]) -> None:
-        """Record the metrics of each process, in the text format. Missing processes did not
-        respond."""
+        """Record the metrics of each process, as text. Missing processes did not respond."""
         for place in self._places.values():
             place.answered = False
         for number, text in texts.items():

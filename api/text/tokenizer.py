@@ -370,8 +370,7 @@ class Detokenizer:
         return "" if self._settled else self._decoder.decode(self._window)[self._num_returned :]
 
     def _slide(self, text: str) -> None:
-        """Move the start of the window to the previous complete point, if decoding from there
-        agrees."""
+        """Move the window to the previous complete point, if decoding from there agrees."""
         later = self._window[self._clean :]
         later_text = self._decoder.decode(later)
         if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:

@@ -48,8 +48,7 @@ class BenchCommand(Protocol):
     objectives: Objectives
 
     async def measure(self, session: Session) -> None:
-        """Fill the session with measurements. May be cancelled at any time, and leaves nothing
-        running."""
+        """Fill the session with measurements. May be cancelled, and leaves nothing running."""
         ...
 
     def findings(self, session: Session, about: CommandInfo) -> Findings:

@@ -172,8 +172,7 @@ class LoadGenerator:
                 calls.create_task(call(job, at))
 
     async def _until(self, at: float) -> None:
-        """Sleep until `at`. Never returns early, unlike a single sleep: uvloop rounds to
-        milliseconds."""
+        """Sleep until `at`. Never returns early, although uvloop rounds to milliseconds."""
         left = at - self._now()
         while left > 0:
             await asyncio.sleep(left)
@@ -197,8 +196,7 @@ async def _tick(lags: list[float]) -> None:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Yield due times of Poisson arrivals at `rate` per second, without end, determined by the
-    seed."""
+    """Yield due times of Poisson arrivals at `rate` per second, without end."""
     rng, at = np.random.default_rng((seed, 1)), 0.0
     while True:
         at += float(rng.exponential(1.0 / rate))

@@ -267,8 +267,7 @@ def _front(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
-    """Check which callers this process accepts, and how Baton's processes authenticate each
-    other."""
+    """Check which callers a process accepts, and how Baton's processes authenticate."""
     try:
         identity = identity_of(role, "baton check", server.secret_file)
         asked = identity is not None or mutual

@@ -316,8 +316,7 @@ def _flags(wish: RequestedSystem, port: int, number: int) -> list[str]:
 
 
 def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
-    """Give other nodes any free data port if a port is requested, because only one prefill node can
-    have it."""
+    """Give all but prefill nodes any free data port, if a data port is requested."""
     asked = any(flag.startswith(_DATA_PORT) for flag in node_flags)
     return [f"{_DATA_PORT}=0"] if asked and module != "prefill_node" else []
 

@@ -1,5 +1,4 @@
-"""Runs a system's processes on this machine as children: start, health checks, restarts,
-shutdown."""
+"""Runs a system's processes as children: start, health checks, restarts, shutdown."""
 
 import asyncio
 import signal
@@ -45,8 +44,7 @@ class LocalSystem:
         return [program.name for program in self._programs]
 
     async def until_ready(self, report: Callable[[str, str], None]) -> None:
-        """Wait until every process is healthy. The router is healthy once it can place a
-        request."""
+        """Wait until every process is healthy, and the router can place a request."""
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)

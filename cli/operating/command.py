@@ -198,6 +198,5 @@ def size(num_bytes: int) -> str:
 
 
 def safe(text: str) -> str:
-    """Return `text` without terminal control characters, because names come from other
-    processes."""
+    """Return `text`, which may come from other processes, without control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,5 +1,4 @@
-"""Operators' commands that drain processes in a safe order: `nodes drain`, `nodes set-role`,
-`rollout`."""
+"""Commands that drain processes in a safe order: `nodes drain`, `nodes set-role`, `rollout`."""
 
 import argparse
 import time

@@ -1,5 +1,4 @@
-"""Operator's client of routers and nodes: list, drain, change role, and wait for ends and
-returns."""
+"""Operator's client of routers and nodes: list, drain, change role, and wait."""
 
 import argparse
 import asyncio
@@ -68,20 +67,17 @@ class Fleet:
         self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
-        """Return the cluster as this router knows it. Raises UnfinishedRestart if it does not
-        respond."""
+        """Return the cluster as this router knows it. Raises UnfinishedRestart on failure."""
         request = GetClusterRequest()
         answer: GetClusterResponse = await self.call_router(router, "GetCluster", request)
         return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Start to drain a router. Raises UnfinishedRestart if it does not respond or rejects the
-        call."""
+        """Start to drain a router. Raises UnfinishedRestart if the call fails."""
         await self.call_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Start to drain a node. Raises UnfinishedRestart if it does not respond or rejects the
-        call."""
+        """Start to drain a node. Raises UnfinishedRestart if the call fails."""
         await self.call_node(address, "Drain", DrainRequest())
 
     async def call_router(
@@ -232,8 +228,7 @@ class Fleet:
 
 
 def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
-    """Return the node at `address` as it describes itself, or None if it does not exist or
-    respond."""
+    """Return the node at `address`, or None if it does not exist or respond."""
     for node in cluster.nodes:
         if node.address == address and node.state != "unreachable":
             return node
@@ -241,8 +236,7 @@ def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
 
 
 def _in_use(cluster: GetClusterResponse, address: str) -> bool:
-    """Return whether every worker process uses the node, because any of them may get the next
-    request."""
+    """Return whether every worker process uses the node. Any may get the next request."""
     return not cluster.router.silent_processes and address in cluster.router.in_use
 
 

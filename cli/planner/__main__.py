@@ -307,8 +307,7 @@ def _what(decision: Decision) -> str:
 
 
 def _news(decision: Decision) -> str:
-    """Return the part of a decision that identifies it, without figures that change at each
-    look."""
+    """Return what identifies a decision, without figures that change at each look."""
     match decision:
         case WaitAction(because):
             return because

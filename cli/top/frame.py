@@ -36,8 +36,7 @@ class _Book:
 
 
 class Rates:
-    """Rates by node address. Samples of a restarted node are dropped, because it counts from
-    zero."""
+    """Rates by node address. A restarted node counts from zero, so its samples are dropped."""
 
     def __init__(self) -> None:
         self._books: dict[str, _Book] = {}
@@ -49,8 +48,7 @@ class Rates:
         }
 
     def of(self, address: str, counter: str) -> float | None:
-        """Return the rate of a counter, or of "steps", over the last seconds. None: not known
-        yet."""
+        """Return the recent rate of a counter, or of "steps". None: not known yet."""
         book = self._books.get(address)
         if book is None or len(book.samples) < 2:
             return None
@@ -281,8 +279,7 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
 
 
 def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
-    """Align words to the left, and numbers (from the fourth column to the last before the queues)
-    to the right."""
+    """Align words to the left, and numbers to the right."""
     line = Text(no_wrap=True)
     for index, (cell, width) in enumerate(zip(cells, widths, strict=False)):
         number = _FIRST_NUMBER <= index < _FIRST_NUMBER + 1 + len(_RATES)

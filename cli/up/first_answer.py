@@ -97,8 +97,7 @@ _ASK_S = 60.0
 
 
 class VectorSample(Sample):
-    """A score as the sample request, for systems without decode nodes: all models that they can
-    serve support it."""
+    """A score as the sample request, which all models without decode nodes support."""
 
     async def ask(self) -> None:
         """Print the score of the prompt with itself. Raises grpc.aio.AioRpcError."""

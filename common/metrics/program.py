@@ -1,5 +1,4 @@
-"""Metrics of every process: process statistics under their usual names, failed authentication, and
-certificate expiry."""
+"""Metrics of every process: the process itself, failed authentication, certificate expiry."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args

@@ -80,8 +80,7 @@ class ChildProcess:
         return self._process.wait()
 
     async def stop(self, patience_s: float) -> bool:
-        """Send SIGTERM, then SIGKILL after `patience_s` seconds. Returns True if it exited with
-        0."""
+        """Send SIGTERM, then SIGKILL after `patience_s` seconds. Returns True if it exited 0."""
         self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(patience_s):

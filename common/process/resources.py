@@ -65,8 +65,7 @@ ENOUGH = 1 << 16
 
 
 def allow_many() -> None:
-    """Raise this process's limit of open files to ENOUGH, or to the system's maximum. Never lower
-    it.
+    """Raise the limit of open files to ENOUGH, or to the system's maximum. Never lower it.
 
     Processes started later inherit it.
     """

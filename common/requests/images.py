@@ -68,8 +68,7 @@ class Image(msgspec.Struct, frozen=True, dict=True):
         return [word % FIRST_IMAGE_TOKEN + FIRST_IMAGE_TOKEN for word in words]
 
     def fits(self, token_side: int) -> bool:
-        """Return whether it has the pixels of its tokens, with `token_side` pixels per token
-        side."""
+        """Return whether it has the pixels of its tokens, whose side has `token_side` pixels."""
         return len(self.pixels) == self.frames * self.num_tokens * token_side**2 * _CHANNELS
 
     def may_follow(self, before: "Image | None") -> bool:

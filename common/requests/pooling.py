@@ -32,8 +32,7 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
     @property
     def of_all(self) -> bool:
-        """True if hidden states of all tokens are needed, so that cached ones are computed
-        again."""
+        """True if hidden states of all tokens are needed, including cached ones."""
         return self.pool in (PoolingMode.MEAN, PoolingMode.FIRST)
 
 

@@ -267,8 +267,7 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
 
 
 def to_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message, where a message would be
-    copied."""
+    """Return the fields of the wire form, for a larger message. A message would be copied."""
     fields = msgspec.structs.asdict(params)
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]

@@ -53,8 +53,7 @@ def check_address(address: str) -> str:
 
 
 class Network(Protocol):
-    """A replacement for gRPC's network, for simulations: channels and servers like grpc.aio's,
-    without TLS."""
+    """A replacement for gRPC's network in simulations, without TLS."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel to host:port."""

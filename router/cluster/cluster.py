@@ -208,8 +208,7 @@ class Cluster:
             self._use()
 
     def described(self, reports: Sequence[NodeReport]) -> None:
-        """Record the reported queue times of prefill nodes. Decode nodes report theirs on their
-        streams."""
+        """Record reported queue times of prefill nodes. Decode nodes use their streams."""
         for report in reports:
             description = report.description
             if report.role != "prefill":

@@ -45,8 +45,7 @@ class NodeMember(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BroadcastResult:
-    """Outcome of a call to one node. `problem` names the node and its error. It is "" after
-    success."""
+    """Outcome of a call to one node. `problem` names the node and its error, or is ""."""
 
     member: NodeMember
     answer: Any = None

@@ -443,8 +443,7 @@ class DecodeClient:
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
-    """Return the adapters by name. Raises ProtocolViolation if there are too many or one is
-    invalid."""
+    """Return the adapters by name. Raises ProtocolViolation if there are invalid ones."""
     if len(status.adapters) > limits.MAX_ADAPTERS:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:

@@ -149,8 +149,7 @@ class NodeLoad:
         return LoadReservation(self, placement, QueueEntry(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
-        """Process a Status of a decode node. It includes the pages of requests past their first
-        token."""
+        """Process a Status, which includes the pages of requests past their first token."""
         for charge in self._unshown.pop(decode, ()):
             charge.shown()
 
@@ -398,8 +397,7 @@ class NodeBacklogs:
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
     def _late_s(self, address: str, num_tokens: int, due: RequestDue) -> float:
-        """Return by how many seconds the request, or a request that it delays, would start too
-        late.
+        """Return how many seconds too late the request, or one that it delays, would start.
 
         0.0 or less: all start in time, or nothing is queued.
         """
@@ -415,8 +413,7 @@ class NodeBacklogs:
         return max(late, now + pages_s - newcomer.start_by)
 
     def _left_s(self, reported: _Reported) -> tuple[float, float]:
-        """Return what is left of `others_s` and `pages_s`. Negative: seconds since they reached
-        zero."""
+        """Return the rest of `others_s` and `pages_s`. Negative: seconds since they ended."""
         passed_s = self._now() - reported.at
         return reported.others_s - passed_s, reported.pages_s - passed_s
 

@@ -205,8 +205,7 @@ class ShortestQueue:
         return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
 
     def _queue(self, address: str) -> tuple[float, int]:
-        """Return the seconds until a new request starts, and the tokens that this router has
-        queued."""
+        """Return the seconds until a new request starts, and this router's queued tokens."""
         return self._backlogs.queue_s(address), self._load.queued.tokens(address)
 
 

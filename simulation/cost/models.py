@@ -129,14 +129,12 @@ class DeltaNet(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Return the number of query, key and value channels of a token, which pass the
-        convolution."""
+        """Return the query, key and value channels of a token, which pass the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def projected(self) -> int:
-        """Return the size of all projections of a token: channels, gates, and two numbers per
-        head."""
+        """Return the size of a token's projections: channels, gates, two numbers per head."""
         return self.channels + self.value_heads * (self.value_dim + 2)
 
     @property

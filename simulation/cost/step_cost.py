@@ -1,5 +1,4 @@
-"""Costs of one node: step times (modelled from kernels or measured), transfer times, and sizes of
-the model."""
+"""Costs of one node: step times, modelled or measured, transfer times, and sizes."""
 
 from pathlib import Path
 from typing import Protocol
@@ -58,8 +57,7 @@ class ModelledTimes:
         return projected + self._product_s(tokens, hidden, self._width)
 
     def _attention_s(self, shape: StepShape, window: int) -> float:
-        """Return the attention time of one layer in which tokens attend to at most `window`
-        tokens."""
+        """Return the attention time of one layer with at most `window` visible tokens."""
         sheet, decode, prefill = self._gpu.sheet, self._gpu.decode, self._gpu.prefill
         decoding, decode_rows, prefill_s = 0, 0, 0.0
         for new, context in zip(shape.new_tokens, shape.contexts, strict=True):

@@ -1,2 +1,1 @@
-"""A simulated device: steps take the time of the cost model, and pages hold witnesses instead of
-KV."""
+"""A simulated device: steps take the modelled time, and pages hold witnesses instead of KV."""

@@ -1,5 +1,4 @@
-"""The computation of a simulated device: reads and writes witnesses of pages, and returns
-tokens."""
+"""The computation of a simulated device: witnesses of pages in, tokens out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,8 +120,7 @@ class SimDevice:
         return BatchResult(np.where(batch.samples, sampled, NOT_SAMPLED).astype(np.int32))
 
     def _verified(self, step: StepRows, starts: _Places, ends: _Places) -> BatchResult:
-        """Compute one token after another in each row, up to the first wrong draft. Rejected drafts
-        have no effect."""
+        """Compute tokens one by one in each row, up to the first wrong draft."""
         most = int((ends - starts).max())
         runs = np.full((len(starts), most), NOT_SAMPLED, np.int32)
         counts = np.zeros(len(starts), np.int32)
@@ -151,8 +149,7 @@ class SimDevice:
         ends: _Places,
         kept: Sequence[StateCheckpoint] = (),
     ) -> None:
-        """Add the tokens [starts, ends) of some rows to their pages. `kept`: states to write to
-        other pages as well."""
+        """Add tokens [starts, ends) to their rows' pages. `kept`: states to write twice."""
         numbers, places = _places(starts, ends)
         owners = rows[numbers]
         tokens = step.tokens[step.offsets[owners] + places]
@@ -199,8 +196,7 @@ class SimDevice:
     def _sampled(
         self, step: StepRows, rows: _Places, ends: _Places
     ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return the next token of each row after `ends` tokens, and whether the device drafts it
-        correctly."""
+        """Return each row's token after `ends` tokens, and whether the device drafts it."""
         totals = self._totals(step, rows, ends)
         sampled = tokens_of(totals)
         self._newest[step.slots[rows]] = sampled

@@ -206,6 +206,5 @@ class SimEngine:
 
 
 async def _until(end: float) -> None:
-    """Wait until time.monotonic() reaches `end`, to the millisecond. Always yields to other
-    tasks."""
+    """Wait until `end` in time.monotonic(), to the millisecond. Always yields."""
     await asyncio.sleep(max(end - time.monotonic(), 0.0))

@@ -1,5 +1,4 @@
-"""The parts of a simulated engine: the real core with witnesses, and rejections of unsupported
-features."""
+"""The parts of a simulated engine: the real core with witnesses, and rejected features."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -225,8 +224,7 @@ class SimParts:
 
 
 def _speculator(config: EngineConfig) -> Speculator | None:
-    """Return the speculation parts. The device makes the drafts, because simulated responses do not
-    repeat text."""
+    """Return the speculator. The device drafts, because simulated text does not repeat."""
     speculator = Speculator.of(config.speculative, config.scheduler.num_slots)
     return None if speculator is None else replace(speculator, drafter=HeadDrafter())
 

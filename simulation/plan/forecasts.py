@@ -151,8 +151,7 @@ def percentile(share: float, wait: Waiting, services: Sequence[float]) -> float:
 
 
 def highest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the highest value in [low, high] up to which a condition holds, or `low` if it never
-    holds."""
+    """Return the highest value up to which a condition holds, or `low` if it never does."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -252,8 +251,7 @@ def _high(rows: float) -> float:
 
 
 def colocated(traffic: Traffic, steps: NodeSteps, nodes: int, chunk: int) -> Forecast:
-    """Return the latency with colocated nodes, which compute chunks of prompts beside decode
-    rows."""
+    """Return the latency with colocated nodes: prompt chunks beside decode rows."""
     rate, chunks = traffic.rate / nodes, traffic.input / chunk  # chunks per request
 
     def delay(rows: float) -> float:

@@ -1,5 +1,4 @@
-"""Inputs and outputs of a plan: the load (rate and lengths), the latency limits, and the predicted
-latency."""
+"""Input and output of a plan: load, latency limits, and predicted latency."""
 
 import math
 import random

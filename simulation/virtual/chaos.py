@@ -66,8 +66,10 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 
 
 def drawn(seed: int) -> Scenario:
-    """Return the scenario of a seed. Node 0 of each kind is never killed, and only a planner
-    changes its role."""
+    """Return the scenario of a seed.
+
+    Node 0 of each kind is never killed, and only a planner changes its role.
+    """
     rng = random.Random(f"chaos/{seed}")
     prompt, response = rng.choice(_INPUTS), rng.choice(_OUTPUTS)
     cluster = _cluster(rng, prompt[1] + response[1])

@@ -1,5 +1,4 @@
-"""The faults of a scenario: their form in the file, their effect, and the network conditions that
-they change."""
+"""The faults of a scenario: their form in the file, their effect, and network conditions."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping

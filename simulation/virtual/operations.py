@@ -21,8 +21,7 @@ _REFUSALS = (
 
 
 class OperatedCluster(Protocol):
-    """A cluster that executes commands on nodes by name. All methods raise AioRpcError if it
-    rejects the command."""
+    """A cluster that executes commands on nodes. Raises AioRpcError if it rejects one."""
 
     async def set_role(self, node: str, role: str) -> None: ...
 

@@ -230,8 +230,7 @@ def reference_model(directory: Path) -> PreTrainedModel:
 def greedy_tokens(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    """Return the tokens that `model` generates for each prompt, one at a time and without
-    padding."""
+    """Return the tokens that `model` generates for each prompt, one prompt at a time."""
     generated = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])

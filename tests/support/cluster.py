@@ -446,8 +446,7 @@ class Cluster:
         await self.wait_until(moved, f"a response has moved to {target.address}")
 
     async def switch(self, node: Node, role: str) -> None:
-        """Change the node's role. Returns when the router knows the new role and nodes have
-        paired."""
+        """Change the node's role, until the router knows it and nodes have paired."""
         await node.stub.Switch(SwitchRequest(role=role), timeout=RPC_S)
         await self.until_has_role(node, role)
 

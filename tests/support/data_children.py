@@ -81,8 +81,7 @@ def _done(result: int) -> None:
 
 
 class CudaPages:
-    """Pages on a GPU, uint8 [num_pages, page_bytes]. Indexing and comparison copy them to the
-    host."""
+    """Pages on a GPU, uint8 [num_pages, page_bytes]. Accesses copy them to the host."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: str) -> None:
         self._tensor = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)

@@ -46,8 +46,7 @@ def introduction(to: TcpDescription) -> bytes:
 
 
 def introduced(description: bytes) -> socket.socket:
-    """Return a raw connection to a tcp producer, authenticated as the consumer of the
-    description."""
+    """Return a raw, authenticated connection to a tcp producer."""
     producer = msgspec.msgpack.decode(description, type=TcpDescription)
     raw = socket.create_connection((producer.host, producer.port), 5)
     raw.settimeout(None)
@@ -82,8 +81,7 @@ class FarProducer:
 
     @property
     def remote(self) -> RemotePool:
-        """Wait until the producer serves. Skips the test if this machine does not support its
-        path."""
+        """Wait until the producer serves. Skips the test without its path on this machine."""
         if self._remote is None:
             described = self.child.receive()
             if isinstance(described, str):
@@ -150,8 +148,7 @@ class NearProducer:
 
 
 class FarConsumer:
-    """A consumer in another process. It reads all pages of a producer repeatedly, in random order,
-    and reports errors."""
+    """A process that reads all pages of a producer repeatedly and reports errors."""
 
     def __init__(self, backend: str, num_pages: int, page_bytes: int, *, log: Path) -> None:
         self.child = Child(
@@ -165,8 +162,7 @@ class FarConsumer:
         assert self.child.receive() == "started"
 
     def read_from(self, producer: FarProducer) -> None:
-        """Start to read. Returns once the first copy has landed with correct bytes. Reading
-        continues."""
+        """Start to read, and return once the first copy has landed with correct bytes."""
         landed = self.child.ask(producer.admit(), producer.remote, producer.content)
         assert landed == "landed", landed
 
@@ -220,8 +216,7 @@ class Ends:
     def far_producer(
         self, backend: str, num_pages: int, page_bytes: int, apart: str = ""
     ) -> FarProducer:
-        """Make a producer in another process. `apart`: namespace ("ipc" or "pid") of its own, or
-        ""."""
+        """Make a producer in another process. `apart`: "ipc" or "pid": its own namespace."""
         self._num_producers += 1
         producer = FarProducer(
             backend, num_pages, page_bytes, seed=self._num_producers, log=self.log, apart=apart

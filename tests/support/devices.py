@@ -24,8 +24,7 @@ def operators_here() -> Operators | None:
 
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use compiled operations in engines of this test ("compiled", else skip it), or torch
-    ("torch")."""
+    """Use "compiled" operations (else skip the test) or "torch" in engines of a test."""
     compiled = operators_here() if kind == "compiled" else None
     if kind == "compiled" and compiled is None:
         pytest.skip("no C++ compiler")

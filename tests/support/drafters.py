@@ -38,8 +38,7 @@ class Guesser:
 
 
 def recall(answers: Sequence[Sequence[int]]) -> Foretell:
-    """Return a Foretell that knows whole texts (prompts and responses) and drafts nothing for
-    others."""
+    """Return a Foretell that knows these texts (prompts and responses) and no others."""
 
     def foretell(tokens: list[int], count: int) -> list[int]:
         for text in answers:
@@ -133,8 +132,7 @@ def make_draft(directory: Path, model: Path, *, architecture: str = "llama", see
 
 
 def make_mtp(model: Path, *, seed: int = 0) -> Path:
-    """Add a random draft layer to a DeepSeek-V3 checkpoint, like its last layer. Returns
-    `model`."""
+    """Add a random draft layer, like the last layer, to a DeepSeek-V3 checkpoint."""
     config = json.loads((model / "config.json").read_text())
     hidden, number = config["hidden_size"], config["num_hidden_layers"]
     tensors = load_file(model / TENSORS)
@@ -153,8 +151,7 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
 
 
 def make_hybrid_mtp(model: Path, *, seed: int = 0) -> Path:
-    """Add a random draft layer to a Qwen3-Next or Qwen3.5 checkpoint, whose last layer is
-    attention.
+    """Add a random draft layer to a Qwen3-Next or Qwen3.5 with attention at its end.
 
     The model may have an image encoder.
     """
@@ -242,8 +239,7 @@ def make_knower(directory: Path, model: Path) -> Path:
 
 
 def make_followed_hybrid(directory: Path) -> Path:
-    """Write a Qwen3-Next that behaves like `make_followed`, with a correct draft layer. Returns
-    `directory`."""
+    """Write a Qwen3-Next that behaves like `make_followed`, with a correct draft layer."""
     return _with_follower(make_followed(directory, "qwen3_next"))
 
 

@@ -242,8 +242,7 @@ class Rig:
             add()
 
     def land(self, request: Request) -> bool:
-        """Reserve a request's pages as a decode node does, and write the KV of all tokens except
-        the last.
+        """Reserve a request's pages like a decode node, and write KV of all tokens but the last.
 
         Keeps the request until `join_landed`. Returns False if there is no capacity.
         """

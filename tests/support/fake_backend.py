@@ -214,8 +214,7 @@ class FakeRunner:
         return run
 
     def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
-        """Return the KV of all tokens before `end` from the full table, or invalid KV if the pages
-        of a window differ."""
+        """Return the KV before `end` from the full table. Invalid if windows differ."""
         size, tables = self._table.page_size, self._table.tables
         at = np.arange(end)
         kv = self.kv[page_tables[0, at // size], at % size]

@@ -218,8 +218,7 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str], int]:
-    """Return module, arguments and signal of a `python -m MODULE` run by leash.py, or empty
-    values."""
+    """Return module, arguments and signal of a command for leash.py, or empty values."""
     match list(command):
         case [_, "-I", "-S", script, _, number, sys.executable, "-m", module, *rest]:
             if script == leash.__file__:

@@ -85,8 +85,7 @@ def _content(directory: Path) -> dict[str, bytes]:
 
 
 def left_behind() -> set[str]:
-    """Return shared-memory names that no process has mapped: their maker has ended, or has just
-    made them.
+    """Return shared-memory names that no process has mapped.
 
     Other tests run at the same time, so only names of this test's processes are meaningful.
     """

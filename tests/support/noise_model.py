@@ -28,8 +28,7 @@ def write(directory: Path, *, seed: int = SEED) -> None:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer: the 256 bytes in the order of the byte-level alphabet, then special
-    tokens."""
+    """Return a tokenizer: 256 bytes as in byte-level alphabets, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

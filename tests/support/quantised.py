@@ -23,8 +23,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format. encode: returns tensors by suffix of the module's name, and their values as
-    floats."""
+    """A format. encode: returns tensors by name suffix, and their values as floats."""
 
     config: dict[str, Any]
     encode: Callable[[Tensor], tuple[Tensors, Tensor]]

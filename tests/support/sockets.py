@@ -42,8 +42,7 @@ def sockets_of(pid: int) -> list[OpenSocket]:
 
 
 def _takes(kind: str, far: str, state: str) -> bool:
-    """Return whether any sender can reach the socket. A connected socket receives only from its
-    peer."""
+    """Return whether any sender can reach the socket, not only a connected peer."""
     return state == _LISTENING if kind.startswith("tcp") else int(far.rpartition(":")[2], 16) == 0
 
 

@@ -129,8 +129,7 @@ class Steps:
         return slot
 
     def remove(self, slot: int) -> list[int]:
-        """End the request and return its tokens. The next request gets its pages without
-        clearing."""
+        """End the request and return its tokens. Its pages are reused without clearing."""
         tokens: list[int] = self.table.tokens_of(slot).tolist()
         self._free[:0] = self.table.pages_of(slot).tolist()
         self.table.release(self._requests[slot])

@@ -1,5 +1,4 @@
-"""A stub prefill node for pooling. Its vectors are the number and the first of the prompt's
-tokens."""
+"""A stub prefill node for pooling. Vectors: number of tokens, and the first token."""
 
 import asyncio
 from collections.abc import Callable

@@ -66,8 +66,7 @@ class ThreadGroup:
 
 
 def run_ranks(size: int, work: Callable[[Share], T]) -> list[T]:
-    """Run `work` as all ranks, each in a thread. Returns their results. A failure ends all
-    ranks."""
+    """Run `work` as all ranks, in threads, and return the results. A failure ends all."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:

@@ -1,5 +1,4 @@
-"""Tiny random vision models with a byte-level tokenizer, images for them, and transformers as the
-oracle."""
+"""Tiny random vision models with a byte-level tokenizer, images, and the oracle."""
 
 import base64
 import io

@@ -1,2 +1,1 @@
-"""Benchmarks of the running system, each against a peer or a physical limit. Never run by
-pytest."""
+"""Benchmarks of the running system against a peer or a physical limit. Never in pytest."""

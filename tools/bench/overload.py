@@ -164,8 +164,7 @@ def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[Worklo
 
 
 def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterator[float]:
-    """Yield Poisson arrivals with a fixed number. Otherwise, chance would change the rate by a
-    tenth in 20 s."""
+    """Yield Poisson arrivals with a fixed number, so that chance does not change the rate."""
     due = np.random.default_rng(seed).uniform(begin_s, begin_s + seconds, round(rate * seconds))
     return iter(sorted(due.tolist()))
 
@@ -214,8 +213,7 @@ def _row(
     end_s: float,
     node_cores: float,
 ) -> dict[str, Any]:
-    """Return the row of the requests due in [begin_s, end_s) and of the responses completed then,
-    without the ramp."""
+    """Return the row of requests due in [begin_s, end_s), and of good responses after the ramp."""
     counted_s = begin_s + min(RAMP_S, (end_s - begin_s) / 2)
     due = [outcome for outcome in outcomes if begin_s <= outcome.due < end_s]
     good = [o for o in outcomes if not o.error and o.e2e <= BUDGETS_S[o.group]]
@@ -237,8 +235,7 @@ def _row(
 
 
 async def _cores(pids: Sequence[int], seconds: float) -> float:
-    """Return the cores that the nodes use in the next `seconds` seconds. Other load reduces
-    them."""
+    """Return the cores that the nodes use in the next `seconds` seconds."""
     before = sum(map(cpu_seconds_of, pids))
     await asyncio.sleep(seconds)
     return (sum(map(cpu_seconds_of, pids)) - before) / seconds

@@ -232,8 +232,7 @@ def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Compare groups of two nodes with two separate nodes, which run at the same time on the same
-    cores."""
+    """Compare groups of two nodes with two separate nodes on the same cores."""
     best: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as root:
         model = make_checkpoint(Path(root) / "model", "qwen3_moe", **_MOE)
@@ -263,8 +262,7 @@ def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
 
 
 def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
-    """Return the seconds in which the first `busy` nodes of a group of two complete their
-    requests."""
+    """Return the seconds in which the first `busy` of two nodes complete their requests."""
     with running(2, directory, lambda: _config(model, 1, 1, _GROUP_ROWS)) as nodes:
 
         def answer(node: GroupNode) -> None:

@@ -175,8 +175,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
 
 
 def measure_tensors(name: str, steps: int) -> dict[str, Any]:
-    """Return microseconds of thread CPU time for the tensors of a decode step with these
-    contexts."""
+    """Return microseconds of CPU time for the tensors of a decode step."""
     ends = np.array(CONTEXTS[name], np.int32)
     table = SlotTable(len(ends), int(ends.max()), PAGE_SIZE)
     pages = np.arange(table.page_table.size, dtype=np.int32)

@@ -38,8 +38,7 @@ def called(tools: str, a: int, b: int) -> Exchange:
 
 
 def tool_result(tools: str, a: int, b: int) -> Exchange:
-    """Return the turn after a call, with the whole conversation so far, in the format of the chat
-    template."""
+    """Return the turn after a call, with the whole conversation in the chat template."""
     said = call(a, b).replace("\n", "")
     return Exchange(f"{tools}, add {a} {b} = {said} result {a + b} =", str(a + b))
 

@@ -40,16 +40,14 @@ class Exchange:
 
 
 def cost(text: str) -> int:
-    """Return the number of tokens: one for a known word or a mark, otherwise the space and every
-    character."""
+    """Return the number of tokens: 1 for a known word or mark, else a space and its characters."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     words = _without_marks(text, " ").replace(",", " , ").split()
     return marks + sum(1 if word in _SINGLE_TOKENS else 1 + len(word) for word in words)
 
 
 def exact_cost(text: str) -> int:
-    """Return the number of tokens of an exact response. A known word with a space in front is still
-    one token."""
+    """Return the number of tokens of an exact response. A known word includes its space."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     characters = _without_marks(text, "")
     words = re.findall(r" [a-z]+", characters)

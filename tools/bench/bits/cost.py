@@ -124,8 +124,7 @@ async def _compare(name: str, model: Path, rounds: int) -> None:
 async def _run(
     model: Path, settings: Sequence[str], rounds: int, least: dict[tuple[str, str], float]
 ) -> None:
-    """Start systems with these settings, and update `least` with their rounds' minima, by measure
-    and setting."""
+    """Start systems with these settings, and update the minima in `least`."""
     async with contextlib.AsyncExitStack() as stack:
         systems = []
         for setting in settings:

@@ -57,8 +57,7 @@ def _layer(
     rule: Callable[..., Tensor],
     norm: Callable[..., Tensor],
 ) -> Callable[[], Tensor]:
-    """Return a call of the operations for rows of `counts` tokens, which updates states in
-    place."""
+    """Return a call of the operations for rows of `counts` tokens. Updates states."""
     num_tokens, num_rows = sum(counts), len(counts)
     projected = torch.randn(num_tokens, KEY_HEADS * CHANNELS).to(DTYPE)
     columns = torch.arange(KEY_HEADS * CHANNELS, dtype=torch.int32).view(KEY_HEADS, CHANNELS)

@@ -1,5 +1,4 @@
-"""Lower bound of a step's time on this machine: memory bandwidth and arithmetic throughput of all
-cores."""
+"""Lower bound of a step's time: memory bandwidth and arithmetic throughput of all cores."""
 
 import ctypes
 import os
@@ -83,8 +82,7 @@ def _read_rate(num_bytes: int) -> float:
 
 
 def _product_rate(sizes: dict[str, Any]) -> float:
-    """Measure products with the weights of all layers, so that each is read from memory as in a
-    forward pass."""
+    """Measure products with the weights of all layers, each of which is read from memory."""
     threads = torch.get_num_threads()
     torch.set_num_threads(_cores())
     layers = [

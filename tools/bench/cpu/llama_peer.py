@@ -56,8 +56,7 @@ class Engine:
         self._context: Any = None
 
     def closed_loop(self, load: dict[str, Any]) -> dict[str, Any]:
-        """Generate greedy responses in the order of jobs, `streams` at a time. Times count from the
-        start."""
+        """Generate greedy responses in job order, `streams` at a time, with their times."""
         self._open(load["streams"], load["threads"], load["jobs"])
         waiting = list(enumerate(load["jobs"]))[::-1]
         slots: list[Sequence | None] = [None] * load["streams"]

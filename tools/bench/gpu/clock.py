@@ -64,8 +64,7 @@ class CudaClock:
     HOLD_S = 150e-6
 
     def __init__(self, device: torch.device, target_s: float = 0.1) -> None:
-        """Create a clock. target_s: seconds for all runs of one timing, within the limits of their
-        number."""
+        """Create a clock. target_s: seconds for all runs of one timing."""
         self._device = device
         self._target_s = target_s
         self._hold_cycles = int(self.HOLD_S * 1.8e9)

@@ -32,8 +32,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """An operation. call: runs it once, on its own memory. error: returns its error, at most
-    `tolerance`.
+    """An operation. call: runs it once. error: returns its error, at most `tolerance`.
 
     amount: bytes to move or FLOPs to compute, as `ceiling` counts. peers: other implementations on
     the same data, timed and not checked. prepare: runs before each call, outside its time. more:

@@ -210,8 +210,7 @@ class _BareNixl:
         assert state == "DONE"
 
     def post_seconds(self, source_pages: Ints, destination_pages: Ints) -> float:
-        """Return the seconds to make one request of all these descriptors. On CMA, posting it
-        already copies."""
+        """Return the seconds to post one request of these descriptors. CMA copies in post."""
         started = time.perf_counter()
         handle = self._agent.make_prepped_xfer(
             "READ", self._local, destination_pages, self._remote, source_pages
@@ -273,8 +272,7 @@ class _Served(msgspec.Struct):
 
 
 class _ProducerProcess:
-    """The producer as a separate program, because multiprocessing would first import the caller's
-    main module."""
+    """The producer as a program: multiprocessing would import the caller's main module."""
 
     def __init__(self, plan: Plan, core: int) -> None:
         numbers = (plan.page_bytes, max(plan.counts), core)

@@ -136,8 +136,7 @@ class AbsentDevice:
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[dict[Launch, None]]:
-    """Record the kernels of all launchers in order, for this architecture, instead of running
-    them."""
+    """Record the kernels of all launchers for this architecture instead of running them."""
     launches: dict[Launch, None] = {}
     said: set[str] = set()
     parse = CUDABackend.parse_options

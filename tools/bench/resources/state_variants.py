@@ -1,5 +1,4 @@
-"""Kernel launches of layers with recurrent states, on the shape of Qwen3-Next. See
-`variants.py`."""
+"""Kernel launches of layers with recurrent states, on the shape of Qwen3-Next."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,8 +59,7 @@ class HybridModel:
         self._store(n)
 
     def gated(self, n: int) -> None:
-        """Run attention with gated outputs for decode rows beside a prompt, and add a shared
-        expert."""
+        """Run attention with gated outputs for a mixed batch, and a shared expert."""
         kv = self.pool.layers[3]
         for prompt in (0, PROMPT_TOKENS, 4096):
             num_tokens, rows = n + prompt, n + (prompt > 0)

@@ -1,5 +1,4 @@
-"""Compares the best layouts of `baton plan` by closed forms with the same layouts in virtual
-time."""
+"""Compares the best layouts of `baton plan` by closed forms with virtual time."""
 
 import time
 from collections.abc import Iterator

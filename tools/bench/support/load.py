@@ -102,8 +102,7 @@ class Client:
         return [token async for piece in pieces for token in piece.token_ids]
 
     async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
-        """Run `streams` callers, each with one job in flight, until all are done. Returns results
-        in job order."""
+        """Run all jobs with `streams` in flight. Returns the results in job order."""
         loop = _InOrder(self)
         async with loop.load.measuring():
             await loop.load.closed_loop(iter(jobs), concurrency=streams)

@@ -54,8 +54,7 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
 
 
 def in_int4(source: Path) -> Path:
-    """Return the checkpoint in AWQ with groups of 128, beside `source`. Makes it unless an earlier
-    run has."""
+    """Return the checkpoint in AWQ with groups of 128. Makes it unless it exists."""
     model = source.with_name(f"{source.name}-int4")
     if not model.exists():
         say(f"making {model} ...")

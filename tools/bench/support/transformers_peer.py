@@ -38,8 +38,7 @@ def main() -> None:
 
 
 def _reply(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a row for each load and number of threads, and the tokens of the load with the most
-    responses."""
+    """Return rows by load and threads, and the tokens of the largest load."""
     warm_up = [WorkloadRequest(*job) for job in spec["warm_up"]]
     model = _model(spec["model"], spec["dtype"], spec["device"])
     rows: list[dict[str, Any]] = []

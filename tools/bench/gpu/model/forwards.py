@@ -1,5 +1,4 @@
-"""Forward passes of a model over prompts, one call at a time, without scheduler, stream or
-sampling."""
+"""Forward passes of a model over prompts, without scheduler, stream or sampling."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast

@@ -49,8 +49,7 @@ class _FirstLayers:
 
 
 def row(setting: Setting, name: str) -> Row:
-    """Return the relative error of a model's logits: the worst of a prefill, a chunk after it, and
-    a decode step."""
+    """Return a model's worst relative error of logits: prefill, chunk, decode step."""
     with _implemented(by_kernels=True):
         found = _logits(setting, name, _model(setting, name, setting.dtype))
     with _implemented(by_kernels=False):

@@ -54,8 +54,7 @@ class Latents:
 
     @property
     def flops(self) -> float:
-        """Return the minimum FLOPs without expansion: two products with every latent that a query
-        attends to."""
+        """Return the minimum FLOPs without expansion: two products per visible latent."""
         size, heads = self.q.shape[2] + self.value_dim, self.q.shape[1]
         return 2.0 * self.rows.num_seen * heads * size
 
@@ -84,8 +83,7 @@ class Latents:
         )
 
     def exact(self, place: int, q: Tensor) -> Tensor:
-        """Return the output [heads, value_dim] of a query [heads, size] at this position, in
-        float64."""
+        """Return the output [heads, value_dim] of one query [heads, size] in float64."""
         starts = self.query_starts.tolist()
         row = next(i for i in range(len(starts) - 1) if place < starts[i + 1])
         seen = self.rows.lengths[row] - (starts[row + 1] - 1 - place)

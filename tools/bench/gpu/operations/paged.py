@@ -1,5 +1,4 @@
-"""Paged attention on synthetic rows: data in either layout, the exact output, and the minimum bytes
-and FLOPs."""
+"""Paged attention on synthetic rows: data, exact output, minimum bytes and FLOPs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of attention. Row i has queries for its last queries[i] of lengths[i] tokens. A decode
-    row has one query."""
+    """Rows of attention. Row i has queries for the last queries[i] of lengths[i] tokens."""
 
     queries: tuple[int, ...]
     lengths: tuple[int, ...]

@@ -174,8 +174,7 @@ def _connected(
 
 
 def _wrong_share(setting: Setting, read: Read, expected: Tensor, landing: Tensor) -> float:
-    """Return the share of wrong bytes after each page was read to the same page number as at its
-    source."""
+    """Return the share of wrong bytes after each page was read to its own number."""
     landing.zero_()
     setting.finish()
     pages = np.arange(len(expected), dtype=np.int32)

@@ -55,8 +55,7 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExtendLaunch:
-    """Launch parameters of extend. rows: queries times the heads that share a KV head. block: keys
-    of a tile."""
+    """Launch parameters of extend. rows: queries times heads per KV head. block: keys per tile."""
 
     rows: int
     block: int
