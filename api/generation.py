@@ -108,7 +108,7 @@ def new_request_id() -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-# Works like asyncio.timeout at a third of its cost, and raises the error for clients.
+# Replaces asyncio.timeout at a third of its cost, and raises the error for clients.
 class DeadlineScope:
     """The total budget of a request: a context that cancels its work at the deadline.
 

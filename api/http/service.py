@@ -217,8 +217,8 @@ def _too_long(max_bytes: int) -> BadRequest:
     return BadRequest(413, f"the body of a request may have at most {max_bytes} bytes")
 
 
-# It counts as a connection from the start and has a deadline, so a silent client does not occupy a
-# place for long.
+# A handshake counts as a connection and has a deadline, so a silent client does not occupy a place
+# for long.
 class Handshake(asyncio.Protocol):
     """A client's connection during its TLS handshake. Then an HttpAcceptor takes over."""
 

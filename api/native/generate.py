@@ -1,4 +1,4 @@
-"""SGLang's native API: /generate, and /tokenize and /detokenize, which also vLLM has."""
+"""SGLang's native API: /generate, and /tokenize and /detokenize, which vLLM also has."""
 
 import time
 from array import array

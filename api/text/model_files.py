@@ -19,7 +19,7 @@ _MODES: dict[str, Way] = {
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-# Comes from the model's configuration and from the files of sentence-transformers beside it.
+# Read from the model's configuration and the files of sentence-transformers beside it.
 @dataclass(frozen=True, slots=True)
 class PoolingFiles:
     """Configuration of embeddings and scores.
