@@ -1,1 +1,1 @@
-"""The client API: gRPC, the OpenAI-compatible HTTP routes, the status page and reports."""
+"""The router's client and operator APIs over gRPC and HTTP, and the status page."""

@@ -1,6 +1,6 @@
-"""One request from its arrival to its last piece of text, for every client protocol.
+"""One generation request, from its arrival to its last text, for every client protocol.
 
-Admission control has a slot, a queue, a deadline and a priority for it.
+Includes admission control: slots and queue, deadline, and priority.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ from router.token_buffer import ModelVersion, NodeOutput
 
 
 class RequestLimiter:
-    """Admission of requests. A request is live from its admission to the end of its call."""
+    """Admission control: at most `max_requests` live requests, shared fairly between clients."""
 
     def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
         """
         Args:
-            longest_wait_s: longest wait for a slot, if a client cannot have one immediately.
+            longest_wait_s: longest wait for a slot, in seconds.
         """
         self.max_requests = max_requests
         self._slots = FairShareLimiter(max_requests, longest_wait_s=longest_wait_s)
-        self._num_here = 0  # requests that are live or queued
+        self._num_here = 0  # live and queued requests
         self.leaving = False  # this router is shutting down
-        self._closed = False  # no request is admitted any more
+        self._closed = False  # no more requests are admitted
         self._none_left = asyncio.Event()
         self._none_left.set()
 
@@ -61,12 +61,12 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def admitted(self, client: Client, priority: int = 0) -> AsyncIterator[None]:
-        """Keep the request live within this context.
+        """Wait for a slot, and hold it within this context.
 
         Raises:
             NodeUnavailable: the router is shutting down.
             RateLimited: the client has as many requests as its key allows.
-            Overloaded: the client cannot have another live request now.
+            Overloaded: no slot became free for this client in time.
         """
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
@@ -88,7 +88,7 @@ class RequestLimiter:
                 self._none_left.set()
 
     def leave(self) -> None:
-        """Report that this router is shutting down, but serve requests that still arrive."""
+        """Report that this router is shutting down, but keep serving new requests."""
         self.leaving = True
 
     def close(self) -> None:
@@ -103,18 +103,16 @@ class RequestLimiter:
 def new_request_id() -> str:
     """Return 128 random bits in hex, unique across routers.
 
-    It is not a secret: it can be guessed.
+    Not a secret: it can be guessed.
     """
     return f"{random.getrandbits(128):032x}"
 
 
-# The total budget of a request: a time limit after which its work is cancelled.
-#
-# Works like asyncio.timeout at a third of its cost, and raises the error for clients.
+# Replaces asyncio.timeout at a third of its cost, and raises the error for clients.
 class DeadlineScope:
-    """A context with a time limit, for one task and one use.
+    """The total budget of a request: a context that cancels its work at the deadline.
 
-    Gives the deadline in time.monotonic() seconds.
+    For one task and one use. Its value is the deadline in time.monotonic() seconds.
     """
 
     def __init__(self, budget_s: float) -> None:
@@ -138,7 +136,7 @@ class DeadlineScope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise DeadlineExceeded if this limit, and nothing else, has cancelled the work."""
+        """Raise DeadlineExceeded if only this limit has cancelled the work."""
         self._timer.cancel()
         if not self._expired:
             return
@@ -151,17 +149,14 @@ class DeadlineScope:
         self._task.cancel()
 
 
-# The priority of a request, from the client's wish and the operator's limits.
-#
-# High-priority requests delay others, so clients may only lower their priority unless they are
-# allowed more.
+# High-priority requests delay others, so clients may only lower their priority unless an operator
+# allows more.
 class PriorityLimits:
     def __init__(self, highest: int = 0, *, low_values_first: bool = False) -> None:
         """
         Args:
-            highest: highest priority of clients without their own limit, and the default of their
-                requests.
-            low_values_first: whether clients send lower values for higher priorities.
+            highest: highest and default priority of clients without a priority of their own.
+            low_values_first: clients send lower values for higher priorities.
         """
         self._highest = highest
         self._low_values_first = low_values_first
@@ -170,8 +165,8 @@ class PriorityLimits:
         """Return the priority of a request.
 
         Args:
-            asked: the client's value. None: not set. Clients of other servers send 0 by default, so
-                0 does not raise a lower default.
+            asked: the client's value. None: not set. Many clients send 0 by default, so 0 does not
+                raise a lower default.
 
         Raises:
             InvalidRequest: the value is above the client's limit or below the lowest priority.
@@ -193,7 +188,7 @@ Offer = Callable[[OutputChunk], bool]
 
 
 class Dispatcher:
-    """Dispatcher of generation requests to nodes. For one event loop."""
+    """Runs generation requests: admission, validation, placement, response. For one event loop."""
 
     def __init__(
         self,
@@ -210,12 +205,11 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            budget_s: total time limit of a request. A request may ask for less.
-            queue_share: share of its budget that a request may wait in queues of the nodes.
-            returns_cached_tokens: whether clients learn how much of their prompt was cached.
-            priorities: priorities that clients may request. By default clients may only lower
-                theirs.
-            stream_interval: tokens of an event, if the client does not set it.
+            budget_s: longest total time of a request, in seconds. A request may set a shorter one.
+            queue_share: share of its budget that a request may wait in nodes' queues.
+            returns_cached_tokens: clients see the number of cached prompt tokens.
+            priorities: priorities that clients may request. By default they may only lower theirs.
+            stream_interval: default number of tokens of an event.
         """
         self._model = model
         self._cluster = cluster
@@ -237,12 +231,12 @@ class Dispatcher:
     ) -> None:
         """Call `write(request_id, piece)` until the FinalChunk is written.
 
-        Tokens that arrive while a `write` is waiting go into the next piece. Cancelling this call
-        cancels the request on its nodes.
+        Tokens that arrive during a `write` go into the next piece. Cancelling this call cancels the
+        request on its nodes.
 
         Args:
             client: the authenticated client. Its limits are not checked yet.
-            traceparent: as the client sent it.
+            traceparent: header from the client.
             offer: called with each piece except the last. Returns whether it has written the piece
                 without waiting. If not, `write` is called.
         Raises:
@@ -275,12 +269,12 @@ class Dispatcher:
                     sink = ResponseSink(self._builder(job), writing, offer, record, client)
                     cluster, session_id = self._cluster, job.session_id
                     await Generation(job.spec, due, sink, record, cluster, session_id).run()
-                    # After the Cancel to the node, which must not wait for a slow client.
+                    # After the Cancel to the node, so that a slow client does not delay it.
                     record.finish(sink.last.finish_reason, sink.last.cached_tokens)
                     await sink.flush()
 
     async def _count(self, wanted: GenerateParams, client: Client) -> None:
-        """Count the prompts of all responses to one request.
+        """Count the prompts of all responses to one request, once.
 
         Raises:
             RateLimited, InvalidRequest: see KeyUsage.prompts and validation.check_prompt_logprobs.
@@ -303,7 +297,7 @@ class Dispatcher:
 
 
 class ResponseSink:
-    """A response on its way to the client: the TokenSink of its Generation."""
+    """Passes the tokens of a Generation to the client as pieces of a response: its TokenSink."""
 
     def __init__(
         self,
@@ -315,7 +309,7 @@ class ResponseSink:
     ) -> None:
         self.token_ids = builder.token_ids
         self.ended = False
-        self.last: FinalChunk  # once it has ended
+        self.last: FinalChunk  # set once it has ended
         self._builder = builder
         self._write = write
         self._offer = offer

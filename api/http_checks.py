@@ -1,6 +1,6 @@
 """Access rules, host names and CORS: checks of every HTTP request before its body is read.
 
-The order matters: a caller that uses a host name of another owner learns nothing else.
+The order matters: a caller with a foreign host name must not learn anything else.
 """
 
 import re
@@ -43,23 +43,18 @@ _EXPOSED = ", ".join(
 _KEPT_S = 600  # how long a browser caches the preflight response
 
 
-# CORS: web sites whose pages may call the API from a browser.
-#
 # Only the headers that OpenAI's clients need are exposed, under /v1. Clients are never identified
-# by cookies, so browser credentials are never allowed, for any origin.
+# by cookies, so browser credentials are not allowed for any origin.
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         """
         Args:
-            origins: scheme://host[:port] each, or "*" for all. Empty: no page of another origin.
+            origins: allowed origins, each scheme://host[:port], or "*" for all.
         """
         self._origins = frozenset(origins)
 
     def headers(self, path: str, origin: str) -> Headers:
-        """Return extra response headers for a page of `origin`.
-
-        Empty if it may not read the response.
-        """
+        """Return CORS headers for a page of `origin`. Empty if it may not read the response."""
         if not path.startswith(_PATHS) or not self._origins:
             return ()
         vary = () if "*" in self._origins else (("vary", "origin"),)
@@ -73,7 +68,7 @@ class Cors:
         )
 
     def preflight(self, path: str, origin: str, wanted: str) -> Headers:
-        """Return extra headers of a preflight response. Empty if the page may not send the request.
+        """Return CORS headers of a preflight response. Empty if the page may not send the request.
 
         Args:
             wanted: the headers that the page would send.
@@ -92,20 +87,19 @@ class Cors:
 
 
 _LOCALHOST = "localhost"
-_REMEMBERED = 256  # hosts as sent: nearly all requests send the same few
+_REMEMBERED = 256  # hosts in the cache: nearly all requests send the same few
 
 
-# Host names by which HTTP clients may call this host, as a defence against DNS rebinding.
-#
-# A page of any web site can make the visitor's browser call services on the visitor's machine. The
-# page can read the response if the site's DNS name has been changed to an address of that machine.
-# The browser still sends the site's name in Host, and a page cannot change that header.
+# A page of any web site can make the visitor's browser call services on the visitor's machine. If
+# the site's DNS name is changed to an address of that machine (DNS rebinding), the page can read
+# the response. The browser still sends the site's name in Host, and a page cannot change that
+# header.
 class AllowedHosts:
     def __init__(self, listens_on: str, allowed: Sequence[str]) -> None:
         """
         Args:
-            listens_on: hosts are checked if this is loopback or `allowed` is not empty. Elsewhere
-                browsers may use any name of the machine, and not all names are known.
+            listens_on: hosts are checked if this is loopback or `allowed` is not empty. On other
+                addresses, browsers may use any name of the machine, and not all names are known.
             allowed: further names and addresses, in lower case.
         """
         self._checks = bool(allowed) or is_loopback(listens_on)
@@ -113,7 +107,7 @@ class AllowedHosts:
         self.refusal = lru_cache(maxsize=_REMEMBERED)(self._refusal)
 
     def _refusal(self, host: str) -> str | None:
-        """Return None if a host is allowed, else a sentence.
+        """Return None if a host is allowed, else the error message.
 
         Args:
             host: the header's value. "" is always allowed, because no browser sends it.
@@ -141,10 +135,8 @@ def _is_own(name: str) -> bool:
         return False
 
 
-# Access rules of a router: the kind of caller that may use each gRPC method and HTTP path.
-#
-# A method or path without an entry is rejected for every caller. The router does not start if it
-# serves one.
+# A method or path without an entry is rejected for every caller, and the router does not start if
+# it serves one.
 def _all(access: Access, *names: str) -> Mapping[str, Access]:
     return dict.fromkeys(names, access)
 
@@ -182,7 +174,7 @@ PATHS: Mapping[str, Access] = {
     **_all("operator", "/cluster", requests_endpoint.PATH, METRICS_PATH),
     **_all("commander", engines.LOAD_PATH, engines.UNLOAD_PATH, *engines.COMMANDS),
 }
-# Every path that begins with one of these prefixes and has no entry above.
+# Rules for all other paths that begin with one of these prefixes.
 PATHS_BELOW: Mapping[str, Access] = {
     "/page/": "public",
     "/v1/models/": "client",
@@ -191,13 +183,13 @@ PATHS_BELOW: Mapping[str, Access] = {
 
 
 def of_path(path: str) -> Access | None:
-    """Return the access rule of a path, or None if it has no entry."""
+    """Return the access rule of a path, or None if it has none."""
     below = (access for start, access in PATHS_BELOW.items() if path.startswith(start))
     return PATHS.get(path) or next(below, None)
 
 
 def check_paths(served: Iterable[str]) -> None:
-    """Raise KeyError for a path without an entry."""
+    """Raise KeyError for a path without an access rule."""
     for path in served:
         if of_path(path) is None:
             raise KeyError(path)
@@ -207,7 +199,7 @@ _ANTHROPIC_BELOW = "/v1/messages"
 
 
 class HttpChecks:
-    """The checks. For one event loop."""
+    """Runs the checks of HTTP requests. For one event loop."""
 
     def __init__(
         self, guard: ApiKeyGuard, hosts: AllowedHosts, cors: Cors, metrics: RouterMetrics
@@ -222,7 +214,7 @@ class HttpChecks:
     def begin(self, request: HttpRequest, num_requests: int) -> Client:
         """Count generation requests that arrived together, and return their client.
 
-        Must be called before any work on them.
+        Call it before any work on them.
 
         Raises:
             Unauthenticated: the key has been removed in the meantime.
@@ -237,7 +229,7 @@ class HttpChecks:
         return self._cors.headers(request.route, request.header("origin"))
 
     def closed(self, peer: HttpPeer) -> None:
-        """Note that the connection has ended."""
+        """Process the end of a connection."""
         self._connections.closed(peer)
 
     def _host(self, request: HttpRequest) -> web.Response | None:
@@ -289,11 +281,11 @@ def _authorization(request: HttpRequest) -> str:
 
 
 class KeyConnections:
-    """Open connections by key. For one event loop."""
+    """Counts open connections by API key. For one event loop."""
 
     def __init__(self) -> None:
-        self._shown: dict[HttpPeer, set[str]] = {}  # names of clients by connection
-        self._open: Counter[str] = Counter()  # number of connections by name of client
+        self._shown: dict[HttpPeer, set[str]] = {}  # names of clients, by connection
+        self._open: Counter[str] = Counter()  # number of connections, by name of client
 
     def admit(self, client: Client, connection: HttpPeer) -> None:
         """Count a connection for a client.

@@ -1,6 +1,6 @@
 """The HTTP API as an OpenAPI document, generated from the request records.
 
-This module has the descriptions of fields. Their types come from the records.
+Descriptions of fields are here. Their types come from the records.
 """
 
 import re
@@ -209,8 +209,8 @@ class _Operation(NamedTuple):
 
     Attributes:
         fields: record of the request's body. None: there is no body.
-        answer: record or schema of the response's body. None: it is not described.
-        choices: records of a choice of the response, and of its streamed events.
+        answer: record or schema of the response's body. None: not described.
+        choices: records of a choice in the response, and in streamed events.
     """
 
     summary: str

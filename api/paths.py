@@ -1,4 +1,4 @@
-"""All paths of the router's HTTP port, with model information and health probes."""
+"""All paths of the router's HTTP port, and endpoints for model information and health probes."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from common import VERSION
 from router.metrics import RouterMetrics
 
 _NEVER = only()
-# Known fields that are unsupported, with the values that change nothing.
+# Known fields that are unsupported, with their harmless values.
 _ALL: Mapping[str, IgnoredFields] = {
     "lora_path": _NEVER,
     "max_tokens_per_doc": _NEVER,
@@ -99,7 +99,7 @@ MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
 
 
 class AdminOperations:
-    """HTTP handlers of these endpoints."""
+    """HTTP handlers for model information and health probes."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AdminOperations:
         """
         Args:
             names: model names that clients may use.
-            context_lengths: of the served models, by name.
+            context_lengths: context length of each served model in tokens, by name.
             why_not_ready: returns for each model a sentence, or None if a request could be placed
                 now.
         """
@@ -151,11 +151,11 @@ class AdminOperations:
         return whole(200, msgspec.json.encode(self._version))
 
     async def model_info(self, request: HttpRequest) -> web.Response:
-        """Return the fields of SGLang's server."""
+        """Return model information in SGLang's format."""
         return self._info(request, lambda served: {})
 
     async def server_info(self, request: HttpRequest) -> web.Response:
-        """Return the fields of SGLang's server."""
+        """Return server information in SGLang's format."""
 
         def more(served: str) -> Mapping[str, Any]:
             length = self._context_lengths[served]
@@ -182,7 +182,7 @@ class AdminOperations:
         return whole(200, b'{"status":"alive"}')
 
     async def ready(self, request: HttpRequest) -> web.Response:
-        """Return 200 if any model is ready. Of several models, each is listed."""
+        """Return 200 if any model is ready. With several models, each is listed."""
         reasons = self._why_not_ready()
         ready = None in reasons.values()
         content: dict[str, Any] = {"status": "ready" if ready else "not ready"}
@@ -201,13 +201,13 @@ MethodsByPath: TypeAlias = Mapping[str, Mapping[str, Handler]]
 
 @dataclass(frozen=True, slots=True)
 class EndpointParts:
-    """The parts of one served model that endpoints share.
+    """Parts of one served model that its endpoints share.
 
     Attributes:
-        names: of the model and its adapters.
+        names: names of the model and its adapters.
         begin: see GenerationEndpoint.
         budget_s: total time limit of a request, in seconds.
-        ignore_unknown: whether to ignore unknown fields of requests.
+        ignore_unknown: unknown fields of requests are ignored.
     """
 
     model: ServedModel
@@ -233,8 +233,8 @@ def routes(
     Args:
         metrics: counts requests without a known model.
         why_not_ready: see AdminOperations.
-        others: handlers beside OpenAI's API, by path and method.
-        others_below: the same for every path that begins with this one.
+        others: handlers that are not part of a client API, by path and method.
+        others_below: the same for all paths that begin with a key.
     """
     names = AllModelNames([each.names for each in models])
     context_lengths = {each.names.served: each.model.limits.context_length for each in models}
@@ -249,7 +249,7 @@ def routes(
 def _of_models(
     models: Sequence[EndpointParts], names: AllModelNames, metrics: RouterMetrics
 ) -> MethodsByPath:
-    """Return the routes of requests to a model. Of several models, each has its own endpoints."""
+    """Return the routes of requests to a model. With several models, each has its own endpoints."""
     of_each = {each.names.served: _of_model(each) for each in models}
     if len(models) == 1:
         return next(iter(of_each.values()))

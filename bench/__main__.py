@@ -22,7 +22,7 @@ COMMANDS = {
     "break-even": (break_even, "find the prompt length from which disaggregation pays"),
 }
 
-# The nodes whose flags a command accepts.
+# Nodes whose flags a command accepts.
 _NODES: Mapping[str, Sequence[type[NodeConfig]]] = {
     "compare": (PrefillConfig, DecodeConfig),
     "break-even": (PrefillConfig, DecodeConfig),
@@ -35,7 +35,7 @@ def parser() -> settings.ConfigArgumentParser:
 
 
 def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.ConfigArgumentParser]]:
-    """Return the parser, and those of its commands by name."""
+    """Return the parser, and the parsers of its commands by name."""
     parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
         description="Measure, and write a report, which is one HTML file. The last line of "
@@ -50,13 +50,13 @@ def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.Config
 
 
 def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
-    """Parse the command line of a command with a report. Exits if a flag is wrong."""
+    """Parse the command line of a command with a report. Exits if a flag is invalid."""
     options = _options(arguments)
     return _command(options), options
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of any command. Exits if a flag is wrong."""
+    """Return the options of any command. Exits if a flag is invalid."""
     parser, parsers = _parsers()
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
@@ -84,7 +84,7 @@ def main() -> int:
     if options.command == "steps":
         return steps.run(options, options.node_flags)
     command = _command(options)
-    gc.freeze()  # avoids pauses of the client during measurements
+    gc.freeze()  # avoids garbage collection pauses of the client during measurements
     return uvloop.run(run(command, options))
 
 

@@ -1,4 +1,4 @@
-"""Comparison of systems: metrics, ratios over paired repeats, and their tables and plots."""
+"""Comparison of systems: metrics, ratios over paired repeats, tables and plots."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Metric:
     name: str
     value: Value
     unit: str = "ms"
-    scale: float = 1e3  # from the result of `value` to `unit`
+    scale: float = 1e3  # factor from the result of `value` to `unit`
     lower_is_better: bool = True
-    # Minimum value in ratios, so that a value of 0 is not left out.
+    # Minimum value in ratios, because values of 0 would be left out.
     floor: Value = lambda one, stats: 0.0
 
     @property
@@ -32,14 +32,14 @@ class Metric:
         return f"{self.name}, {self.unit}"
 
     def verdict(self, one: Ratio) -> str:
-        """Return better, worse or undecided."""
+        """Return "better", "worse" or "undecided"."""
         if one.verdict == "undecided":
             return one.verdict
         return "better" if (one.verdict == "lower") == self.lower_is_better else "worse"
 
 
 def percentile(of: str, which: str) -> Value:
-    """Return a function for one percentile of one of a summary's distributions."""
+    """Return a function that reads one percentile of one distribution from a summary."""
     return lambda _, stats: stats[of][which]
 
 
@@ -81,9 +81,9 @@ class Spread:
         return max(self.values.values(), default=None)
 
     def paired(self, other: "Spread") -> dict[int, tuple[float, float]]:
-        """Return the value pairs for a ratio, by repeat.
+        """Return the pairs of values for a ratio, by repeat.
 
-        Includes only repeats that both systems have, without zeros.
+        Only repeats that both systems have, without zeros.
         """
         pairs = {}
         for repeat in sorted(self.values.keys() & other.values.keys()):
@@ -123,12 +123,12 @@ class Grid:
         return Spread(*self._spreads.get((metric.key, system, x), ({}, {})))
 
 
-Pair = tuple[ComparedSystem, ComparedSystem]  # a system, and the one that it is divided by
+Pair = tuple[ComparedSystem, ComparedSystem]  # a system, and the system to divide by
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The view of a grid that both reports share: `systems` at `xs`, and the ratios of `pairs`."""
+    """A grid as both reports show it: `systems` at `xs`, and the ratios of `pairs`."""
 
     grid: Grid
     systems: Sequence[ComparedSystem]
@@ -147,7 +147,7 @@ class Comparison:
         )
 
     def table(self, metric: Metric, xs: Sequence[float]) -> ReportTable:
-        """Return one row for each x with the spreads of all systems and the ratios of all pairs."""
+        """Return a table with the systems' spreads and the pairs' ratios in one row for each x."""
         rows: list[tuple[str, ...]] = []
         decided: set[int] = set()
         for x in xs:

@@ -1,4 +1,4 @@
-"""Errors that end a benchmark with one line."""
+"""Errors that end a benchmark with one line on stderr."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import argparse
 class InvalidInput(argparse.ArgumentTypeError):
     """The command line, or a file that it names, is invalid. Exit code 2.
 
-    A subclass of argparse's error, so that the parser of one flag can raise it.
+    A subclass of argparse's error, so that the parser of a flag can raise it.
     """
 
 

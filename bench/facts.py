@@ -1,4 +1,4 @@
-"""Facts about the machine of a measurement: processor, memory, GPUs, versions. Read-only."""
+"""Facts about the measured machine, for reports: processor, memory, GPUs, versions."""
 
 import os
 import platform
@@ -46,7 +46,7 @@ def cpu_name() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Return the GPU names as nvidia-smi prints them. Empty without nvidia-smi."""
+    """Return the GPU names that nvidia-smi prints. Empty without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,6 +1,6 @@
-"""All measurements of one benchmark so far, in order, and its progress on standard error.
+"""All measurements of one benchmark so far, in order, and its progress on stderr.
 
-The run that an interrupt ends is included, marked as not complete.
+A run that an interrupt ends is included, marked as incomplete.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -33,7 +33,7 @@ class ProgressView:
         self._console.print(text, style=style, markup=False)
 
     def plan(self, what: str, total: int) -> Callable[[], None]:
-        """Show a bar for the whole session. Call the returned function after each of `total`."""
+        """Show a bar for the whole session. Call the returned function after each step."""
         task = self._progress.add_task(what, total=total)
         return lambda: self._progress.advance(task)
 
@@ -41,7 +41,7 @@ class ProgressView:
     def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
         """Show a bar while the block runs.
 
-        Call the yielded function after each of `total` (None: unknown).
+        Call the yielded function after each of `total` steps (None: unknown).
         """
         if not self._console.is_terminal:
             self.say(f"{what} ...")
@@ -55,7 +55,7 @@ class ProgressView:
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
     system: str  # "server", or the name of a compared system
-    point: str  # "2 requests/s", "512 tokens"
+    point: str  # load level: "2 requests/s", "512 tokens"
     x: float  # the point as a number, for plots
     repeat: int
     run: LoadRun
@@ -70,7 +70,7 @@ class Session:
     show: ProgressView
     objectives: Objectives
     measured: list[MeasuredRun] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # failures, for the report's head
+    notes: list[str] = field(default_factory=list)  # failures, for the top of the report
     interrupted: bool = False
 
     async def measure(
@@ -87,8 +87,8 @@ class Session:
         """Run one load on one system and record it.
 
         Args:
-            drive: runs one of the load's loops.
-            total: requests, if it is known.
+            drive: runs one of the generator's loops.
+            total: number of requests, if known.
         """
         with self.show.doing(f"{system}, {point}", total) as tick:
             load = LoadGenerator(ask, lambda _: tick())

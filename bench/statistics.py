@@ -1,5 +1,4 @@
-"""Statistics: percentiles with their counts, ratios over repeats with their confidence
-intervals."""
+"""Statistics for reports: percentiles, and ratios over repeats with confidence intervals."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -40,7 +39,7 @@ def distribution(values: Iterable[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The ratio of two systems: the geometric mean over paired repeats, with its 95 % confidence
+    """The ratio of two systems: geometric mean over paired repeats with its 95 % confidence
     interval (Student's t on logarithms)."""
 
     mean: float
@@ -89,9 +88,9 @@ def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
 class Crossing:
     """The x from which a curve of ratios stays below 1."""
 
-    at: float | None  # None: never in the range
-    below: float | None  # the longest x before it that is not below 1, if any
-    first: float | None  # the shortest x from which all are below 1
+    at: float | None  # None: never within the range
+    below: float | None  # largest x before it that is not below 1, if any
+    first: float | None  # smallest x from which all are below 1
 
     @property
     def everywhere(self) -> bool:
@@ -99,13 +98,13 @@ class Crossing:
 
 
 def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
-    """Find the crossing of 1.
+    """Find the x from which ratios stay below 1.
 
     Args:
         xs: ascending, above 0.
-        logs: logarithm of the ratio at each.
+        logs: logarithm of the ratio at each x.
     Returns:
-        `at` is linear in log x between the two neighbours, or the first x itself.
+        A Crossing whose `at` is linear in log x between the two neighbours, or the first x itself.
     """
     index = len(xs)
     while index and logs[index - 1] < 0:
@@ -122,11 +121,11 @@ def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """The bootstrap confidence of a crossing: repeats drawn again, with replacement."""
+    """Bootstrap confidence of a crossing: repeats are drawn again, with replacement."""
 
-    same: float  # share of draws with the same result: the same two neighbours, or never
+    same: float  # share of draws with the same two neighbours, or also without a crossing
     never: float  # share of draws without a crossing
-    low: float | None  # 5 % and 95 % of the crossings found
+    low: float | None  # 5 % and 95 % quantiles of the crossings
     high: float | None
 
 
@@ -134,9 +133,9 @@ def confidence(xs: Sequence[float], logs: np.ndarray, seed: int = 0) -> Confiden
     """Bootstrap the crossing.
 
     Args:
-        logs: [repeats, len(xs)], logarithms of the ratio in each repeat.
+        logs: logarithms of the ratio, [repeats, len(xs)].
     Returns:
-        None for fewer than three repeats: draws from two hardly differ.
+        None for fewer than three repeats, because draws from two hardly differ.
     """
     repeats = len(logs)
     if repeats < 3:

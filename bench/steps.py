@@ -1,4 +1,4 @@
-"""Times of engine steps: an engine in this process, without a node, that runs chosen steps."""
+"""Times of engine steps: runs chosen steps on an engine in this process, without a node."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ from engine.scheduler.scheduler import Scheduler
 from simulation.cost.measured import MeasuredStep
 
 _FAR = 1e12  # seconds: requests have no deadline
-_FIRST_TOKEN = 3  # ids below it may be special
+_FIRST_TOKEN = 3  # lower ids may be special
 _WARM_UP = 3  # steps before the first measured one
 _SEED = 1
 
@@ -28,15 +28,15 @@ _SEED = 1
 class StepTimer:
     """An engine whose steps are timed. Its requests are greedy and have random tokens.
 
-    Decode steps overlap as configured, so their time is that between two steps. Steps with prompts
-    do not overlap, so their time includes that of the scheduler.
+    Decode steps overlap as configured, so their time is the interval between two steps. Steps with
+    prompts do not overlap, so their time includes the scheduler's.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model.
 
         Args:
-            config: of one rank. The prefix cache is not used.
+            config: configuration for one rank. The prefix cache is not used.
         Raises:
             ConfigError: the model is not supported or does not fit.
         """
@@ -66,9 +66,9 @@ class StepTimer:
         return self.engine.core.shape.num_pages * self._page_size
 
     def decode(self, rows: int, context: int, steps: int) -> MeasuredStep:
-        """Return the median time of `steps` decode steps of `rows` rows.
+        """Return the median time of `steps` decode steps with `rows` rows.
 
-        Their KV consists of zeros or of the KV of other requests, which takes the same time.
+        Their KV is zeros or left from other requests, which takes the same time.
         """
         context = max(context, steps // 2 + 2)
         longest = context + _WARM_UP + steps
@@ -109,7 +109,7 @@ class StepTimer:
         return Request.of(spec, key=self._key, deadline=_FAR, arrived=0.0, origin=(1, self._key))
 
     def _join(self, tokens: int, longest: int) -> None:
-        """Put a request with `tokens` tokens into the running batch."""
+        """Add a request with `tokens` tokens to the running batch."""
         scheduler = self._role.scheduler
         pages = scheduler.allocate(-(-tokens // self._page_size), PageHolder.REQUEST)
         request = self._request(tokens, max_tokens=longest)
@@ -127,7 +127,7 @@ class StepTimer:
 
 
 class _TimedRole:
-    """A role that consists of a scheduler, and remembers the last batch."""
+    """An engine role that only schedules, and remembers the last batch."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

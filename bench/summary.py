@@ -1,6 +1,6 @@
-"""The summary of a run's outcomes for a report, and its latency objectives (--goodput).
+"""Summary of a run's outcomes for a report, and its latency objectives (--goodput).
 
-Times are in seconds. DEFINITIONS names each figure once, and every report prints it.
+Times are in seconds. DEFINITIONS defines each figure, and every report prints it.
 """
 
 from bisect import bisect_left
@@ -24,10 +24,10 @@ _VALUES: Mapping[str, Callable[[RequestOutcome], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Limits in seconds.
+    """Latency limits in seconds.
 
-    ttft, tpot and e2e are one number of a request. itl is the 99th percentile of the request's own
-    gaps between chunks. With fewer than 100 gaps it is the longest.
+    ttft, tpot and e2e are single numbers of a request. itl is the 99th percentile of the request's
+    own gaps between chunks, or the longest gap if there are fewer than 100.
     """
 
     limits: Mapping[str, float] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Objectives:
 
 
 LATE_S, LATE_SHARE = 0.01, 0.02
-BUSY_SHARE = 0.8  # of a core: above it, the client is likely the bottleneck
-LAG_S = 0.02  # p99 of the delay of the client's own timers: above it, its timestamps are late
+BUSY_SHARE = 0.8  # share of a core above which the client is likely the bottleneck
+LAG_S = 0.02  # p99 delay of the client's own timers above which its timestamps are late
 
 DEFINITIONS = {
     "due": "The scheduled time of a request: by the arrival process in an open loop, when a caller "
@@ -78,7 +78,7 @@ DEFINITIONS = {
 
 
 def summary(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
-    """Return all figures of one run except its outcomes."""
+    """Return all figures of one run, without the individual outcomes."""
     wall_s = max(run.wall_s, 1e-9)
     outcomes = run.outcomes
     completed = [outcome for outcome in outcomes if not outcome.error]
@@ -135,9 +135,9 @@ def gaps_during(
 ) -> list[float]:
     """Return the gaps of `readers` that overlap a prefill.
 
-    A prefill lasts from the sending of one of `prefills` to its first token, as a client sees it.
+    A prefill lasts from the sending of one of `prefills` to its first token, as the client sees it.
     """
-    starts: list[float] = []  # ascending spans that do not overlap
+    starts: list[float] = []  # ascending intervals that do not overlap
     ends: list[float] = []
     for start, end in sorted(
         (one.sent, one.chunks[0] if one.chunks else one.ended) for one in prefills
@@ -150,7 +150,7 @@ def gaps_during(
     found = []
     for reader in readers:
         for before, after in pairwise(reader.chunks):
-            index = bisect_left(starts, after) - 1  # the last span that begins before the gap ends
+            index = bisect_left(starts, after) - 1  # last interval that begins before the gap ends
             if index >= 0 and ends[index] > before:
                 found.append(after - before)
     return found
@@ -158,7 +158,7 @@ def gaps_during(
 
 @dataclass(frozen=True, slots=True)
 class RunWarning:
-    """A caveat about a run's numbers."""
+    """A reason not to trust a run's numbers."""
 
     kind: str
     weight: float  # the worst warning of a kind has the highest weight
@@ -166,7 +166,7 @@ class RunWarning:
 
 
 def warnings(name: str, run: LoadRun, stats: dict[str, Any]) -> list[RunWarning]:
-    """Return the caveats of the run with this name."""
+    """Return the warnings about the run with this name."""
     found = []
 
     def warn(kind: str, weight: float, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Whole systems on this machine, started one at a time on free ports."""
+"""Whole systems to compare on this machine, started one at a time on free ports."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _PORTS = range(20000, 32000)  # below the ephemeral port range of the operating 
 
 @dataclass(frozen=True, slots=True)
 class ComparedSystem:
-    """One way to use the same number of nodes."""
+    """One way to use a given number of nodes."""
 
     name: str
     prefill: int
@@ -39,12 +39,12 @@ class Serving:
     """A running system."""
 
     url: str
-    failure: str | None = None  # a process that died, with the end of its log
+    failure: str | None = None  # a process that ended, with the last lines of its log
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Starter of the systems of one model."""
+    """Starts the systems of one model."""
 
     model: Path
     device: str
@@ -56,7 +56,7 @@ class Machine:
         """Start the system and yield it when it is ready. Stops it when the block ends.
 
         Raises:
-            UnusableRun: it does not start. Contains the end of a log.
+            UnusableRun: it does not start. Contains the last lines of a log.
         """
         programs, url = self._programs(system)
         running, serving = LocalSystem(programs, self.logs / system.name, None), Serving(url)
@@ -132,8 +132,8 @@ def abba(
 ) -> list[tuple[ComparedSystem, list[int]]]:
     """Return the order of systems and their repeats: forwards, backwards, and so on.
 
-    With this order a gradual slowdown of the machine affects all systems alike. A system that comes
-    twice in a row is one block, and is started only once.
+    So a gradual slowdown of the machine affects all systems alike. A system that comes twice in a
+    row is one block, and is started only once.
     """
     blocks: list[tuple[ComparedSystem, list[int]]] = []
     for repeat in range(repeats):

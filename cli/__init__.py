@@ -1,1 +1,1 @@
-"""The `baton` command, and the demo model. Starts the programs, imports none."""
+"""The `baton` command, and the demo model. Commands start Baton's processes by exec."""

@@ -40,9 +40,10 @@ def parser() -> settings.ConfigArgumentParser:
 
 
 def entry_from(options: argparse.Namespace, key: str) -> KeyEntry:
-    """
+    """Return the entry for the API key file.
+
     Raises:
-        ValidationError: a value is wrong.
+        ValidationError: a value is invalid.
     """
     given = {name: value for name, value in vars(options).items() if value is not None}
     limits = {name: given[name] for name in KeyLimits.model_fields if name in given}

@@ -1,4 +1,4 @@
-"""gRPC calls of the commands to running processes."""
+"""gRPC calls and credentials of the commands that call running processes."""
 
 import argparse
 import asyncio
@@ -84,11 +84,10 @@ def positive(text: str) -> float:
 def add_credential_flags(parser: ConfigArgumentParser, *, secret: bool = True) -> None:
     """Add the flags of the API key, of the secret and of TLS, as advanced options.
 
-    A flag for the key itself does not exist, because every user of the machine can read command
-    lines.
+    There is no flag for the key itself, because every user of the machine can read command lines.
 
     Args:
-        secret: whether the command also calls nodes, which need the cluster secret.
+        secret: the command also calls nodes, which need the cluster secret.
     """
     group = parser.add_advanced_group(
         "credentials and TLS", "PEM files. Without --tls-ca, connections are not encrypted."
@@ -153,7 +152,7 @@ def tls_config(options: argparse.Namespace) -> TlsConfig:
 
 
 def add_secret_flag(parser: argparse._ActionsContainer) -> None:
-    """Add the flag of the credential for operating processes."""
+    """Add the flag of the operator's credential."""
     parser.add_argument(
         "--secret-file",
         type=Path,
@@ -164,7 +163,7 @@ def add_secret_flag(parser: argparse._ActionsContainer) -> None:
 
 
 def identity(options: argparse.Namespace) -> Identity | None:
-    """Return the operator's identity from the flag of `add_secret_flag`. None without a secret.
+    """Return the operator's identity from the flag of `add_secret_flag`, or None without a secret.
 
     Raises:
         ConfigError: the secret is unusable.
@@ -191,9 +190,9 @@ def secret_source(options: argparse.Namespace) -> str:
 
 
 def operator_credentials(options: argparse.Namespace) -> tuple[Metadata, str]:
-    """Return what an operator sends to routers, and its source for authentication errors.
+    """Return an operator's metadata for routers, and its source for authentication errors.
 
-    It is the given API key, or else the operators' key of the secret.
+    Uses the given API key, or else the operator's key derived from the secret.
 
     Raises:
         ConfigError: the key or the secret is unusable.
@@ -218,9 +217,9 @@ def failure(error: grpc.aio.AioRpcError, address: str, source: str, flag: str = 
     """Return an error of a call as a sentence.
 
     Args:
-        address: of the process called.
-        source: source of the credential that was sent. Named if the credential was rejected.
-        flag: flag that names the address.
+        address: address of the process called.
+        source: source of the credential, named if the credential was rejected.
+        flag: flag that sets the address.
     """
     sentence = f"{address}: {error.code().name}: {error.details()}"
     if str(error.details()).startswith(_NOT_CONNECTED):
@@ -253,7 +252,7 @@ def certificates(options: argparse.Namespace) -> tls.Certificates | None:
 async def until_serving(
     address: str, service: str, certificates: tls.Certificates | None = None
 ) -> None:
-    """Wait until the process at `address` reports `service` as healthy. Sets no deadline."""
+    """Wait until the process at `address` reports `service` as healthy. Has no time limit."""
     request = health_pb2.HealthCheckRequest(service=service)
     async with make_channel(address, certificates) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -276,7 +275,7 @@ async def stream(
     """Stream the response of the router at `address`. Leaving the iteration cancels the request.
 
     Raises:
-        grpc.aio.AioRpcError: with the router's own sentence in `details()`.
+        grpc.aio.AioRpcError: `details()` is the router's error message.
     """
     async with make_channel(address, certificates) as channel:
         stub: Any = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]

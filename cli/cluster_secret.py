@@ -46,7 +46,7 @@ def printed(options: argparse.Namespace) -> str:
     """Return the new secret, or the key or token derived from the current one.
 
     Raises:
-        ConfigError: there is no secret to derive it from, or it is unusable.
+        ConfigError: there is no secret, or it is unusable.
     """
     if not (options.operator or options.token):
         return new_secret()

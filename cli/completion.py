@@ -1,5 +1,4 @@
-"""`baton completion`: the completion script of a shell, generated from the parsers of all
-commands."""
+"""`baton completion`: prints a shell's completion script, generated from all commands' parsers."""
 
 import argparse
 import sys
@@ -45,7 +44,7 @@ def _is_package(module: str) -> bool:
 def whole_parser() -> argparse.ArgumentParser:
     """Return one parser for all commands.
 
-    Commands that need packages which this installation lacks have no flags.
+    Commands whose packages are not installed have no flags.
     """
     root = argparse.ArgumentParser(prog="baton", allow_abbrev=False)
     root.add_argument("--version", action="store_true", help="print the version")
@@ -74,7 +73,7 @@ def _add(
 
 
 def _describe_value(action: argparse.Action) -> None:
-    """Add the choices or the kind of value that the metavar of an action names."""
+    """Add the choices or the kind of value that an action's metavar names."""
     metavar = str(action.metavar)
     if metavar.startswith("{"):
         action.choices = metavar.strip("{}").split(",")

@@ -1,5 +1,4 @@
-"""`baton config show` and `baton config validate`: the settings of a process, without starting
-it."""
+"""`baton config show` and `baton config validate`: a process's settings, without starting it."""
 
 import json
 import sys

@@ -1,5 +1,4 @@
-"""`baton demo-model`: writes the demo model (cli/demo), with which the whole system can be tried
-without a download. It recalls, copies, reverses and adds."""
+"""`baton demo-model`: writes the demo model (cli/demo), to try the system without a download."""
 
 import filecmp
 import json
@@ -15,10 +14,10 @@ from common.settings import ConfigArgumentParser, wrong
 def write(directory: Path) -> None:
     """Copy the model to `directory`, completely or not at all.
 
-    A directory that already holds the model is left unchanged.
+    Does nothing if the directory already contains the model.
 
     Raises:
-        FileExistsError: `directory` holds something else.
+        FileExistsError: `directory` contains something else.
     """
     if directory.exists() and any(directory.iterdir()):
         if _holds_the_model(directory):

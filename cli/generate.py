@@ -52,7 +52,7 @@ _FORMS = {
     "structural_tag": "structural tags of the response, in xgrammar's JSON",
 }
 _BASIC = ("max_tokens", "temperature", "seed", "stop")
-# Fields with flags of their own, and fields that a command line has no use for.
+# Fields that have other flags, and fields that are useless on a command line.
 _OTHERWISE = frozenset(
     {
         "logit_bias",
@@ -144,10 +144,10 @@ async def print_answer(
     *,
     streams: bool = True,
 ) -> tuple[GenerateResponse, float]:
-    """Receive the response.
+    """Receive a response.
 
     Args:
-        streams: whether to print its text as it comes.
+        streams: print its text as it arrives.
 
     Returns:
         The whole response as one message, and the seconds until its first part.
@@ -159,7 +159,7 @@ async def print_answer(
             first = first or time.monotonic() - started
             texts.append(part.text)
             thoughts.append(part.reasoning)
-            whole.MergeFrom(part)  # joins token ids, and replaces texts
+            whole.MergeFrom(part)  # appends token ids, and replaces texts
             if streams:
                 print(part.text, end="", flush=True)
     if streams:

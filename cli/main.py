@@ -1,7 +1,7 @@
-"""The `baton` command. It replaces itself with the process that its first words name.
+"""The `baton` command. It replaces itself with the process of the command that its words name.
 
-This module imports none of the commands, and starts none if another distribution has overwritten a
-package of Baton's.
+Imports none of the commands, and starts none if another distribution has overwritten a package of
+Baton.
 """
 
 import difflib
@@ -144,7 +144,7 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
     "completion": CliCommand("Print the completion script of a shell", "cli.completion"),
 }
 
-# Names of version 0.1. `weights` is a group now, with the update among the commands of nodes.
+# Names of version 0.1. `weights` is now a group, and the update is a command of nodes.
 RENAMED = {
     "move": "requests migrate",
     "explain": "requests show",
@@ -209,7 +209,7 @@ def _refuse(sentence: str) -> int:
 
 
 def _run(name: str, command: CliCommand, arguments: Sequence[str]) -> int:
-    """Replace this process with the command. Returns the exit code if that is impossible."""
+    """Replace this process with the command. Returns an exit code if that is impossible."""
     if wrong := own_names.clash():
         return _refuse(wrong)
     if lacking := missing(command):
@@ -217,7 +217,7 @@ def _run(name: str, command: CliCommand, arguments: Sequence[str]) -> int:
             f"`baton {name}` needs {', '.join(lacking)}, which an installation for routers lacks: "
             "run `pip install .` in Baton's directory, without --no-deps"
         )
-    # -P: do not import a directory of the user that is called router
+    # -P: do not import a directory of the user that is called router.
     program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
     os.execv(sys.executable, [sys.executable, "-P", *program])
 
@@ -228,14 +228,14 @@ def missing(command: CliCommand) -> list[str]:
 
 
 def _unknown(words: Sequence[str]) -> str:
-    """Return a sentence about words that name no command, with the most similar one."""
+    """Return an error about words that name no command, with the most similar command."""
     given = " ".join(words)
     prefix, entry = "", COMMANDS.get(words[0])
     known = {name: name for name, _ in commands()} | {name: name for name in COMMANDS}
     if isinstance(entry, CliGroup):
         prefix = f"{words[0]} "
         known = {name: f"{prefix}{name}" for name in entry.commands}
-    else:  # a word of a group without the group
+    else:  # a command of a group, without the group's name
         known |= {name.rpartition(" ")[2]: name for name, _ in commands()}
     near = difflib.get_close_matches(words[-1], known, 1)
     meant = f"did you mean `baton {known[near[0]]}`? " if near else ""

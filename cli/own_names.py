@@ -1,8 +1,8 @@
-"""Check that the packages that Baton imports are its own.
+"""Check that the packages that Baton imports are Baton's own.
 
-An installation owns names that other distributions also use, such as `kernels` and `common`. If two
-packages of one name share an environment, the later one has overwritten the first. Reads files,
-imports none of them.
+Baton's packages have names that other distributions also use, such as `kernels` and `common`. If
+two packages of one name are installed in an environment, the later one overwrites the first. The
+check reads files and imports none of them.
 """
 
 import base64

@@ -1,5 +1,4 @@
-"""`baton plan`: predicts which layout of GPUs serves a load within limits of latency. Needs no
-GPU."""
+"""`baton plan`: predicts which layout of GPUs serves a load within latency limits. Needs no GPU."""
 
 import argparse
 import json
@@ -41,7 +40,7 @@ def _gpus(text: str) -> _Gpus:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of numbers from a least one, for argparse."""
+    """Return a parser of numbers from `least` on, for argparse."""
 
     def count(text: str) -> int:
         number = int(text)
@@ -148,7 +147,7 @@ def _verification(
     objectives: Objectives,
     options: argparse.Namespace,
 ) -> Verification | None:
-    """Return the best layouts in virtual time, or None without --verify or such layouts."""
+    """Return the best layouts in virtual time, or None without --verify or without such layouts."""
     if not options.verify or not plan.candidates[0].capacity:
         return None
     limit_s = options.verify_limit
@@ -210,8 +209,10 @@ def _row(one: Candidate) -> tuple[str, ...]:
 def _verified_lines(
     verification: Verification, plan: Plan, objectives: Objectives
 ) -> Iterator[str]:
-    """Yield the table of layouts in virtual time. Its latencies are those at the highest rate of a
-    run within the limits."""
+    """Yield the table of layouts in virtual time.
+
+    The latencies are those of the run at the highest rate within the limits.
+    """
     band = f"+-{plan.band:.0%}"
     yield table(
         (
@@ -265,7 +266,7 @@ def _advice(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> Iterat
 def _json(
     plan: Plan, verification: Verification | None, traffic: Traffic, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Return the plan as values of JSON. An infinite latency is null."""
+    """Return the plan as JSON values. An infinite latency is null."""
     candidates = [
         {
             **msgspec.to_builtins(each),

@@ -1,10 +1,12 @@
-"""The process that `baton NAME` turns into: `python -m cli.program NAME MODULE [ARGUMENT]...` runs
-that module. An interrupt, even during imports, prints one sentence."""
+"""Entry point of every `baton` command: `python -m cli.program NAME MODULE [ARGUMENT]...`.
+
+An interrupt, even during imports, prints one sentence.
+"""
 
 import runpy
 import sys
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def main() -> None:

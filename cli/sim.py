@@ -55,9 +55,9 @@ def parser() -> ConfigArgumentParser:
 
 
 def main() -> int:
-    """Replace this process with the program of the simulation.
+    """Replace this process with the simulation's program.
 
-    Its clocks are replaced before the modules that read them are imported.
+    That program replaces the clocks before it imports the modules that read them.
     """
     given = parser()
     options = given.parse_args()

@@ -1,10 +1,8 @@
-"""The bytes of pages that a rank of a consumer reads from each rank of a producer.
+"""The map of a hand-off between ranks: bytes that a consumer rank reads from producer ranks.
 
-A node has one or more ranks. A rank has some heads of some layers, in pages that it packs for
-itself. The map is computed from the contents of the pages of both sides.
-
-The engine describes the pages of its ranks, and the transfer reads by the map. Neither imports the
-other, so the types of both are here.
+A rank has some heads of some layers, packed in its own page layout. The map is computed from the
+page contents of both sides. The engine describes pages and the transfer reads by the map, without
+importing each other, so the shared types are here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ ONE_RANK = NodeShape()
 
 
 class AtomKey(NamedTuple):
-    """The name of an atom, which is the same on all ranks. `layer` and `head` are the model's."""
+    """The name of an atom, equal on all ranks. `layer` and `head` are numbers of the model."""
 
     kind: str
     layer: int
@@ -36,7 +34,8 @@ class AtomKey(NamedTuple):
 class Atom(NamedTuple):
     """Bytes that no rank splits, such as one head of one layer: [at, at + size) of a page.
 
-    page: index in the state's pages. 0 in tables, where one page is read into one page.
+    Attributes:
+        page: index among the state's pages. 0 in tables, where one page is read into one page.
     """
 
     page: int
@@ -46,11 +45,11 @@ class Atom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """The content of the pages of one rank.
+    """Contents of one rank's pages.
 
     Attributes:
-        layers: the layers of the rank's stage.
-        atoms: by table, and of the state after the last table.
+        layers: layers of the rank's pipeline stage.
+        atoms: by table, with those of the recurrent state last.
     """
 
     page_bytes: int
@@ -60,10 +59,10 @@ class RankPages:
 
 
 class Slice(NamedTuple):
-    """Bytes [source, source + size) of a page of one rank of the producer, read into a page from
-    `at` on.
+    """Bytes [source, source + size) of a producer rank's page, read to a page from `at` on.
 
-    source_page, page: indices in the pages of the state. 0 in tables.
+    Attributes:
+        source_page, page: indices among the state's pages. 0 in tables.
     """
 
     producer_rank: int
@@ -77,16 +76,16 @@ class Slice(NamedTuple):
 def copy_map(
     consumer_rank: int, mine: RankPages, producers: Sequence[RankPages]
 ) -> tuple[tuple[Slice, ...], ...]:
-    """Return what rank `consumer_rank` of a consumer reads, by table, and of the state at the end.
+    """Return the slices that a consumer rank reads, by table, with those of the state last.
 
-    Of n producers that have an atom, the producer at index consumer_rank % n of these is read.
-    Slices are in the order of `mine`. Adjacent ones are joined, across alignment too, so that equal
-    ranks read a page as one slice.
+    If n producers have an atom, the one with index consumer_rank % n among them is read. Slices are
+    in the order of `mine`. Adjacent ones are joined, also across alignment, so that equal ranks
+    read a page as one slice.
 
     Args:
-        producers: by rank.
+        producers: pages of each rank of the producer.
     Raises:
-        LayoutMismatch: the producers do not have what this rank reads, or the numbers are invalid.
+        LayoutMismatch: the producers lack bytes that this rank reads, or the numbers are invalid.
     """
     if not (0 <= consumer_rank < MAX_RANKS and 1 <= len(producers) <= MAX_RANKS):
         raise LayoutMismatch(
@@ -118,7 +117,7 @@ def _check(pages: RankPages, num_groups: int) -> None:
 
 
 def _check_stages(mine: RankPages, producers: Sequence[RankPages]) -> None:
-    """With several tables, each number of stages needs tables of its own."""
+    """Raise LayoutMismatch if stages overlap without being equal and there are several tables."""
     num_tables = len(mine.atoms) - 1
     for layers in dict.fromkeys(each.layers for each in producers):
         apart = layers.stop <= mine.layers.start or mine.layers.stop <= layers.start
@@ -133,7 +132,7 @@ def _check_stages(mine: RankPages, producers: Sequence[RankPages]) -> None:
 def _slices(
     consumer_rank: int, mine: Mapping[AtomKey, Atom], producers: Sequence[Mapping[AtomKey, Atom]]
 ) -> Iterator[Slice]:
-    """Return one slice for each atom, in the order in which they lie in this rank's pages."""
+    """Yield one slice for each atom, in the order of this rank's pages."""
     holders: dict[AtomKey, list[int]] = {key: [] for key in mine}
     for producer, atoms in enumerate(producers):
         for key in atoms.keys() & mine.keys():
@@ -155,8 +154,7 @@ def _slices(
 
 
 def _joined(slices: Iterable[Slice]) -> Iterator[Slice]:
-    """Join slices that are equally far apart on both sides. Nothing lies between two of them on
-    this side."""
+    """Join consecutive slices that have the same distance on both sides."""
     last: Slice | None = None
     for each in slices:
         if last is None:

@@ -1,6 +1,6 @@
-"""Histogram counts of a measured value, and the bounds of engine metrics.
+"""Histogram counts of a measured value, and the bucket bounds of engine metrics.
 
-One thread writes, at some hundred nanoseconds per value, and any thread reads. A frozen copy is
+One thread writes, at some hundred nanoseconds per value, and any thread reads. Frozen copies are
 sent between processes. The counting and the exporting process share the bounds.
 """
 
@@ -26,7 +26,7 @@ HANDOFF_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 class HistogramCounts(msgspec.Struct, frozen=True):
     """Counts of a histogram.
 
-    `counts[i]` values were at most `bounds[i]` and above the bound before. The last count is of
+    `counts[i]` counts values up to `bounds[i]` and above the previous bound. The last count is for
     values above all bounds. `total` is the sum of the values.
     """
 
@@ -39,7 +39,7 @@ class HistogramCounts(msgspec.Struct, frozen=True):
         return sum(self.counts)
 
     def plus(self, other: "HistogramCounts") -> "HistogramCounts":
-        """Return the counts of both, which have the same bounds."""
+        """Return the sum of two counts with equal bounds."""
         counts = tuple(map(add, self.counts, other.counts))
         return HistogramCounts(self.bounds, counts, self.total + other.total)
 
@@ -49,7 +49,7 @@ class HistogramCounts(msgspec.Struct, frozen=True):
         return HistogramCounts(self.bounds, counts, self.total - earlier.total)
 
     def coarser(self, bounds: tuple[float, ...]) -> "HistogramCounts":
-        """Return the same values counted by fewer bounds, each of which is one of `self.bounds`."""
+        """Return the counts for fewer bounds, each of which is one of `self.bounds`."""
         edges = [0, *(self.bounds.index(bound) + 1 for bound in bounds), len(self.counts)]
         counts = tuple(sum(self.counts[first:end]) for first, end in pairwise(edges))
         return HistogramCounts(bounds, counts, self.total)
@@ -68,10 +68,10 @@ class HistogramCounts(msgspec.Struct, frozen=True):
 
 
 class LiveHistogram:
-    """A histogram.
+    """A histogram that one thread writes.
 
     Args:
-        bounds: ascending.
+        bounds: upper bounds of the buckets, ascending.
     """
 
     __slots__ = ("_bounds", "_counts", "_total")

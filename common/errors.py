@@ -26,13 +26,13 @@ from typing import ClassVar
 
 from grpc import StatusCode
 
-# Limit of messages that include foreign text. gRPC encodes a character in up to 12 bytes, in a
+# Limit of messages that include text from others. gRPC encodes a character in up to 12 bytes, in a
 # trailer of at most 8 KiB.
 MAX_SENTENCE_CHARACTERS = 600
 
 
 def cut(sentence: str) -> str:
-    """Return a sentence that is short enough for logs and clients."""
+    """Return the sentence, shortened for logs and clients."""
     if len(sentence) <= MAX_SENTENCE_CHARACTERS:
         return sentence
     return f"{sentence[: MAX_SENTENCE_CHARACTERS - 1]}…"
@@ -79,7 +79,7 @@ class NotFound(ServingError):
 
 
 class Overloaded(ServingError):
-    """An overload, or a limit.
+    """The receiver is overloaded, or a limit was reached.
 
     Attributes:
         retry_after_s: expected seconds until the same request would be accepted.
@@ -117,7 +117,7 @@ class NodeUnavailable(ServingError):
 
 
 class AdapterNotLoaded(NodeUnavailable):
-    """The node does not have the adapter and will not load it by itself."""
+    """The node has not loaded the adapter and will not load it on its own."""
 
 
 class TransferError(ServingError):
@@ -140,7 +140,7 @@ class ConfigError(ServingError):
 
 
 class EngineDied(ServingError):
-    """The engine of a node crashed. Sent by the node process, which outlives its engine."""
+    """The engine of a node crashed. Sent by the server process, which outlives its engine."""
 
     status = StatusCode.ABORTED
 
@@ -154,4 +154,4 @@ class EngineFault(ServingError):
 
 
 class RankLost(EngineFault):
-    """Another rank of this node has ended, or does not answer in time."""
+    """Another rank of this node has ended or does not respond in time."""

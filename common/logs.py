@@ -4,12 +4,12 @@ Modules log with the standard `logging.getLogger(__name__)`, a sentence and `kv`
 
     log.info("hand-off failed %s", kv(request_id=request.request_id, reason=reason))
 
-In text, the fields follow the sentence. They are quoted, so that text from clients can never look
-like a line or a field of Baton. In JSON, they are fields.
+In text, the fields follow the sentence. They are quoted, so that text from clients cannot look like
+a line or field of Baton.
 
-`ThrottledLog` limits lines that unauthenticated callers can cause, by kind of line. Suppressed
-lines are counted. The last line of a full interval says that more are suppressed, and the first one
-after it says how many. For lines about Baton's own processes, use `logging`.
+`ThrottledLog` limits lines that unauthenticated callers can cause, by kind of line. The last line
+of a full interval says that more are suppressed, and the first line after it says how many. Lines
+about Baton's own processes use `logging`.
 """
 
 import json
@@ -25,31 +25,31 @@ import msgspec
 
 Format = Literal["text", "json"]
 log = logging.getLogger(__name__)
-# Characters without quotes: printable ASCII except space, =, quotes and backslash.
+# Characters that need no quotes: printable ASCII except space, =, quotes and backslash.
 _PLAIN = re.compile(r"[!#-&(-<>-\[\]-~]+")
-_MAX_VALUE = 300  # characters of a field; foreign text has no other limit here
+_MAX_VALUE = 300  # characters of a field, which may be text from others
 _LINE = ("time", "level", "program", "logger", "message", "exception", "traceback")
 
 
 def setup(program: str, level: str, log_format: Format = "text") -> None:
     """Set up logging to stderr for the whole process, including warnings and uncaught exceptions.
 
-    Called once, by the program.
+    Called once, at the start of a process.
 
     Args:
         program: shown in every line, such as "decode" or "decode engine".
-        level: of `ServerConfig.log_level`.
+        level: see `ServerConfig.log_level`.
         log_format: text or JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(program) if log_format == "json" else _Text(program))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # Not shown, but would cost time in each line: file, thread, process.
+    # Not shown, and costs time in each line: file, thread, process.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(level.upper())
-    logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # otherwise a line per call
+    logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # DEBUG logs a line per call
     # grpc logs a traceback for each malformed response. The caller gets None and reports it.
     logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
@@ -59,7 +59,7 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
 
 
 def in_use() -> tuple[str, Format]:
-    """Return the level and the format of this process's log, for `setup` in a child."""
+    """Return the level and format of this process's log, for `setup` in a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _Json) for handler in root.handlers)
     return logging.getLevelName(root.level), "json" if is_json else "text"
@@ -138,12 +138,12 @@ class _Json(_Utc):
             line["traceback"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(line).decode()
-        except UnicodeEncodeError:  # a lone surrogate, such as a file name can contain
+        except UnicodeEncodeError:  # a lone surrogate, such as in a file name
             return json.dumps(line)
 
 
 def _free(name: str) -> str:
-    """Return a field name that differs from those of every line."""
+    """Return a field name that differs from those that every line has."""
     return f"{name}_" if name in _LINE else name
 
 
@@ -183,7 +183,7 @@ def _unraisable(caught: "sys.UnraisableHookArgs") -> None:
 
 
 class Throttle:
-    """Limits lines by kind. For any thread."""
+    """Limits log lines by kind. For any thread."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class Throttle:
         """Create a limit.
 
         Args:
-            most: lines of one kind per interval.
-            interval_s: length of an interval, which begins with its first line.
+            most: number of lines of one kind per interval.
+            interval_s: length in seconds of an interval, which begins with its first line.
             clock: returns seconds.
         """
         self._most = most
@@ -208,7 +208,7 @@ class Throttle:
         """Return additional fields for the line, or None if it is suppressed.
 
         Args:
-            kind: one of few, such as the sentence of the line. Never text from clients.
+            kind: one of few values, such as the line's sentence. Never text from clients.
         """
         with self._lock:
             now = self._clock()
@@ -263,4 +263,4 @@ class _Interval:
 
     def __init__(self, end: float) -> None:
         self.end = end
-        self.num_lines = 0  # written and suppressed
+        self.num_lines = 0  # written and suppressed lines

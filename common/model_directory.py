@@ -1,4 +1,4 @@
-"""Files of a checkpoint that routers and nodes read: its directory, and its image settings.
+"""Checkpoint files that routers and nodes read: the model's directory, and its image settings.
 
 A model is a directory, or a hub id whose files are downloaded once.
 """
@@ -45,7 +45,7 @@ def model_directory(model: str, *, weights: bool) -> Path:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError(f"model: no such directory: {model}")
-    # Imported here: no HTTP client is needed for a local directory.
+    # Imported late: a local directory needs no HTTP client.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -59,7 +59,7 @@ def model_directory(model: str, *, weights: bool) -> Path:
         ) from error
 
 
-# Image settings: routers resize images by them, and nodes encode images by them. Defaults are those
+# Image settings. Routers resize images by them, and nodes encode images by them. Defaults are those
 # of the configuration and image processor classes in transformers.
 
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
@@ -69,10 +69,10 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class AreaSize(msgspec.Struct, frozen=True, tag=True):
-    """A size rule: images keep their shape, and each side is a multiple of a token's side.
+    """Resizing rule: keep the aspect ratio, with sides that are multiples of a token's side.
 
     Attributes:
-        min_pixels, max_pixels: of a resized image.
+        min_pixels, max_pixels: range of pixels after resizing.
     """
 
     min_pixels: int
@@ -80,10 +80,10 @@ class AreaSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClipSize(msgspec.Struct, frozen=True, tag=True):
-    """A size rule: as AreaSize, for all frames of a video together.
+    """Resizing rule: like AreaSize, for all frames of a video together.
 
     Attributes:
-        min_pixels, max_pixels: of all resized frames.
+        min_pixels, max_pixels: range of pixels in all resized frames.
     """
 
     min_pixels: int
@@ -91,7 +91,7 @@ class ClipSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class SquareSize(msgspec.Struct, frozen=True, tag=True):
-    """A size rule: every image becomes the same square, the middle of a resized image.
+    """Resizing rule: resize, then crop the middle to a square of fixed size.
 
     Attributes:
         shorter_side: pixels of the shorter side after resizing.
@@ -103,7 +103,7 @@ class SquareSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class StretchedSize(msgspec.Struct, frozen=True, tag=True):
-    """A size rule: every image is stretched to the same square.
+    """Resizing rule: stretch to a square of fixed size.
 
     Attributes:
         side: pixels per side of the square.
@@ -136,14 +136,14 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         placeholder: token that the chat template writes for an image.
         patch_side: pixels per side of a patch.
         merge: patches per side of a token.
-        frames: of a temporal patch of a video. An image is a still video: its picture is repeated.
+        frames: frames in a temporal patch of a video. A single image is repeated.
         size: rule for resizing.
-        mean, std: of red, green, blue, where 1 is the brightest.
-        axial: image tokens are positioned by row and column, instead of like text.
-        resample: Pillow's number of the filter for resizing.
-        whole: tokens of an image see all tokens of their image.
-        surrounded: the tokens before and after an image's. The chat template writes the first one.
-            None: it writes the placeholder.
+        mean, std: of red, green and blue, where 1 is the brightest.
+        axial: image tokens have positions by row and column, instead of like text.
+        resample: Pillow's number of the resizing filter.
+        whole: tokens of an image attend to all tokens of that image.
+        surrounded: tokens before and after an image's tokens. The chat template writes only the
+            first one. None: it writes the placeholder.
         video: None: the model has no video input.
     """
 
@@ -176,8 +176,7 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vision_files(directory: Path) -> VisionFiles | None:
-    """Return the image settings, or None if images are not supported for the model, or if it has no
-    `vision_config` in config.json or no settings of an image processor.
+    """Return the image settings of a model, or None if it has none or Baton does not support them.
 
     Raises:
         ConfigError: a file has invalid values.
@@ -218,9 +217,9 @@ def _by_area(
     """Read the settings of a model with Qwen2VLImageProcessor.
 
     Args:
-        placeholder, patch_side: defaults. The tokens around a placeholder and that of videos have
-            ids next to it by default.
-        timestamps: the prompt has the timestamps of a video's temporal patches.
+        placeholder, patch_side: defaults. By default, the tokens around a placeholder and the video
+            placeholder have adjacent ids.
+        timestamps: the prompt has a timestamp before each temporal patch of a video.
     """
     patch_side = int(vision.get("patch_size", patch_side))
     merge = int(vision.get("spatial_merge_size", 2))
@@ -254,7 +253,7 @@ def _by_area(
 
 
 def _edges(processor: _Json, least: int, most: int) -> tuple[int, int]:
-    """Return the least and the most pixels after resizing.
+    """Return the minimum and maximum number of pixels after resizing.
 
     Args:
         least, most: defaults.
@@ -341,8 +340,8 @@ def _scale(processor: _Json) -> tuple[tuple[float, ...], tuple[float, ...]]:
     )
 
 
-# Reader of the settings by model_type: config.json, its vision_config, and the settings of the
-# image and of the video processor. Other vision models are served for text only.
+# Reader of the settings by model_type. It gets config.json, its vision_config, and the settings of
+# the image and video processors. Other vision models are served for text only.
 _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]] = {
     "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14, timestamps=False),
     "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16, timestamps=True),
@@ -355,13 +354,13 @@ _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]]
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:
-    """Return the image processor's settings. transformers 5 stores them with those for text."""
+    """Return image processor settings. transformers 5 keeps them with the text processor's."""
     own = directory / "preprocessor_config.json"
     return _object(own) if own.is_file() else _nested_processor(directory, "image_processor")
 
 
 def _video_processor(directory: Path) -> Mapping[str, Any]:
-    """Return the video processor's settings, {} if they are those of the image processor."""
+    """Return the video processor's settings, {} if it has none of its own."""
     nested = _nested_processor(directory, "video_processor")
     own = directory / "video_preprocessor_config.json"
     return nested or (_object(own) if own.is_file() else {})

@@ -1,9 +1,8 @@
 """Page counts of a request, computed from numbers of tokens.
 
 A request has one page table for each group of layers with the same attention: full tables, and
-tables of which only a window of tokens is used. Its state takes a fixed number of pages. These
-functions serve sizing, reservation, freeing and hand-offs. They know neither models nor page
-numbers.
+tables that use only a window of tokens. Its recurrent state takes a fixed number of pages. Used for
+sizing, reservation, freeing and hand-offs, independent of models and page numbers.
 """
 
 import math
@@ -15,7 +14,7 @@ from typing import NamedTuple
 class PageSpan(NamedTuple):
     """Pages [first, past) of one table of a request. Page j has the tokens from j * page_size on.
 
-    The state counts as one more table, after the last one.
+    The recurrent state counts as an additional last table.
     """
 
     table: int
@@ -29,12 +28,13 @@ class PageSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class PageTables:
-    """The page tables of every request. All pages have the same size in bytes.
+    """The page tables that every request has. All pages have the same size in bytes.
 
     Attributes:
         page_size: tokens per page.
-        windows: by table, the tokens that a query sees, including its own. None: all.
-        state_pages: pages of the state of a request.
+        windows: for each table, the number of tokens that a query attends to, including its own.
+            None: all tokens.
+        state_pages: pages of the recurrent state of a request.
     """
 
     page_size: int
@@ -47,7 +47,7 @@ class PageTables:
 
     @cached_property
     def width(self) -> int:
-        """Pages per page of tokens, over all tables and the state."""
+        """Pages for one page of tokens in all tables, plus the state."""
         return self.num_tables + self.state_pages
 
     @cached_property
@@ -60,14 +60,14 @@ class PageTables:
         return tuple((t, window) for t, window in enumerate(self.windows) if window is not None)
 
     def num_pages(self, num_tokens: int) -> int:
-        """Return the pages of one table, if none is freed."""
+        """Return the pages of one table if none is freed."""
         return -(-num_tokens // self.page_size)
 
     def live_from(self, table: int, num_tokens: int) -> int:
         """Return the first page of a table that may still be used when `num_tokens` tokens have KV.
 
-        Counted from the last page boundary, not from the last token: a request can then always be
-        continued from that boundary, and a step that runs behind may still read.
+        Counted from the last page boundary instead of the last token, so that a request can always
+        continue from that boundary, and a step that runs behind may still read.
         """
         window = self.windows[table]
         if window is None:
@@ -76,26 +76,26 @@ class PageTables:
         return max(0, edge - window + 1) // self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the pages held by a request whose tokens all have KV."""
+        """Return the pages that a request holds when all its tokens have KV."""
         num_pages = self.num_pages(num_tokens)
         live = sum(num_pages - self.live_from(t, num_tokens) for t, _ in self.sliding)
         return self.num_full * num_pages + live + self.state_pages
 
     def pages_to_compute(self, num_tokens: int) -> int:
-        """Return the pages reserved to compute a prompt: all of them, freed chunk by chunk."""
+        """Return the pages to reserve for a prompt: all of them, freed chunk by chunk."""
         return self.num_pages(num_tokens) * self.num_tables + self.state_pages
 
     def max_tokens(self, num_pages: int) -> int:
-        """Return the length of the longest prompt that a pool of `num_pages` pages can compute."""
+        """Return the length of the longest prompt that `num_pages` pages can compute."""
         return max(0, num_pages - self.state_pages) // self.num_tables * self.page_size
 
     def most_live(self, table: int) -> float:
-        """Return the maximum of live pages of one growing request in a table."""
+        """Return the maximum number of live pages in a table for one growing request."""
         window = self.windows[table]
         return math.inf if window is None else self.num_pages(window - 1) + 2
 
     def growth(self, num_tokens: int, more_pages: int) -> int:
-        """Return the additional pages of all tables for a request that grows by `more_pages`.
+        """Return the additional pages, over all tables, of a request that grows by `more_pages`.
 
         All its `num_tokens` tokens have KV. Each full table needs `more_pages`. A table with a
         window needs fewer once the window is full.
@@ -107,9 +107,10 @@ class PageTables:
         )
 
     def handed_over(self, num_tokens: int, prefix: int) -> tuple[PageSpan, ...]:
-        """Return the pages sent to a consumer that has `prefix` tokens in its full tables.
+        """Return the pages to send to a consumer that has `prefix` tokens in its full tables.
 
-        They are the rest of the full tables, the live pages of tables with a window, and the state.
+        These are the rest of the full tables, the live pages of tables with a window, and the
+        state.
         """
         behind, past = self.num_pages(prefix), self.num_pages(num_tokens)
         tables = [
@@ -119,7 +120,7 @@ class PageTables:
         return (*tables, *self._state)
 
     def room_pages(self, num_tokens: int, prefix: int) -> int:
-        """Return the maximum of pages handed over for any number of tokens up to `num_tokens`."""
+        """Return the most pages handed over for any number of tokens up to `num_tokens`."""
         num_pages = self.num_pages(num_tokens)
         behind = self.num_full * (num_pages - self.num_pages(prefix))
         live = sum(int(min(num_pages, self.most_live(t))) for t, _ in self.sliding)
@@ -128,11 +129,10 @@ class PageTables:
     def spans(
         self, num_tokens: int, prefix: int, start: int, end: int, *, last: bool
     ) -> tuple[PageSpan, ...]:
-        """Return the part of a hand-off for the tokens [start, end).
+        """Return the pages to hand over with the tokens [start, end).
 
-        Over all ranges from `prefix` on, each page occurs exactly once. The first range also
-        includes the pages in windows before the prefix. The last range, which may be empty,
-        includes the state.
+        Over all ranges from `prefix` on, each page occurs once. The first range includes the pages
+        of windows before the prefix. The last range, which may be empty, includes the state.
         """
         past = self.num_pages(end)
         spans = []

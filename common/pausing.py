@@ -1,6 +1,5 @@
-"""Options of calls that pause a node, named as in SGLang: the treatment of requests in flight, and
-the parts of a node's memory that can be released for a while.
-"""
+"""Options of operator calls that pause a node, named as in SGLang: the treatment of requests in
+flight, and the kinds of memory to release."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -9,16 +8,16 @@ from common.errors import InvalidRequest
 
 
 class PauseMode(Enum):
-    ABORT = "abort"  # they are aborted
-    RETRACT = "retract"  # they release their KV and are recomputed from their tokens
-    IN_PLACE = "in_place"  # they keep their KV
+    ABORT = "abort"  # requests are aborted
+    RETRACT = "retract"  # requests release their KV and are recomputed from their tokens
+    IN_PLACE = "in_place"  # requests keep their KV
 
 
 PAUSE_MODES = tuple(mode.value for mode in PauseMode)
 
 
 def pause_mode(name: str) -> PauseMode:
-    """Return the pause mode of a name.
+    """Parse a pause mode.
 
     Args:
         name: "": abort.
@@ -35,7 +34,7 @@ MEMORY_TAGS = (KV_CACHE, WEIGHTS)
 
 
 def memory_tags(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the tags in a fixed order, each once.
+    """Return the memory tags in a fixed order, each once.
 
     Args:
         names: empty: all tags.

@@ -1,12 +1,12 @@
-"""The order of a queue, and estimates of how fast it drains and how long a new request would wait.
+"""The order of a queue, how fast it drains, and how long a new request would wait in it.
 
-A queue holds everything that waits for one resource: prompts for forward passes, in tokens, cached
-or not, or requests for KV pages, in pages. It is ordered by start deadline or by arrival, shifted
-by priority. The cost of a unit is measured from recently served units. It includes everything else
-that took time: other rows of a forward pass, other programs on the machine, waits for pages. Only
-time with a non-empty queue counts, so idle time has no effect.
+A queue holds everything that waits for one resource: prompts that wait for forward passes (in
+tokens, cached or not) or requests that wait for KV (in pages). It is ordered by start deadline or
+by arrival, shifted by priority. The cost of a unit is measured from recently served units. It
+includes everything else that took time, such as other rows of a forward pass, other processes on
+the machine, or waits for pages. Time with an empty queue does not count.
 
-Keys and numbers only. The caller provides the clock.
+The caller provides the clock.
 """
 
 import itertools
@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from common.errors import QueueFull
 
-# Priorities are integers, higher is more urgent. Each step of priority counts as STEP_S seconds of
-# queue time. A request with an advantage of n seconds goes before requests that arrived up to n
-# seconds earlier, and after older ones. So urgent requests hardly wait, and others wait longer but
-# do not starve.
+# Priorities are integers, higher is more urgent. Each step counts as STEP_S seconds of queue time:
+# a request with a head start of n seconds goes before requests that arrived up to n seconds
+# earlier, and after older ones. So urgent requests hardly wait, and others wait longer but do not
+# starve.
 STEP_S = 10.0
 
 PriorityClass: TypeAlias = Literal["low", "normal", "high"]  # below, at and above 0, for metrics
@@ -27,7 +27,7 @@ CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 def head_start_s(priority: int) -> float:
-    """Return the advantage of a priority, in seconds of queue time."""
+    """Return the head start of a priority, in seconds of queue time."""
     return priority * STEP_S
 
 
@@ -40,9 +40,9 @@ class QueueEntry(NamedTuple):
 
     Attributes:
         start_by: time by which it must start, on the caller's clock. -inf: before all others.
-        units: that it needs.
-        priority: relative to others.
-        came: arrival, in a queue ordered by arrival. None: ordered by `start_by`.
+        units: number of units that it needs.
+        priority: higher goes first.
+        came: arrival time, in a queue ordered by arrival. None: ordered by `start_by`.
     """
 
     start_by: float
@@ -58,18 +58,18 @@ class QueueEntry(NamedTuple):
 
 
 class QueueModel:
-    """A queue. For one thread.
+    """An ordered queue. For one thread.
 
     Attributes:
-        units: that all entries need.
+        units: number of units that all entries need.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._waiting: dict[object, tuple[float, QueueEntry, int]] = {}  # turn, place, number
+        self._waiting: dict[object, tuple[float, QueueEntry, int]] = {}  # turn, entry, number
         self._order: list[
             tuple[float, QueueEntry, int]
-        ] = []  # the same entries, in order of service
+        ] = []  # the same entries in order of service
         self.units = 0
 
     def __len__(self) -> int:
@@ -95,18 +95,18 @@ class QueueModel:
             self.units -= entry[1].units
 
     def late_s(self, newcomer: QueueEntry, *, begins: float, unit_s: float) -> tuple[float, float]:
-        """Return how late a newcomer would make itself or others, and its waiting time.
+        """Return how late a newcomer would make itself or others, and how long it would wait.
 
-        Looks only at the entries behind the newcomer.
+        Only entries behind the newcomer are examined.
 
         Args:
             newcomer: the new entry.
             begins: time at which the first entry starts, on the caller's clock.
             unit_s: seconds per unit.
         Returns:
-            First, the highest lateness in seconds of the newcomer, or of an entry behind it that
-                has at least its priority and would be in time without it. 0.0 or less: all are in
-                time. Second, seconds until the newcomer starts.
+            First, the highest lateness in seconds, of the newcomer or of an entry behind it that
+            has at least its priority and would be in time without it. 0.0 or less: all are in time.
+            Second, seconds until the newcomer starts.
         """
         behind = [place for _, place, _ in self._order[self._first_behind(newcomer) :]]
         own_s = newcomer.units * unit_s
@@ -130,10 +130,10 @@ STALL_S = 1.0  # or this long: a process that was stalled for a while is not slo
 
 
 class QueueBacklog(NamedTuple):
-    """State of a queue, as reported by a node.
+    """State of a queue, as a node reports it.
 
     Attributes:
-        queued_s: until everything in the queue is served.
+        queued_s: seconds until everything in the queue is served.
         unit_s: seconds per unit. 0.0: not known yet, and then `queued_s` is 0 too.
     """
 
@@ -142,13 +142,13 @@ class QueueBacklog(NamedTuple):
 
 
 def may_wait_s(queue_s: float, budget_s: float, work_s: float) -> float:
-    """Return how long a request may wait to be scheduled, in seconds.
+    """Return how many seconds a request may wait to be scheduled.
 
     Args:
-        queue_s: requested queue limit.
-        budget_s: until the request must have ended.
-        work_s: expected duration after the wait. It is kept free, but at most half of the budget,
-            because it is an estimate.
+        queue_s: requested limit of the queue time.
+        budget_s: seconds until the request must have ended.
+        work_s: expected seconds of work after the wait, for which at most half of the budget is
+            kept free because it is an estimate.
     """
     return min(queue_s, budget_s - min(work_s, budget_s / 2))
 
@@ -158,7 +158,7 @@ class QueueEstimator:
 
     def __init__(self) -> None:
         self._line = QueueModel()  # by key
-        self._served = 0  # units since the last sample
+        self._served = 0  # units served since the last sample
         self._since = 0.0  # time of the last sample, or of the first entry after an empty queue
         self._num_samples = 0
         self._seconds = 0.0  # weighted sums over samples
@@ -201,8 +201,8 @@ class QueueEstimator:
     def serve(self, key: int, left: int = 0) -> None:
         """Record that an entry has `left` units left.
 
-        Ignored if it is not in the queue or has at most `left` units left, as it may be recomputed.
-        A partly served entry goes before all others.
+        Ignored if the entry is not in the queue or has fewer units left already, because it may be
+        recomputed. A partly served entry goes before all others.
         """
         units = self._line.units_of(key)
         if left >= units:

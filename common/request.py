@@ -1,14 +1,14 @@
-"""The specification of a request: its only record, its wire form and its validation.
+"""The specification of a request, which all processes share: wire form and validation.
 
-All processes share this record. The router creates it. A decode node sends it to the prefill node
-and to the next decode node. The engine's `Request` refers to it. A new field is declared here and
-in `protos/request.proto`.
+The router creates it. A decode node sends it to the prefill node and, in a live migration, to the
+next decode node. The engine's `Request` refers to it. A new field is declared here and in
+`protos/request.proto`.
 
-Quarantine: one request that makes a forward pass raise crashes its engine, together with all its
-other requests, and it is unknown which request it was. So each of them carries a crash count. It is
-computed alone, at its prefill node and at its decode node, until it is past the position of the
-crash. Then it is not the cause, and its count is cleared. A request that is alone in an engine that
-crashes is the cause.
+Quarantine: a request that makes a forward pass raise crashes its engine with all other requests
+there, and it is unknown which one it was. So each of them carries a crash count, and runs alone at
+its prefill node and at its decode node until it is past the position of the crash. Then it is not
+the cause, and its count is cleared. A request that runs alone in an engine that crashes is the
+cause.
 """
 
 import math
@@ -50,14 +50,14 @@ from common.tracing.context import checked
 from protos import prefixes_pb2
 from protos import request_pb2 as pb
 
-# Input embeddings: a prompt as inputs of the first layer, without token ids.
+# Input embeddings replace token ids as the input of the first layer.
 #
 # Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
-# namespace of its own, which depends on all embeddings. Code that compares prompts by namespace and
-# tokens therefore recognises equal embeddings, and never takes other ones for them.
-GIVEN_TOKEN = FIRST_IMAGE_TOKEN  # the id of each token
+# namespace that depends on all embeddings. So code that compares prompts by namespace and tokens
+# recognises equal embeddings and distinguishes all others.
+GIVEN_TOKEN = FIRST_IMAGE_TOKEN  # id of each token
 NUMBER_BYTES = 4
-LARGEST = 65504.0  # of float16, in which a model may compute
+LARGEST = 65504.0  # largest float16, in which a model may compute
 NOT_ACCEPTED = (
     "input_embeddings: this server does not accept them. engine.input_embeddings.enabled of its "
     "nodes allows it"
@@ -66,11 +66,11 @@ _GIVEN = as_bytes([GIVEN_TOKEN])
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True):
-    """The embeddings of a prompt.
+    """The input embeddings of a prompt.
 
     Attributes:
         values: little-endian float32 [num_tokens, hidden size].
-        num_tokens: of the prompt.
+        num_tokens: length of the prompt.
         name: hash of the values.
     """
 
@@ -80,8 +80,8 @@ class InputEmbeddings(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: bytes, num_tokens: int) -> Self:
-        """Return the embeddings of so many tokens. Raise InvalidRequest if they have no such shape,
-        or too many bytes."""
+        """Return the embeddings of `num_tokens` tokens. Raise InvalidRequest if the size does not
+        match or is too large."""
         check_at_most("input_embeddings", len(values), "bytes", MAX_EMBEDDING_BYTES)
         if not num_tokens or not values or len(values) % (NUMBER_BYTES * num_tokens):
             raise InvalidRequest(
@@ -94,9 +94,9 @@ def _given_embeddings(values: bytes, prompt: bytes) -> InputEmbeddings | None:
     """Parse the embeddings of a prompt. Return None without any.
 
     Args:
-        prompt: its ids, in the form of `as_bytes`.
+        prompt: token ids of the prompt, in the form of `as_bytes`.
     Raises:
-        InvalidRequest: they do not fit the prompt.
+        InvalidRequest: the embeddings do not fit the prompt.
     """
     if not values:
         return None
@@ -106,10 +106,10 @@ def _given_embeddings(values: bytes, prompt: bytes) -> InputEmbeddings | None:
     return given
 
 
-# Counted from the tokens sent: the crashed pass was for the next one, or for the one after if a
-# step was launched ahead.
+# Counted from the tokens sent: the crashed pass was for the next token, or for the one after it if
+# a step was launched ahead.
 QUARANTINE_TOKENS = 4
-MAX_ENGINE_CRASHES = 1  # crashes with which a node still accepts a request
+MAX_ENGINE_CRASHES = 1  # a node rejects a request that has crashed more engines
 CRASHED_TWICE = "this request has crashed two engines, the second one while running alone"
 MAX_REQUEST_ID = 256  # characters
 MAX_BUDGET_S = 7 * 24 * 3600.0
@@ -119,18 +119,18 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request.
 
     Attributes:
-        request_id: of the router, for logs and Abort.
-        token_ids: little-endian int32: the prompt, then generated tokens.
-        num_generated: how many of token_ids are generated tokens.
-        namespace: of the client's prefix cache.
+        request_id: the router's id, for logs and Abort.
+        token_ids: prompt, then generated tokens, as little-endian int32.
+        num_generated: number of generated tokens in token_ids.
+        namespace: namespace of the client's prefix cache.
         adapter: LoRA adapter. Its KV is separate from all other KV in `namespace`.
-        routing_key: of its session. 0: none.
-        client: number of the client. 0: not known. Clients take turns for KV pages.
+        routing_key: key of its session. 0: none.
+        client: number of the client. 0: unknown. Clients take turns for KV pages.
         client_weight: relative share of the client.
-        engine_crashes: engines that crashed while they had it.
-        images: of its prompt.
-        input_embeddings: of its prompt, whose ids say nothing then. None: it has ids.
-        prediction: little-endian int32: output that the client expects.
+        engine_crashes: number of engines that crashed while they had it.
+        images: images in its prompt.
+        input_embeddings: inputs that replace the token ids of its prompt. None: it has ids.
+        prediction: output that the client expects, as little-endian int32.
         stream_interval: tokens that the decode node sends at a time, after the first one.
         traceparent: parent of the receiver's spans. "": not traced.
     """
@@ -179,14 +179,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         return part_of(namespace, content, person=b"baton embeddings")
 
     def continued(self, token_ids: Sequence[int], engine_crashes: int) -> "RequestSpec":
-        """Return the request continued after these tokens.
-
-        Its seed draws the next tokens as before.
-        """
+        """Return the request continued after these tokens, with the same seed."""
         if not token_ids and not engine_crashes:
             return self
         params = self.sampling
-        if token_ids:  # log-probabilities of the prompt were sent with the first of them
+        if token_ids:  # prompt log-probabilities were sent with the first token
             params = msgspec.structs.replace(params, prompt_logprobs=-1)
         return msgspec.structs.replace(
             self,
@@ -198,7 +195,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictionUsage(msgspec.Struct, frozen=True):
-    """Predicted tokens used as drafts: in the response (accepted), or wrong (rejected)."""
+    """Counts of predicted tokens used as drafts: accepted into the response, or rejected."""
 
     accepted: int = 0
     rejected: int = 0
@@ -214,8 +211,8 @@ class Remaining(NamedTuple):
     """Seconds left of a request's limits when the message was sent.
 
     Attributes:
-        budget_s: of its total budget.
-        queue_s: longest wait for the first forward pass of its prompt.
+        budget_s: seconds of the total budget.
+        queue_s: seconds until the first forward pass of its prompt must start.
     """
 
     budget_s: float
@@ -223,15 +220,15 @@ class Remaining(NamedTuple):
 
 
 def tokens_of(token_ids: bytes) -> "memoryview[int]":
-    """Return little-endian int32 as numbers, on the little-endian machines that Baton runs on."""
+    """Return little-endian int32 as numbers. Baton runs on little-endian machines only."""
     return memoryview(token_ids).cast("i")
 
 
 def from_proto(proto: pb.Request) -> RequestSpec:
-    """Validate a request of another process. The engine checks the ids against its vocabulary.
+    """Validate a request from another process. The engine checks the ids against its vocabulary.
 
     Raises:
-        InvalidRequest: with the field's name.
+        InvalidRequest: names the field.
     """
     _check_tokens("token_ids", proto.token_ids)
     num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
@@ -275,10 +272,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
 
 
 def to_fields(spec: RequestSpec) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message.
-
-    Protobuf would copy a message.
-    """
+    """Return the fields of the wire form, for a larger message. A message would be copied."""
     return {
         **msgspec.structs.asdict(spec),
         "sampling": sampling.to_fields(spec.sampling),
@@ -288,12 +282,12 @@ def to_fields(spec: RequestSpec) -> dict[str, Any]:
 
 
 def to_proto(spec: RequestSpec) -> pb.Request:
-    """Return the wire form. `from_proto` gives the same record back."""
+    """Return the wire form. `from_proto` restores the same record."""
     return pb.Request(**to_fields(spec))
 
 
 def remaining_from_proto(proto: pb.Remaining) -> Remaining:
-    """Return the limits.
+    """Parse the limits.
 
     Raises InvalidRequest unless the budget is positive and both are in range.
     """
@@ -341,13 +335,14 @@ def _check_priority(priority: int) -> None:
         raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")
 
 
-MAX_HINTS = 4  # per request
+MAX_HINTS = 4  # hints per request
 
 
 class PrefixHint(msgspec.Struct, frozen=True):
-    """A node by its address, and how many prompt tokens it holds, from the first one on.
+    """A node's address, and how many tokens of the prompt's beginning it has cached.
 
-    It may be wrong. The receiver requests the prefix there and recomputes it if it is missing.
+    It may be wrong. The receiver tries to fetch the prefix there, and recomputes it if it is
+    missing.
     """
 
     address: str

@@ -4,8 +4,8 @@
     BATON_ENGINE__CACHE__PAGE_SIZE=32
     engine: {cache: {page_size: 32}}
 
-Flags, their help and their validation come from the record's fields. Only flags with a short name
-are listed here.
+Flags, their help and their validation come from the record's fields. Only short flags are listed
+here.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _BYTES_OF_A_VALUE = 64
 _MAX_SHOWN = 300  # characters of an invalid value
 ENV_PREFIX = "BATON_"
 _LISTED = 32  # choices listed in an error
-_NEAR = 0.85  # for difflib: one letter in seven may differ
+_NEAR = 0.85  # similarity for difflib: one letter in seven may differ
 _BETWEEN = "__"
 _PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig, RankHostConfig)
 SHORT_NAMES = {
@@ -136,7 +136,7 @@ def parser_of(record: type[BaseModel], program: str) -> "ConfigArgumentParser":
 
 
 def wrong(program: str, message: str) -> NoReturn:
-    """End this process after an invalid value: print one line and exit with code 2."""
+    """Print one line about an invalid value, and exit with code 2."""
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
 
@@ -183,7 +183,7 @@ def _content(file: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {file}: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config: {file}: {error}") from error
-    # Errors of the library for values that do not match an explicit tag, such as !!int "".
+    # Errors that PyYAML raises for values that do not match an explicit tag, such as !!int "".
     except (LookupError, AttributeError) as error:
         raise SettingsError(f"--config: {file}: a value does not match its YAML tag") from error
     if not isinstance(content, dict | None):
@@ -248,8 +248,8 @@ class ConfigArgumentParser(argparse.ArgumentParser):
     def __init__(self, *, common: Collection[str] = (), **options: Any) -> None:
         """
         Args:
-            common: flags that `--help` shows. Empty: all but those of advanced groups.
-            options: of argparse.ArgumentParser.
+            common: flags that `--help` shows. Empty: all except those of advanced groups.
+            options: options of argparse.ArgumentParser.
         """
         self.common = set(common)
         self._advanced: list[argparse._ArgumentGroup] = []
@@ -280,7 +280,7 @@ class ConfigArgumentParser(argparse.ArgumentParser):
 
         Args:
             left: arguments that `parse_known_args` did not use.
-            records: of other programs that read the flags.
+            records: records of other programs that read the flags.
         """
         theirs = [flag for record in records for flag in parser_of(record, "").flags]
         unknown = [flag for flag in map(_flag, left) if flag and flag not in theirs]
@@ -298,7 +298,7 @@ class ConfigArgumentParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{value!r} is invalid: {meant}expected {listed}")
 
     def _refuse(self, message: str, flags: Collection[str]) -> NoReturn:
-        """Report an error. Suggest the known flag most similar to the first unknown one, if any."""
+        """Report an error, with the known flag most similar to the first unknown one, if any."""
         if split := self._split_list():
             wrong(self.prog, f"{message} (separate several values by commas: {split})")
         unknown = next((flag for flag in map(_flag, self._given) if flag and flag not in flags), "")
@@ -388,15 +388,15 @@ class _HelpAll(argparse.Action):
 
 
 def _flag(word: str) -> str:
-    """Return the flag without its value, or "" if the word is no flag."""
+    """Return the flag without its value, or "" if the word is not a flag."""
     return word.partition("=")[0] if word.startswith("--") else ""
 
 
 def _renamed_flag(flag: str) -> str:
-    """Return the new name of a renamed flag, or "" if the flag was not renamed.
+    """Return the new name of a renamed flag, or "".
 
     Args:
-        flag: with the whole path of a setting, or the short name of one.
+        flag: flag with the whole path of a setting, or a short flag.
     """
     found = re.fullmatch(r"--(no-)?(.+)", flag)
     if found is None:
@@ -407,7 +407,7 @@ def _renamed_flag(flag: str) -> str:
 
 
 class _Help(argparse.HelpFormatter):
-    """A formatter that omits empty defaults: the descriptions say what an unset value means."""
+    """A help formatter that omits empty defaults: descriptions say what an unset value means."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and re.sub(r" \(default: (null|None|\(\))\)", "", action.help)
@@ -428,7 +428,7 @@ class _Environment(EnvSettingsSource):
 
 
 def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
-    """Return required parts as empty, so that an error names the missing flag in them."""
+    """Return required parts as empty, so that errors name the missing flags in them."""
     required = {
         name: field.annotation for name, field in record.model_fields.items() if field.is_required()
     }
@@ -440,14 +440,14 @@ def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
 
 
 class SettingSources:
-    """The user's names of settings, and the sources of their values."""
+    """Names settings as the user gave them, and finds the sources of their values."""
 
     def __init__(self, flags: Sequence[str], file: Path | None, given: Mapping[str, Any]) -> None:
-        """Remember the sources.
+        """Store the sources.
 
         Args:
-            flags: as given.
-            file: of --config.
+            flags: flags of the command line.
+            file: file of --config.
             given: content of that file.
         """
         self._flags = {flag.partition("=")[0] for flag in flags}
@@ -468,7 +468,7 @@ class SettingSources:
         return next(self._given_as(where), "default")
 
     def _given_as(self, where: Sequence[str]) -> Iterator[str]:
-        """Yield the places that set a setting, the one that counts first."""
+        """Yield the places that set a setting, the one with precedence first."""
         for name in _flag_names(where):
             negative = f"--no-{name}"
             if self._flags.intersection((f"--{name}", negative)):
@@ -486,10 +486,7 @@ def _flag_names(where: Sequence[str]) -> list[str]:
 
 
 def _variable(where: Sequence[str]) -> str | None:
-    """Return the variable that sets the setting, or a part around it as JSON.
-
-    None: there is none.
-    """
+    """Return the variable that sets the setting, or that sets a part around it as JSON, or None."""
     for depth in range(len(where), 0, -1):
         name = f"{ENV_PREFIX}{_BETWEEN.join(where[:depth])}".upper()
         for variable in os.environ:
@@ -499,10 +496,10 @@ def _variable(where: Sequence[str]) -> str | None:
 
 
 def _stray_variables() -> list[str]:
-    """Return the variables of parts that no program has.
+    """Return variables with Baton's prefix that name no part of any configuration.
 
-    Variables of other programs are accepted, because several programs may share an environment. So
-    are variables without a part: Kubernetes sets such variables for a service called baton.
+    Variables of other programs are accepted, because programs may share an environment. So are
+    variables without a part: Kubernetes sets some for a service called baton.
     """
     parts = {name for record in _PROGRAMS for name in record.model_fields}
     return [
@@ -515,7 +512,7 @@ def _stray_variables() -> list[str]:
 
 
 def _renamed_variables() -> list[str]:
-    """Return a sentence for each variable of a renamed setting."""
+    """Return an error sentence for each variable of a renamed setting."""
     return [
         f"`{variable}` was renamed: use `{ENV_PREFIX}{new.replace('.', _BETWEEN).upper()}`"
         for variable in sorted(os.environ)
@@ -551,7 +548,7 @@ def _sentence(detail: ErrorDetails, named: SettingSources) -> str:
         )
     message = detail["msg"].removeprefix("Value error, ")
     sentence = f"{message[:1].lower()}{message[1:]}"
-    if where:  # otherwise it concerns several settings, and names them
+    if where:  # otherwise the error concerns several settings, and names them
         sentence = f"{setting}: {sentence}"
     if isinstance(detail["input"], dict):
         return sentence

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, including special ones, as shown with log-probabilities.
+"""The bytes of single tokens, including special ones, for log-probabilities.
 
 A token can be a part of a character. Its bytes are returned anyway.
 """
@@ -12,18 +12,15 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenSpelling:
-    """Bytes of the tokens of one tokenizer.
-
-    Caches its results, at most one per vocabulary entry.
-    """
+    """Bytes of a tokenizer's tokens. Caches its results, at most one per vocabulary entry."""
 
     def __init__(self, tokenizer: Tokenizer, context: tuple[int, ...]) -> None:
         """Create the cache.
 
         Args:
-            tokenizer: of the model.
-            context: tokens of complete text. Decoders that drop a space at the start of a text keep
-                it after this context.
+            tokenizer: the model's tokenizer.
+            context: tokens of complete text. After it, decoders keep a space that they would drop
+                at the start of a text.
         """
         self._tokenizer = tokenizer
         self._context = list(context)
@@ -57,7 +54,7 @@ class TokenSpelling:
 
 
 def _byte_level() -> Mapping[str, int]:
-    """Return the bytes by the characters that byte-level vocabularies use for them (GPT-2's)."""
+    """Return the bytes for the characters that byte-level vocabularies (GPT-2) use for them."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {

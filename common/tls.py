@@ -1,7 +1,6 @@
 """TLS for all processes: certificates from files, for gRPC and for the HTTP server.
 
-The files of a process and of its authorities are checked, and read again when they change
-(watched_files.py).
+Files are validated, and read again when they change (watched_files.py).
 """
 
 import logging
@@ -46,7 +45,7 @@ class Certificates:
 
         Args:
             config: paths of the files.
-            setting: the user's name of the record, such as "--server.tls", for messages.
+            setting: name of the setting, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
             ConfigError: a file is unreadable or has other content, or the certificate does not
@@ -63,9 +62,7 @@ class Certificates:
         )
 
     def current(self) -> PemFiles:
-        """Return the content.
-
-        It is the same object until the files change to another valid content.
+        """Return the content: the same object until the files change to other valid content.
 
         Cheap enough for every handshake.
         """
@@ -93,20 +90,20 @@ def certificates(config: TlsConfig, setting: str) -> Certificates | None:
 
 
 def kind(certificates: Certificates | None) -> str:
-    """Return the kind of TLS for people: "off", "on" or "mutual"."""
+    """Return the kind of TLS for display: "off", "on" or "mutual"."""
     if certificates is None:
         return "off"
     return "mutual" if certificates.config.mutual else "on"
 
 
 def shown_end(certificates: Certificates) -> float | None:
-    """Return the expiry of the shown chain as Unix time. None: no certificate is shown."""
+    """Return the expiry of this process's certificate chain as Unix time, or None without one."""
     shown = certificates.current().cert
     return chain_end(shown).timestamp() if shown else None
 
 
 def authority_end(certificates: Certificates) -> float | None:
-    """Return the last expiry of the authorities as Unix time. None: others are not verified."""
+    """Return the latest expiry of the authorities as Unix time. None: peers are not verified."""
     ca = certificates.current().ca
     return last_end(ca).timestamp() if ca else None
 
@@ -139,7 +136,7 @@ def channel_credentials(pems: PemFiles) -> grpc.ChannelCredentials:
 
 
 def server_contexts(certificates: Certificates) -> Callable[[], ssl.SSLContext]:
-    """Return a function that gives the context for the next handshake of an HTTP server.
+    """Return a function that returns the context for the next handshake of an HTTP server.
 
     Raises:
         ConfigError: OpenSSL cannot use the certificate.
@@ -170,7 +167,7 @@ def _server_context(pems: PemFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    # OpenSSL reads only files, and the checked files may have been replaced since.
+    # OpenSSL reads only files, and the validated files may have been replaced since.
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(file, pems.key + b"\n" + pems.cert)
@@ -220,13 +217,13 @@ def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
 
 
 def check_authority(ca: Path, pem: bytes) -> None:
-    """Raise ConfigError unless at least one certificate is valid."""
+    """Raise ConfigError unless at least one certificate of the authority is valid."""
     if not any(map(_is_valid, _certificates(ca, pem))):
         raise ConfigError(f"no certificate in {ca} is valid now")
 
 
 def names_and_end(pems: PemFiles) -> tuple[list[str], datetime]:
-    """Return the names and the expiry of the shown certificate."""
+    """Return the names and the expiry of this process's certificate."""
     shown = x509.load_pem_x509_certificate(pems.cert)
     try:
         names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -1,7 +1,7 @@
 """Files that are validated when they are read, and read again when they change.
 
-At the start, an invalid file is a ConfigError. Later, the last valid content stays in use: a
-half-written or invalid file causes a warning and not an outage.
+At the start, an invalid file is a ConfigError. Later, the last valid content stays in use, so a
+half-written or invalid file causes a warning instead of an outage.
 """
 
 import logging
@@ -16,7 +16,7 @@ from common.logs import kv
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 10.0  # until invalid files that have not changed are tried again
+AGAIN_S = 10.0  # seconds until invalid files that have not changed are read again
 
 T = TypeVar("T")
 _Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
@@ -39,7 +39,7 @@ class WatchedFiles(Generic[T]):
         Args:
             paths: the files.
             read: returns their content. Raises ConfigError if they are invalid.
-            what: their content, such as "certificates", for messages.
+            what: name of their content, such as "certificates", for messages.
             setting: name of the setting, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
@@ -57,9 +57,7 @@ class WatchedFiles(Generic[T]):
         self._held = read()
 
     def current(self) -> T:
-        """Return the content.
-
-        It is the same object until the files change to another valid content.
+        """Return the content: the same object until the files change to other valid content.
 
         Cheap enough for every handshake.
         """
@@ -79,7 +77,7 @@ class WatchedFiles(Generic[T]):
             return self._held
 
     def _look(self) -> _Stamp:
-        """Return a stamp that differs between versions of the files."""
+        """Return a value that differs between versions of the files."""
         return tuple(_version(path) for path in self._paths)
 
 

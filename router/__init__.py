@@ -1,1 +1,1 @@
-"""The router: places requests on nodes and streams tokens. Imports no torch."""
+"""The router: it chooses nodes for each request and streams tokens to clients. Imports no torch."""

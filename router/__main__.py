@@ -1,4 +1,4 @@
-"""Entry point of `python -m router`: reads the configuration and serves until it is stopped."""
+"""Entry point of `python -m router`: read the configuration and serve until stopped."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments, about="Run a router.")
     logs.setup("router", config.server.log_level, config.server.log_format)
     resources.allow_many()
-    # The thread pool of the library has no use: texts are tokenized one at a time.
+    # Texts are tokenized one at a time, so the library's thread pool is not needed.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         if config.processes > 1:

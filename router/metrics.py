@@ -1,4 +1,4 @@
-"""Metrics of a router, and the counts of the last minute: requests as its clients see them."""
+"""Metrics of a router, and the requests of the last minute as clients see them."""
 
 import asyncio
 import time
@@ -20,12 +20,12 @@ SAMPLE_S = 2.0
 
 
 class RequestCounts(NamedTuple):
-    """Counts of requests.
+    """Counts of requests, cumulative or in a window.
 
     Attributes:
         rejected: requests that got status 429.
-        failed: accepted requests that ended with an error, and requests that no node could take.
-        ttft: by the bounds `LATENCY_S`, like `itl`.
+        failed: accepted requests that ended with an error, and requests that no node could accept.
+        ttft: counts per bucket of time to first token, with the bounds `LATENCY_S`, as `itl`.
     """
 
     rejected: int
@@ -51,9 +51,9 @@ class RequestCounts(NamedTuple):
 
 
 class RecentRequests:
-    """The counts of the last minute of one process, from counts that only grow.
+    """Request counts of the last minute in one process, from samples of cumulative counts.
 
-    `run` samples the counts. For one event loop.
+    `run` takes the samples. For one event loop.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RecentRequests:
         self._samples.append((self._clock(), self._counts()))
 
     def now(self) -> tuple[float, RequestCounts]:
-        """Return the length of the window in seconds, and its counts."""
+        """Return the length of the window in seconds, and the counts in it."""
         began, earlier = self._samples[0]
         return self._clock() - began, self._counts().minus(earlier)
 
@@ -82,7 +82,7 @@ RejectionReason = Literal["no_key", "unknown_key", "expired_key", "no_operator",
 
 NODE_STATES = ("ready", "paused", "unhealthy", "draining", "starting", "unreachable")
 _OTHER = "other"
-# Statuses that the router's own code returns.
+# Status codes that the router itself returns.
 _STATUSES = (
     *("200", "400", "401", "403", "404", "405", "408", "413", "415", "421"),
     *("429", "499", "500", "503", "504"),
@@ -91,7 +91,8 @@ _STATUSES = (
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TTFT_PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, *_TTFT_S)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 10.0)
-# Bounds for percentiles, at most 10 % apart. The bounds of both exported histograms are among them.
+# Bucket bounds for percentiles, at most 10 % apart. They include the bounds of both exported
+# histograms.
 LATENCY_S = tuple(sorted({*_TTFT_S, *_ITL_S, *(0.0001 * 1.1**step for step in range(157))}))
 _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
@@ -200,7 +201,7 @@ HTTP_ANSWERS = counter(
     "baton_http_responses", "Total completed HTTP responses.", status=(*_STATUSES, _OTHER)
 )
 
-# Metrics of requests and nodes. Their series have the label `model` if there are several models.
+# Metrics of requests and nodes. With several models, they have the label `model`.
 BY_MODEL = (
     REQUESTS,
     REJECTED,
@@ -244,7 +245,7 @@ class ApiKeyMetrics(NamedTuple):
 
 
 class RouterMetrics:
-    """Metrics of a router. Written by its event loop, read on the thread that scrapes."""
+    """Metrics of a router. Written by its event loop, read by the scraping thread."""
 
     def __init__(self) -> None:
         values = self._values = MetricValues()
@@ -293,14 +294,11 @@ class RouterMetrics:
     # Clients --------------------------------------------------------------------------------------
 
     def waiting_from(self, num_waiting: Callable[[], int]) -> None:
-        """Set the source of the queue length.
-
-        It is called at each scrape, on the thread that scrapes.
-        """
+        """Set the source of the queue length. The scraping thread calls it at each scrape."""
         self._num_waiting = num_waiting
 
     def keys_from(self, keys: Callable[[], Mapping[str, ApiKeyMetrics]]) -> None:
-        """Set the source of the counts by key name. It is called like that of `waiting_from`."""
+        """Set the source of the counts by key name. The scraping thread calls it at each scrape."""
         self._keys = keys
 
     def auth_rejected(self, reason: RejectionReason) -> None:
@@ -317,7 +315,7 @@ class RouterMetrics:
 
         Args:
             outcome: "stop", "length", "pooled", "cancelled" or "error".
-            seconds: from its arrival.
+            seconds: time since its arrival.
         """
         self._live[()] -= 1
         self._ended[outcome,] += 1
@@ -339,12 +337,12 @@ class RouterMetrics:
         self._first_token.add(seconds)
 
     def ttft_split(self, seconds: Sequence[float]) -> None:
-        """Record the time to first token by TtftPhase, in order, in seconds."""
+        """Record the time to first token in seconds, split by TtftPhase in its order."""
         for distribution, each in zip(self._ttft_phases.values(), seconds, strict=True):
             distribution.add(each)
 
     def next_token(self, seconds: float, times: int = 1) -> None:
-        """Record `times` tokens, each `seconds` after the one before."""
+        """Record `times` inter-token latencies of `seconds` each."""
         self._next_token.add(seconds, times)
 
     def tokens(self, num_tokens: int) -> None:
@@ -356,24 +354,21 @@ class RouterMetrics:
         self._ready[()] = float(ready)
 
     def nodes(self, numbers: Mapping[tuple[str, str], int]) -> None:
-        """Replace the numbers of nodes by kind and state. Missing ones are 0."""
+        """Replace the numbers of nodes by kind and state. Missing ones become 0."""
         for kind, state in self._nodes:
             self._nodes[kind, state] = numbers.get((kind, state), 0)
 
     def stream_lost(self) -> None:
-        """Count a stream to a decode node that broke."""
+        """Count a broken stream to a decode node."""
         self._streams_lost[()] += 1
 
     def replayed(self, *, quarantined: bool) -> None:
-        """Count a request replayed after the loss of its decode node.
-
-        `quarantined`: it is quarantined.
-        """
+        """Count a replay after the loss of a decode node. `quarantined`: the request runs alone."""
         self._replays[()] += 1
         self._quarantined[()] += quarantined
 
     def moved(self, *, moved: bool) -> None:
-        """Count a migration to another decode node, completed (`moved`) or failed."""
+        """Count a live migration that completed (`moved`) or failed."""
         self._moves["completed" if moved else "failed",] += 1
 
     # HTTP -----------------------------------------------------------------------------------------
@@ -392,9 +387,9 @@ def registry_of_models(
     """Return the registry of a router with several models.
 
     Args:
-        shared: everything but requests and nodes. Requests that were rejected before their model
-            was known are counted here, and have an empty label.
-        models: requests and nodes of each model, by its name.
+        shared: metrics that belong to no model. It also counts requests rejected before their model
+            was known, with an empty label.
+        models: metrics of each model by name.
     """
     names = {each.name for each in BY_MODEL}
 

@@ -1,4 +1,4 @@
-"""The record of one request, for metrics, timelines and the log."""
+"""The record of one request: it feeds metrics, the timeline and the request log."""
 
 import asyncio
 import logging
@@ -26,24 +26,24 @@ from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
-NUM_KEPT = 256  # ended requests
-NUM_FAILED_KEPT = 64  # older requests that failed or were replayed
-MAX_BYTES = 32 << 10  # of a timeline; longer ones are ignored
+NUM_KEPT = 256  # timelines of ended requests
+NUM_FAILED_KEPT = 64  # further timelines of requests that failed or were replayed
+MAX_BYTES = 32 << 10  # limit of a node's timeline; longer ones are ignored
 
 
 class AttemptTimings(msgspec.Struct, eq=False):
-    """A submission to one decode node. Times are time.monotonic(). 0.0 is "not yet"."""
+    """Times of one submission to a decode node, in time.monotonic() seconds. 0.0: not yet."""
 
-    decode: str  # address
+    decode: str  # address of the decode node
     submitted: float
     lost: float = 0.0
-    because: str = ""  # reason of the loss
-    num_tokens: int = 0  # tokens of the response at the submission
-    moved: bool = False  # migration: the previous node ran on until this one was ready
+    because: str = ""  # reason why the node was lost
+    num_tokens: int = 0  # length of the response at the submission
+    moved: bool = False  # live migration: the previous node ran until this one was ready
     received: float = 0.0  # when its timeline arrived
-    # A copy: the received message would keep its whole Step in memory.
+    # Copied, because the received message would keep its whole Step in memory.
     message: decode_pb2.Timeline | None = None
-    read: Timeline | None = None  # parsed from `message` at the first use
+    read: Timeline | None = None  # parsed from `message` at first use
 
     def receive(self, message: decode_pb2.Timeline) -> None:
         self.received = time.monotonic()
@@ -60,9 +60,10 @@ class AttemptTimings(msgspec.Struct, eq=False):
         return self.read
 
     def begin(self, timeline: Timeline, first_token: float) -> float:
-        """Return the timeline's zero on this router's clock.
+        """Return the zero of the node's timeline, in time.monotonic() of this router.
 
-        Unaccounted time counts half before and half after, and no token arrives before it was sent.
+        Unaccounted time is split equally before and after, but no token may arrive before it was
+        sent.
         """
         length = max((row.end for row in timeline.intervals), default=0.0)
         slack = max(self.received - self.submitted - length, 0.0)
@@ -73,17 +74,17 @@ class AttemptTimings(msgspec.Struct, eq=False):
 
 
 class RequestTimeline(msgspec.Struct, eq=False):
-    """Timeline of one request, as this router sees it. Written by the request's own record."""
+    """Timeline of one request as this router sees it. Written by the request's RequestRecord."""
 
     request_id: str
-    label: str  # the client's name for it, or empty
+    label: str  # request id from the client, or empty
     trace: TraceContext
     arrived_unix: float
     arrived: float
-    on_late_timeline: "Callable[[RequestTimeline], None]"  # called if it comes after the end
+    on_late_timeline: "Callable[[RequestTimeline], None]"  # called if one comes after the end
     model: str  # name of the served model
     tokenized: float = 0.0
-    first_token: float = 0.0  # written to the client
+    first_token: float = 0.0  # when it was written to the client
     last_token: float = 0.0
     ended: float = 0.0
     prompt_tokens: int = 0
@@ -105,7 +106,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         return self.submissions[-1]
 
     def move(self, to: AttemptTimings) -> None:
-        """Continue at another decode node, where the request was submitted before."""
+        """Record that the request has migrated to the node of the submission `to`."""
         last = self.submissions[-1]
         last.lost, last.because = time.monotonic(), "moved"
         to.moved = True
@@ -120,12 +121,12 @@ class RequestTimeline(msgspec.Struct, eq=False):
         return max(len(self.submissions) - 1 - self.num_moves, 0)
 
     def lose(self, because: str) -> None:
-        """Record that the decode node of the last submission has lost the request."""
+        """Record that the decode node of the last submission is lost."""
         last = self.submissions[-1]
         last.lost, last.because = time.monotonic(), because[:MAX_TEXT]
 
     def split(self) -> tuple[float, ...] | None:
-        """Return the time to first token by TtftPhase, or None if it is not known."""
+        """Return the time to first token in seconds, split by TtftPhase. None if unknown."""
         giver = self.giver()
         if giver is None or giver.message is None:
             return None
@@ -137,7 +138,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         )
 
     def router_phases(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, start and end, ordered by start. Phases in progress end now."""
+        """Yield name, start and end of each phase, ordered by start. Phases in progress end now."""
         now = self.ended or time.monotonic()
         yield "tokenize", self.arrived, self.tokenized or now
         begun = self.tokenized
@@ -162,10 +163,10 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
 
 class TimelineRecorder:
-    """Timelines of all requests to one model. For one event loop.
+    """Timelines of recent and active requests to one model. For one event loop.
 
     Args:
-        model: its name.
+        model: name of the model.
     """
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
@@ -177,7 +178,7 @@ class TimelineRecorder:
         self._failed: deque[RequestTimeline] = deque(maxlen=NUM_FAILED_KEPT)
 
     def __iter__(self) -> Iterator[RequestTimeline]:
-        """Iterate newest first, active requests before all others."""
+        """Iterate newest first, active requests before ended ones."""
         yield from reversed(self._live.values())
         yield from reversed(self._ended)
         yield from reversed(self._failed)
@@ -196,9 +197,9 @@ class TimelineRecorder:
         """Start a timeline.
 
         Args:
-            request_id: unique.
-            traceparent: as the client sent it. Ignored if it is invalid.
-            label: the client's name for it. Not necessarily unique.
+            request_id: unique id.
+            traceparent: header from the client. Ignored if it is invalid.
+            label: request id from the client. Not necessarily unique.
         """
         parent = checked(traceparent)
         trace = UNTRACED
@@ -214,7 +215,7 @@ class TimelineRecorder:
         self._live[timeline.request_id] = timeline
 
     def end(self, timeline: RequestTimeline, outcome: str, error: str) -> None:
-        """End the timeline of an accepted or a rejected request."""
+        """End the timeline of an accepted or rejected request."""
         timeline.ended = time.monotonic()
         timeline.outcome, timeline.error = outcome, error[:MAX_TEXT]
         if self._live.get(timeline.request_id) is timeline:
@@ -263,7 +264,7 @@ class TimelineRecorder:
 
 
 class AllTimelines:
-    """Timelines of all requests of a router. For one event loop."""
+    """Timelines of the requests to all models. For one event loop."""
 
     def __init__(self, recorders: Sequence[TimelineRecorder]) -> None:
         self._recorders = recorders
@@ -279,26 +280,26 @@ class AllTimelines:
 
 
 class RequestRecords:
-    """Destinations of all request records. For one event loop."""
+    """Destinations of all request records: metrics, timelines and log. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, timelines: TimelineRecorder) -> None:
         self.metrics = metrics
         self.timelines = timelines
-        self.refusals = ThrottledLog(log, Throttle())  # any client can cause many
+        self.refusals = ThrottledLog(log, Throttle())  # limited, because any client can cause many
 
     def begin(self, request_id: str, label: str, client: str, traceparent: str) -> "RequestRecord":
         """Begin the record of a request.
 
         Args:
-            label: the client's name for it, or empty.
+            label: request id from the client, or empty.
             client: name of the client.
-            traceparent: the header as the client sent it, or empty.
+            traceparent: header from the client, or empty.
         """
         return RequestRecord(self, request_id, label, client, traceparent)
 
 
 class RequestRecord:
-    """A context around one request, made by `RequestRecords.begin`. Leaving it ends the request."""
+    """Context around one request, made by `RequestRecords.begin`. Leaving it ends the request."""
 
     def __init__(
         self, records: RequestRecords, request_id: str, label: str, client: str, traceparent: str
@@ -360,7 +361,7 @@ class RequestRecord:
         return timings
 
     def place(self, num_prompt_tokens: int) -> None:
-        """Record that the request is about to be sent to nodes, without a decode node so far."""
+        """Record that the request is about to be sent to a prefill node only."""
         self._accepted = True
         self._metrics.accepted(num_prompt_tokens)
         self.timeline.prompt_tokens = num_prompt_tokens
@@ -369,7 +370,9 @@ class RequestRecord:
     def replay(self, decode: str, lost: ServingError, *, quarantined: bool) -> AttemptTimings:
         """Record that another node continues the request after a failure.
 
-        Returns the timings of the submission. `quarantined`: it is quarantined, and runs alone.
+        Args:
+            quarantined: the request is quarantined and runs alone.
+        Returns the timings of the submission.
         """
         self._metrics.replayed(quarantined=quarantined)
         log.warning(
@@ -393,12 +396,12 @@ class RequestRecord:
         )
 
     def stay(self, decode: str, because: ServingError) -> None:
-        """Record that a migration to that decode node has failed."""
+        """Record that a live migration to that decode node has failed."""
         self._metrics.moved(moved=False)
         log.info("migration failed %s", kv(**self._names(), decode=decode, reason=because))
 
     def write(self, num_tokens: int) -> None:
-        """Record that a message with that many tokens is sent to the client now."""
+        """Record that a message with `num_tokens` tokens is sent to the client now."""
         now = time.monotonic()
         self._metrics.tokens(num_tokens)
         num_next, waited_s = num_tokens, now - self._wrote_at
@@ -430,7 +433,7 @@ class RequestRecord:
             case ServingError():
                 self._metrics.rejected("no_node")
             case Exception():
-                pass  # a bug: its traceback is logged elsewhere, without the request
+                pass  # a bug: its traceback is logged elsewhere, without the request's data
             case _:
                 return
         self._refusals.info("request rejected", **self._names(), client=self._client, reason=error)

@@ -1,7 +1,7 @@
-"""Output of a decode node that is not written to its client yet, its end, and messages to a node.
+"""Buffers on the two sides of a decode node's stream: output for clients, messages to the node.
 
-The node's stream fills the buffer and the client's writer empties it. All waiting tokens go into
-one message, so a slow client gets fewer, larger messages and never a longer queue.
+The node's stream fills a request's TokenBuffer, and the client's writer empties it. All waiting
+tokens go into one message, so a slow client gets fewer, larger messages instead of a longer queue.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ T = TypeVar("T")
 
 
 class StreamEnd(msgspec.Struct, frozen=True):
-    """End of a request at its node."""
+    """Normal end of a request at its node."""
 
     finish_reason: str  # "stop" | "length"
 
 
 class ModelVersion(msgspec.Struct, frozen=True):
-    """Version of the weights and of all else with which a node computes tokens.
+    """Version of the weights and settings with which a node computes tokens.
 
     Attributes:
-        fingerprint: hash of the weights and all else that decides the tokens. "": not reported.
-        batch_invariant: the bits of tokens follow from the request, its seed and the fingerprint.
+        fingerprint: hash of the weights and of all settings that affect tokens. "": not reported.
+        batch_invariant: the request, its seed and the fingerprint determine the bits of a token.
     """
 
     weights: WeightsId = UNNAMED
@@ -53,13 +53,13 @@ class ModelVersion(msgspec.Struct, frozen=True):
 
     @property
     def system_fingerprint(self) -> str | None:
-        """The fingerprint by OpenAI's name and form. None: not reported."""
+        """OpenAI's system_fingerprint. None: not reported."""
         prefix = "fp_invariant_" if self.batch_invariant else "fp_"
         return f"{prefix}{self.fingerprint}" if self.fingerprint else None
 
     @property
     def invariant_fingerprint(self) -> str:
-        """The fingerprint that the rest of a response needs. "": any."""
+        """Fingerprint that another node must have to continue the response. "": any."""
         return self.fingerprint if self.batch_invariant else ""
 
 
@@ -71,11 +71,11 @@ class NodeOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         end: None: the request runs.
-        cached_tokens: prompt tokens that were cached. None: not reported yet.
-        logprobs: of the tokens, if requested.
-        prompt_logprobs: of the prompt's tokens from the first requested one on.
+        cached_tokens: number of cached prompt tokens. None: not reported yet.
+        logprobs: log-probabilities of the tokens, if requested.
+        prompt_logprobs: log-probabilities of the prompt from the first requested token on.
         predicted: counts of predicted tokens.
-        version: of all of the tokens.
+        version: version of all tokens.
     """
 
     token_ids: Sequence[int]
@@ -103,30 +103,30 @@ class TokenBuffer:
         """Create an empty buffer.
 
         Args:
-            max_tokens: tokens that the node may send.
+            max_tokens: number of tokens that the node may send.
             wants_logprobs: each token comes with log-probabilities.
-            version: of the tokens that are appended, until `renew`.
+            version: version of appended tokens, until `renew`.
         """
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
-        # Of all prompt tokens except the first, as sent with the first generated token.
+        # For all prompt tokens except the first, sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.predicted = NOT_PREDICTED  # predicted tokens since the last output
         self._wants_logprobs = wants_logprobs
-        self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
+        self._logprobs: list[TokenLogprobs] = []  # for waiting tokens, and for tokens about to come
         self._room = max_tokens
         self._tokens: list[int] = []
         self._version = version
-        # Earlier versions of waiting tokens, each with the room behind its last token.
+        # Earlier versions of waiting tokens, each with the remaining room after its last token.
         self._earlier: deque[tuple[ModelVersion, int]] = deque()
         self._end: StreamEnd | ServingError | None = None
-        # Set while the writer waits: its `take` callback and the future it waits for.
+        # Set while the writer waits: its `take` callback, and the future that it waits for.
         self._writer: tuple[Callable[[NodeOutput], Any], asyncio.Future[Any]] | None = None
         self._news: asyncio.Future[None] | None = None
 
     def append(self, token: int) -> bool:
         """Append a token. Returns False, and keeps nothing, if the node violates the protocol.
 
-        That is if it has sent max_tokens already, or a token without its log-probabilities.
+        That is a token beyond max_tokens, or a token without requested log-probabilities.
         """
         if not self._room or (self._wants_logprobs and len(self._logprobs) <= len(self._tokens)):
             return False
@@ -135,14 +135,14 @@ class TokenBuffer:
         return True
 
     def renew(self, version: ModelVersion) -> None:
-        """Note the version of the tokens that are appended next."""
+        """Set the version of the tokens that are appended next."""
         counted = self._earlier[-1][1] if self._earlier else self._room + len(self._tokens)
         if counted > self._room:
             self._earlier.append((self._version, self._room))
         self._version = version
 
     def note_cached_tokens(self, cached_tokens: int) -> None:
-        """Keep the first report: a node that retries finds the KV that its first try computed."""
+        """Keep only the first report: a retry counts KV from the first try as cached."""
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
 
@@ -157,7 +157,7 @@ class TokenBuffer:
             self._end = end
 
     def wake(self) -> None:
-        """Give a waiting writer the new tokens and the end. Called after every step."""
+        """Give new tokens and the end to a waiting writer. Called after every step."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
         if self._writer is None:
@@ -175,16 +175,16 @@ class TokenBuffer:
 
     @property
     def has_begun(self) -> bool:
-        """True if there are tokens that are not taken."""
+        """True if there are tokens that the writer has not consumed."""
         return bool(self._tokens)
 
     def error(self) -> ServingError:
-        """Return the error of a request that has ended without a token."""
+        """Return the error of a request that ended without a token."""
         end = self._end
         return end if isinstance(end, ServingError) else NodeUnavailable("it ended without a token")
 
     async def news(self) -> None:
-        """Wait until there are tokens, or an end, and leave them in the buffer."""
+        """Wait until there are tokens or an end. Consumes nothing."""
         if not self._tokens and self._end is None:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
@@ -192,15 +192,12 @@ class TokenBuffer:
     async def consume(self, take: Callable[[NodeOutput], T | None]) -> T:
         """Call `take` with waiting output until it returns a result.
 
-        `take` is called at once and at each change. It returns None to wait for more, but must
-        return a result with the end. After that, this must not be called again. Only one writer may
-        use this.
-
-        The writer is not woken for tokens that `take` only consumes: that would cost more than they
-        do.
+        `take` is called immediately and at each change. It returns None to wait for more, but must
+        return a result with the end. After that, do not call this again. Only one writer may use
+        this. `take` runs on the stream's side, so that the writer wakes up only for results.
 
         Raises:
-            ServingError: the request failed, and all its tokens have been taken.
+            ServingError: the request failed, and all its tokens have been consumed.
         """
         result = self._next(take)
         if result is not None:
@@ -243,18 +240,16 @@ class TokenBuffer:
         )
 
 
-# Messages to a decode node that are not sent yet.
-#
 # A write costs the same for any size, so everything that arrives during a write is sent in one
 # message.
 class OutgoingBatch:
-    """Unsent messages. For one event loop.
+    """Unsent messages to a decode node. For one event loop.
 
     Bounded by the active requests: at most one entry for each, and one number for each cancelled
     one.
 
     Args:
-        address: of the node.
+        address: address of the node.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -262,7 +257,7 @@ class OutgoingBatch:
         self._peers: Peers | None = None
         self._submits: dict[int, Submit] = {}
         self._cancels: list[int] = []
-        self._version = VERSION  # 0 once it is sent
+        self._version = VERSION  # protocol version; 0 once it is sent
         self._news = asyncio.Event()
 
     def clear(self) -> None:
@@ -284,10 +279,7 @@ class OutgoingBatch:
         self._news.set()
 
     def cancel(self, number: int) -> bool:
-        """Cancel a request.
-
-        Returns False if its submission was not sent, and then sends nothing.
-        """
+        """Cancel a request. Returns False, and sends nothing, if its submission is still unsent."""
         if self._submits.pop(number, None) is not None:
             return False
         self._cancels.append(number)
@@ -314,7 +306,7 @@ class OutgoingBatch:
         return message
 
     def _some_submits(self) -> list[Submit]:
-        """Return the submissions for one message, at least one if there is one."""
+        """Return submissions for one message, at least one if any is waiting."""
         taken: list[Submit] = []
         num_tokens = 0
         for submit in self._submits.values():
@@ -327,7 +319,7 @@ class OutgoingBatch:
         return taken
 
 
-# Other statuses of a node are reported to clients only as a failure of the node.
+# Other status codes of a node are reported to clients only as a failure of the node.
 _ERRORS: dict[int, type[ServingError]] = {
     error.status.value[0]: error
     for error in (
@@ -339,21 +331,21 @@ _ERRORS: dict[int, type[ServingError]] = {
         RequestFailed,
     )
 }
-_MAX_ERROR = 1000  # characters of a node's message
+_MAX_ERROR = 1000  # longest error message of a node, in characters
 _LONGEST_RETRY_S = 3600.0
 
 
 class LossCause(Enum):
-    """Role of a request in the loss of its node."""
+    """How far a request may be the cause of its node's loss."""
 
     UNRELATED = 0
-    UNKNOWN = 1  # the node is gone and has given no reason
+    UNKNOWN = 1  # the node is lost without a reported reason
     POSSIBLE = 2  # the engine crashed
     CERTAIN = 3  # the engine crashed while it computed only this request
 
 
 class NodeLost(NodeUnavailable):
-    """The node of a request is gone, or refused it because it is about to end."""
+    """The node of a request is lost, or rejected the request because it is about to stop."""
 
     def __init__(self, sentence: str, cause: LossCause) -> None:
         super().__init__(sentence)
@@ -368,7 +360,7 @@ def may_have_crashed(error: NodeUnavailable) -> bool:
 def end_of(
     reason: int, error: str, error_code: int, retry_after_s: float = 0.0
 ) -> StreamEnd | ServingError:
-    """Return the result for one row of a Step's columns about ended requests."""
+    """Return the result for one ended request in a Step message."""
     match reason:
         case decode_pb2.FINISH_REASON_STOP:
             return StreamEnd("stop")

@@ -1,4 +1,4 @@
-"""The worker processes of one router: their sockets, and questions to each other."""
+"""The worker processes of one router: their sockets, and queries to each other."""
 
 import asyncio
 import inspect
@@ -22,16 +22,12 @@ M = TypeVar("M", bound=Message)
 
 ProcessHandler = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
-LONGEST_S = 2.0  # as long as nodes have for Describe
+LONGEST_S = 2.0  # seconds, as for Describe calls to nodes
 _CONNECTIONS = 8  # to each process; further calls are queued
 
 
-# Queries to all processes of this router, in parallel and with a time limit.
-#
-# A ProcessQuery answers for this process, and collects the answers of the others.
-#
-# A process that does not answer in time is silent: its part is missing from the result, which says
-# how many are missing.
+# Each process answers a ProcessQuery for itself and collects the answers of the others. The result
+# lacks a process that does not respond in time, and says how many are missing.
 @dataclass(frozen=True, slots=True)
 class ProcessReplies:
     """Responses of the other processes.
@@ -50,10 +46,10 @@ class ProcessReplies:
 
 
 class OtherProcesses:
-    """The other processes of this router. For one event loop. Made by `other_processes`.
+    """Client of the other processes of this router. For one event loop.
 
     Attributes:
-        handlers: this process's own answers for the others, by path.
+        handlers: handlers that answer the other processes' calls here, by path.
     """
 
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
@@ -61,9 +57,9 @@ class OtherProcesses:
         self.handlers: dict[str, ProcessHandler] = {}
 
     async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> ProcessReplies:
-        """Call all processes.
+        """Call all other processes in parallel, with a time limit in seconds.
 
-        Returns within `longest_s`. Raises nothing: failures count as silent.
+        Raises nothing. A failed call counts as no response.
         """
         url = URL.build(scheme="http", host="router", path=path, query=query)
         asked = (_body(one, url, longest_s) for one in self._sessions.values())
@@ -74,7 +70,7 @@ class OtherProcesses:
 
 
 class AnswerCodec(NamedTuple, Generic[T]):
-    """The form of an answer between processes."""
+    """Encoding of an answer between processes."""
 
     encode: Callable[[T], bytes]
     decode: Callable[[bytes], T]
@@ -89,7 +85,7 @@ def as_message(kind: type[M]) -> AnswerCodec[M]:
 
 
 class ProcessAnswers(NamedTuple, Generic[T]):
-    """The answers of the other processes. `num_silent` have not answered in time."""
+    """Answers of the other processes. `num_silent` processes have not responded in time."""
 
     answers: Sequence[T]
     num_asked: int
@@ -100,7 +96,7 @@ class ProcessAnswers(NamedTuple, Generic[T]):
 
 
 class ProcessQuery(Generic[T]):
-    """A query that each process of this router answers for itself. For one event loop."""
+    """A query that every process of this router answers for itself. For one event loop."""
 
     def __init__(
         self,
@@ -109,10 +105,11 @@ class ProcessQuery(Generic[T]):
         own: Callable[..., T | Awaitable[T]],
         codec: AnswerCodec[T],
     ) -> None:
-        """
+        """Register the query.
+
         Args:
-            path: unique among the queries.
-            own: returns this process's answer. Called with the query.
+            path: path, unique among the queries.
+            own: returns this process's answer. Called with the query parameters.
         """
         self._others = other_processes
         self._path = path
@@ -121,7 +118,7 @@ class ProcessQuery(Generic[T]):
         other_processes.handlers[path] = self._handle
 
     async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> ProcessAnswers[T]:
-        """Return the answers of all other processes, within `longest_s`. Raises nothing."""
+        """Return the answers of all other processes, within `longest_s` seconds. Raises nothing."""
         replies = await self._others.ask(self._path, longest_s, **query)
         return ProcessAnswers(
             [*map(self._codec.decode, replies.bodies.values())], replies.num_asked
@@ -134,10 +131,10 @@ class ProcessQuery(Generic[T]):
 
 @asynccontextmanager
 async def other_processes(sockets: Mapping[int, str]) -> AsyncIterator[OtherProcesses]:
-    """Open the connections to the other processes.
+    """Open connections to the other processes.
 
     Args:
-        sockets: paths by process number. They need not exist yet.
+        sockets: socket paths by process number. They need not exist yet.
     """
     async with AsyncExitStack() as open_sessions:
         sessions = {
@@ -162,19 +159,16 @@ async def _body(session: aiohttp.ClientSession, url: URL, longest_s: float) -> b
         return None
 
 
-# Position of this process in its router, and the sockets of all processes.
-#
-# The sockets are in a directory that only their user can open. Access to it is the only
-# authentication.
+# The sockets are in a directory that only its user can open. That is the only authentication.
 class ProcessSlot(msgspec.Struct, frozen=True):
     """Position of one process in its router.
 
     Attributes:
-        number: of this process, from 0. The keeper has the number `of`.
-        of: number of serving processes.
-        directory: of the sockets. Empty for a router with one process.
-        began: start of the router, by time.monotonic(), which all processes of a host share.
-        again: whether this process replaces one that has ended.
+        number: number of this process, from 0. The parent process has the number `of`.
+        of: number of worker processes.
+        directory: directory of the sockets. Empty for a router with one process.
+        began: start of the router in time.monotonic(), which all processes of a host share.
+        again: this process replaces one that has ended.
     """
 
     number: int
@@ -185,7 +179,7 @@ class ProcessSlot(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """True if there are several processes."""
+        """True if the router has several processes."""
         return self.of > 1
 
     @property
@@ -195,14 +189,14 @@ class ProcessSlot(msgspec.Struct, frozen=True):
 
     @property
     def others(self) -> dict[int, str]:
-        """Sockets of the other serving processes, by number."""
+        """Sockets of the other worker processes, by number."""
         if not self.is_shared:
             return {}
         return {number: self._socket(number) for number in range(self.of) if number != self.number}
 
     @property
     def keeper(self) -> dict[int, str]:
-        """Socket of the keeper, by its number."""
+        """Socket of the parent process, by its number."""
         return {self.of: self._socket(self.of)} if self.is_shared else {}
 
     def _socket(self, number: int) -> str:
@@ -218,12 +212,12 @@ def alone() -> ProcessSlot:
 async def serving_handlers(
     place: ProcessSlot, handlers: Mapping[str, ProcessHandler]
 ) -> AsyncIterator[None]:
-    """Answer calls while inside the context. Does nothing in a router with one process.
+    """Answer calls of other processes while inside the context. Does nothing with one process.
 
     Args:
         handlers: handlers by path.
     Raises:
-        ConfigError: it cannot listen at the socket.
+        ConfigError: the socket cannot be opened.
     """
     if not place.is_shared:
         yield
@@ -253,17 +247,21 @@ def _handler(handle: ProcessHandler) -> Callable[[web.Request], Awaitable[web.Re
     return answer
 
 
-PATH = "/drain"  # path of the call to the keeper
+PATH = "/drain"  # path of the call to the parent process
 IN_TURN = "in_turn"  # query parameter, "yes" or "no"
 
 
 class OperatorEnds(Protocol):
     async def drain(self, *, in_turn: bool) -> None:
-        """Begin the shutdown. `in_turn`: as in DrainRouterRequest. Raises ServingError."""
+        """Begin a graceful shutdown. Raises ServingError.
+
+        Args:
+            in_turn: as in DrainRouterRequest.
+        """
 
 
 class LocalEnd:
-    """Shutdown of a router with one process."""
+    """Graceful shutdown of a router with one process."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -277,7 +275,7 @@ class LocalEnd:
 
 
 class SharedEnd:
-    """Shutdown of a router with several processes, through their keeper."""
+    """Graceful shutdown of a router with several processes, through their parent process."""
 
     def __init__(self, keeper: OtherProcesses) -> None:
         self._keeper = keeper

@@ -1,1 +1,1 @@
-"""Simulated nodes, which compute nothing, and capacity planning."""
+"""Simulated nodes, which compute nothing, virtual-time clusters, and capacity planning."""

@@ -1,4 +1,4 @@
-"""All simulated nodes of a system in one process, as `baton up --device sim:GPU` starts them.
+"""Runs all simulated nodes of a system in one process, for `baton up --device sim:GPU`.
 
 The only argument is a JSON list of nodes, each with its role and the list of its flags.
 """
@@ -43,8 +43,7 @@ def read(argument: str) -> list[RoleProgram]:
 
 class KeptNode:
     """A node that is restarted when it ends without a signal to this process, as `baton up`
-    restarts processes.
-    """
+    restarts processes."""
 
     def __init__(self, program: RoleProgram) -> None:
         self._program = program
@@ -56,7 +55,7 @@ class KeptNode:
         self._node.signalled(name)
 
     async def run(self) -> int:
-        """Run nodes one after another. Returns the exit code of the last one.
+        """Run the node, and restart it when it ends. Returns the exit code of the last one.
 
         Raises:
             ConfigError: the configuration is invalid. Its reason is on stderr.

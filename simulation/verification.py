@@ -1,8 +1,8 @@
-"""The highest rate of layouts in virtual time, beside that of the closed forms.
+"""Verification of a plan: the highest rate of layouts in virtual time, beside the closed forms.
 
-A run sends requests with the lengths of the load to the whole cluster, at one rate. The first run
-has the rate of the closed form. Further runs go up or down from there, until the rate is found
-beyond which the limits do not hold.
+A run sends requests with the lengths of the load to the whole cluster at one rate. The first run
+has the rate of the closed form. Further runs go up or down from there, until the highest rate
+within the limits is found.
 """
 
 import math
@@ -24,9 +24,9 @@ from simulation.plan.traffic import PERCENTILE, Objectives, TraceLine, Traffic
 from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import MAX_NODES
 
-_STEP = 1.12  # between the rates of two runs
-_MOST_RUNS = 5  # of a layout
-_LEAST_COUNTED = 150  # requests of the figures of a run
+_STEP = 1.12  # factor between the rates of two runs
+_MOST_RUNS = 5  # runs of one layout
+_LEAST_COUNTED = 150  # requests that count in a run
 _SEED = 1
 
 
@@ -35,8 +35,8 @@ class Run(msgspec.Struct, frozen=True):
 
     Attributes:
         rate: requests/s.
-        ttft, tpot: 90th percentiles in seconds. None: no request was complete.
-        failed: share of requests.
+        ttft, tpot: 90th percentiles in seconds. None: no request was completed.
+        failed: share of failed requests.
     """
 
     rate: float
@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True):
     failed: float
 
     def use(self, objectives: Objectives) -> float:
-        """Return the larger share of a limit that the latency takes. At most 1: within both."""
+        """Return the larger ratio of a latency to its limit. At most 1: within both limits."""
         if self.ttft is None or self.failed > 1 - PERCENTILE:
             return math.inf
         return max(self.ttft / objectives.ttft, (self.tpot or 0.0) / objectives.tpot)
@@ -55,10 +55,10 @@ class Verified(msgspec.Struct, frozen=True):
     """A layout in virtual time.
 
     Attributes:
-        capacity: highest rate within the objectives, requests/s. 0: no rate that was run is. None:
-            the time ended before it was found.
-        runs: by rate.
-        tie: whether the lead of the best layout is within the band of the cost model.
+        capacity: highest rate within the objectives, in requests/s. 0: no run was within them.
+            None: the time ended before it was found.
+        runs: runs in order of their rate.
+        tie: the lead of the best layout is within the error of the cost model.
     """
 
     candidate: Candidate
@@ -73,7 +73,7 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """Layouts in virtual time, best first. Those whose time ended come last."""
+    """Layouts in virtual time, best first. Layouts whose time ended come last."""
 
     layouts: tuple[Verified, ...]
     band: float
@@ -103,10 +103,10 @@ def verify(
     count: int,
     limit_s: float,
 ) -> Verification:
-    """Run the best layouts of a plan in virtual time, with as many processes as processors.
+    """Run the best layouts of a plan in virtual time, one process per processor core.
 
     Args:
-        count: number of layouts. The best of each kind are run in any case.
+        count: number of layouts. The best of each kind are always included.
         limit_s: seconds after which runs are ended.
     Raises:
         ValueError: a run failed.
@@ -145,7 +145,7 @@ class _LayoutTest:
     """The runs of one layout.
 
     Args:
-        directory: for its files. Does not exist yet.
+        directory: directory for its files, which does not exist yet.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _LayoutTest:
         self._directory = directory
 
     def verified(self, deadline: float) -> Verified:
-        """Search for the highest rate until `deadline` (time.monotonic())."""
+        """Search for the highest rate until `deadline`, in time.monotonic()."""
         self._directory.mkdir()
         runs: list[Run] = []
         try:
@@ -177,8 +177,10 @@ class _LayoutTest:
         return Verified(self._candidate, capacity, tuple(runs))
 
     def _rates(self, runs: Sequence[Run]) -> Iterator[float]:
-        """Yield the rate of the next run, which the caller adds to `runs`. End when one of the
-        last two runs is within the limits and the other is not."""
+        """Yield the rate of the next run, which the caller appends to `runs`.
+
+        Ends when one of the last two runs is within the limits and the other is not.
+        """
         rate = self._candidate.capacity
         yield rate
         goes_up = self._within(runs[0])
@@ -223,10 +225,10 @@ class _LayoutTest:
         return Run(rate, report["ttft"]["p90"], report["tpot"]["p90"], failed)
 
     def _scenario(self, rate: float) -> dict[str, Any]:
-        """Return the content of the file of a run.
+        """Return the scenario file of a run.
 
-        The first requests fill the cluster, and the last ones keep it full. By Little's law, each
-        are as many as run at the same time.
+        The first requests fill the cluster, and the last ones keep it full. Each group has as many
+        requests as run at the same time, by Little's law.
         """
         layout, slots = self._candidate.layout, self._candidate.slots
         running = math.ceil(slots * layout.decode)
@@ -253,7 +255,7 @@ class _LayoutTest:
         }
 
     def _trace(self, rate: float, requests: int) -> Iterator[bytes]:
-        """Yield lines of requests with Poisson arrivals. All rates have the same lengths."""
+        """Yield trace lines with Poisson arrivals. The lengths are the same for all rates."""
         rng, at = random.Random(_SEED), 0.0
         for _ in range(requests):
             at += rng.expovariate(rate)

@@ -1,1 +1,1 @@
-"""Tools for work on this repository. Not part of the wheel."""
+"""Development tools of this repository. Not part of the wheel."""

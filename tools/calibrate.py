@@ -25,8 +25,8 @@ from simulation.cost.calibration import HEAD_DIM, SAMPLE, KernelTime
 from simulation.cost.kernels import GPUS, Gpu
 
 FRAMEWORKS = {"sglang": "0.5.14", "vllm": "0.24.0"}
-ROWS = 60  # of the sample, for each GPU and kernel
-FIT_ROWS = 2000  # of each framework
+ROWS = 60  # rows of the sample, for each GPU and kernel
+FIT_ROWS = 2000  # rows of each framework
 SEED = 1
 Row = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -38,7 +38,7 @@ def _product(row: Row) -> Shape | None:
 
 
 def _grouped_heads(row: Row) -> bool:
-    """Return whether the attention is that of a model in the tables, or of a rank of one."""
+    """Return whether the attention is that of a model in the tables, or of one of its ranks."""
     return (
         row["attn_dtype"] == row["kv_cache_dtype"] == "bfloat16"
         and row["window_size"] == 0
@@ -77,7 +77,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Row], Shape | None]]] = {
 
 
 def read(wheel: zipfile.ZipFile, gpu: str, framework: str, kernel: str) -> Iterator[KernelTime]:
-    """Yield the rows of one table that are in the domain of the cost model."""
+    """Yield the rows of one table that the cost model covers."""
     version = FRAMEWORKS[framework]
     path, shape_of = TABLES[kernel]
     name = path.format(f"{framework}/{version}")

@@ -1,4 +1,4 @@
-"""Migration of one running request, and planners' reports, across worker processes."""
+"""Live migration of one request, and planners' reports, across a router's worker processes."""
 
 import asyncio
 import math
@@ -17,12 +17,12 @@ from router.cluster.liveness import MigratableRequest
 from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
-MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
+MOVE_S = 20.0  # seconds: the nodes may have to pair, and the target may have to free capacity
 _MOST_NAMED = 64
 
 
 class MigrationResult(msgspec.Struct, frozen=True):
-    """The result of a migration command. `because` is the reason for no migration, else empty."""
+    """Result of a migration command. `because` says why the request stayed, or is empty."""
 
     source: str
     target: str
@@ -30,12 +30,12 @@ class MigrationResult(msgspec.Struct, frozen=True):
 
 
 class MigrationService:
-    """Migrations of requests of all processes of this router. For one event loop."""
+    """Live migrations on command, of requests in any worker process. For one event loop."""
 
     def __init__(self, clusters: Sequence[Cluster], other_processes: OtherProcesses) -> None:
         """
         Args:
-            clusters: the nodes of each model. A request stays among those of its model.
+            clusters: nodes of each model. A request migrates only between nodes of its model.
         """
         self._clusters = clusters
         self._movables: ProcessQuery[list[str]] = ProcessQuery(
@@ -49,13 +49,14 @@ class MigrationService:
         """Migrate one request to another decode node.
 
         Args:
-            request_id: the request. Empty: any request at `source`, which is ignored otherwise.
+            request_id: the request. Empty: any request at `source`.
+            source: address of a decode node. Ignored if `request_id` is given.
             target: address of the target node. Empty: any node.
 
         Raises:
             InvalidRequest: neither request nor source is given.
             NotFound: there is no such request.
-            NodeUnavailable: the request is unknown, but a process of this router did not respond.
+            NodeUnavailable: the request was not found, but a worker process did not respond.
             FailedPrecondition: the request stays where it is.
         """
         if not (request_id or source):
@@ -68,7 +69,7 @@ class MigrationService:
             if not found:
                 sentence = f"no decode node runs a request {request_id[:256]!r}"
                 raise _unknown(sentence, others.num_silent)
-            # Two processes may run requests of the same name: prefer the one that migrated.
+            # Two processes may run requests of the same name: prefer a result that migrated.
             moved = next((one for one in found if not one.because), found[0])
         if moved.because:
             raise FailedPrecondition(f"not migrated: {moved.because}")
@@ -89,12 +90,12 @@ class MigrationService:
         return chain.from_iterable(each.migratable() for each in self._clusters)
 
     def _movable(self, source: str) -> list[str]:
-        """Return ids of requests of this process at a node that can migrate, up to a limit."""
+        """Return ids of this process's requests at a node that can migrate, up to a limit."""
         here = (each for each in self._migratable() if each.address == source)
         return [each.request_id for each in here if each.movable][:_MOST_NAMED]
 
     async def _move(self, request_id: str, target: str) -> MigrationResult | None:
-        """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
+        """Migrate a request within MOVE_S. Return None if this process runs no such request."""
         for running in self._migratable():
             if running.request_id == request_id:
                 break
@@ -123,19 +124,17 @@ def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:
     return NodeUnavailable(f"{sentence}; {num_silent} processes of this router did not respond")
 
 
-NUM_KEPT = 32  # events
-MOST_EVENTS = 16  # in one report
+NUM_KEPT = 32  # events kept for display
+MOST_EVENTS = 16  # events in one report
 _MOST_CHARACTERS = 512
-_MOST_PRESSURES = 8  # roles: there are two
+_MOST_PRESSURES = 8  # roles with a pressure: there are two
 _LONGEST_AGO_S = 3600.0
 
 _PLAN = "/plan"  # path between worker processes
 
 
-# Observations and decisions that planners have reported to this router, for display.
-#
-# A planner reports to any process, so each process keeps its reports and the responses merge those
-# of all processes. The router itself does not act on them.
+# Each process keeps the planner reports that it received, and responses merge the reports of all
+# processes. The router does not act on them.
 @dataclass(frozen=True, slots=True)
 class _Event:
     at: float
@@ -144,10 +143,10 @@ class _Event:
 
 
 class Plans:
-    """Planner reports about one model, of all processes of this router. For one event loop.
+    """Planner reports about one model, for display, from all worker processes. For one event loop.
 
     Args:
-        number: of the model among those of this router.
+        number: index of the model among the router's models.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class Plans:
         return together([self.own(), *(await self._query.ask()).answers])
 
     def own(self) -> Plan:
-        """Return the last report to this process. Without one, it has no pressures."""
+        """Return the last report to this process, or one without pressures."""
         now = self._clock()
         plan = Plan(ago_s=now - self._at) if self._last.pressures else Plan()
         plan.MergeFrom(self._last)

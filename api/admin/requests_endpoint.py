@@ -1,7 +1,7 @@
 """GET /requests, /requests/ID and /requests/ID/events: timelines and histories of requests.
 
-A client's own label for a request works like its id and finds the newest request with that label.
-Each process of a router keeps its own requests and asks the other processes for theirs.
+A request is found by its id or by the client's label, which finds the newest request with it. Each
+worker process keeps its own requests and queries the other processes for theirs.
 """
 
 import time
@@ -32,14 +32,14 @@ from router.workers import OtherProcesses, ProcessQuery, as_json
 
 
 class EventHistory(msgspec.Struct, frozen=True):
-    """A message between processes of one router. They share their host's monotonic clock."""
+    """One request's history in its router process, as sent to another worker process."""
 
     request_id: str
     label: str
     outcome: str
     error: str
-    arrived: float  # time.monotonic()
-    ended: float  # the same clock, 0.0: still running
+    arrived: float  # time.monotonic(), which all processes of a host share
+    ended: float  # time.monotonic(); 0.0: still running
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -68,7 +68,7 @@ def event_history(timeline: RequestTimeline) -> EventHistory:
 
 
 def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
-    """Yield the events by time.monotonic(). 0.0: has not happened yet."""
+    """Yield the events at time.monotonic(). 0.0: has not happened yet."""
     yield TimelineEvent(timeline.arrived, "arrived")
     yield TimelineEvent(timeline.tokenized, "tokenized", f"{timeline.prompt_tokens} tokens")
     for number, one in enumerate(timeline.submissions):
@@ -85,8 +85,6 @@ def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
     yield TimelineEvent(timeline.ended, "ended", ended)
 
 
-# A request's timeline as JSON: a summary for lists, and the details.
-#
 # Times are seconds since the request arrived at its router process. Neither prompt nor response
 # text is included. docs/tracing.md defines the phases.
 def summary(timeline: RequestTimeline) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def details(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _used(submission: AttemptTimings) -> HandoffSummary | None:
-    """Return the completed hand-off whose KV the request used."""
+    """Return the completed hand-off whose KV the request used, if any."""
     held = [one for one in submission.timeline.attempts if one.outcome == "completed"]
     return held[-1] if held else None
 
@@ -195,12 +193,10 @@ def _attempt(number: int, attempt: HandoffSummary, submission: AttemptTimings) -
 _HISTORY = "/history"  # path between worker processes
 
 
-# The history of one request, from its router process and every node.
-#
 # Clocks of different hosts are never compared. A node reports how long ago an event was, so its
 # times are late by the network delay of its response.
 class Explainer:
-    """Collector of request histories from all processes and nodes. For one event loop."""
+    """Collects a request's history from its router process and all nodes. For one event loop."""
 
     def __init__(
         self, timelines: AllTimelines, other_processes: OtherProcesses, nodes: NodeDescriber
@@ -212,16 +208,15 @@ class Explainer:
         )
 
     async def explain(self, name: str) -> ExplainResponse:
-        """Collect the history of one request, within 4 s.
+        """Collect the history of one request within 4 s.
 
         Args:
-            name: a request id, or the client's own label. A label finds the newest request that has
-                it.
+            name: a request id, or the client's label, which finds the newest request with it.
 
         Raises:
             InvalidRequest: no request can have that name.
             NotFound: no process or node knows the request, or its history has been dropped.
-            NodeUnavailable: the request is unknown, but a process of this router did not respond.
+            NodeUnavailable: the request was not found, but a worker process did not respond.
         """
         if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
             raise InvalidRequest(
@@ -306,7 +301,7 @@ _Content = dict[str, Any]
 
 
 class RequestsEndpoint:
-    """HTTP handlers of the request timelines. For one event loop."""
+    """HTTP handlers for request timelines. For one event loop."""
 
     def __init__(
         self, timelines: AllTimelines, other_processes: OtherProcesses, explainer: Explainer
@@ -338,10 +333,10 @@ class RequestsEndpoint:
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
     async def below(self, request: HttpRequest) -> web.Response:
-        """Serve one request by name. A slash within the name is percent-encoded in the path."""
+        """Serve one request by id or label. A slash in it is percent-encoded in the path."""
         name = request.route.removeprefix(f"{PATH}/")
         asked = unquote(name.removesuffix(_EVENTS))
-        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # other processes are not asked
+        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # no request has such a name
             return _not_found(asked[:MAX_LABEL_CHARACTERS], 0).response()
         return await (self._explained if name.endswith(_EVENTS) else self._one)(asked)
 

@@ -1,4 +1,4 @@
-"""The state of a router, merged over its processes: GET /cluster, GetCluster and GET /metrics."""
+"""State of a router, merged over its worker processes: GET /cluster, GetCluster, GET /metrics."""
 
 import asyncio
 import time
@@ -32,12 +32,12 @@ _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
 class ModelReport(NamedTuple):
-    """One served model in the state of a router.
+    """One served model as MergedState reports it.
 
     Attributes:
         constant: fields that never change.
         why_not_ready: returns a sentence, or None if a request could be placed now.
-        in_use: returns addresses of nodes that requests are sent to.
+        in_use: returns addresses of the nodes that get requests.
     """
 
     constant: ModelState
@@ -58,10 +58,10 @@ class ModelReport(NamedTuple):
 
 
 class MergedState:
-    """State of all processes of this router. For one event loop.
+    """State of this process, and of all worker processes together. For one event loop.
 
     Attributes:
-        recent: requests of this process in the last minute. Must run.
+        recent: requests of this process in the last minute. The caller runs it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MergedState:
 
 
 def _sum_up(router: RouterState) -> None:
-    """Set the fields of a router that follow from its models."""
+    """Set the router's fields that are computed from its models."""
     best = min(router.models, key=lambda one: _BY_WEIGHT.index(one.state))
     router.state, router.reason = best.state, best.reason
     router.live_requests = sum(each.live_requests for each in router.models)
@@ -127,10 +127,10 @@ def _sum_up(router: RouterState) -> None:
 
 
 def together(workers: Sequence[WorkerState]) -> RouterState:
-    """Merge the states of the processes.
+    """Merge the states of the worker processes.
 
-    A model is as ready as at its least ready process, because any process may get a request. The
-    router uses the nodes that all processes use.
+    A model is as ready as in its least ready process, because any process may get a request. Only
+    nodes that all processes use count as in use.
     """
     states = [worker.state for worker in workers]
     whole = RouterState()
@@ -148,7 +148,7 @@ def together(workers: Sequence[WorkerState]) -> RouterState:
 
 
 def _model(states: Sequence[ModelState]) -> ModelState:
-    """Merge the states of one model at each process."""
+    """Merge the states of one model in all processes."""
     worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
     alike = sum(one.state == worst.state for one in states)
     whole = ModelState()
@@ -195,15 +195,12 @@ def _state(reason: str | None, leaving: bool) -> str:
 REUSE_S = 0.25
 
 
-# The response of GetCluster and GET /cluster.
-#
-# It has this router, each node's description of itself and the planner's view of the nodes. The
-# protobuf message is the single definition. The JSON is derived from it, field by field.
+# The protobuf message is the single definition. The JSON is derived from it, field by field.
 class ClusterReport:
-    """Builder of the cluster report. For one event loop.
+    """Builds the cluster report from the router, all nodes and planners. For one event loop.
 
     Args:
-        models: nodes and planner reports of each model, by its name.
+        models: nodes and planner reports of each model by name.
     """
 
     def __init__(
@@ -213,7 +210,7 @@ class ClusterReport:
         self._router = router
 
     async def make(self) -> router_pb2.GetClusterResponse:
-        """Query all nodes and the other processes of this router, within 2 s."""
+        """Query all nodes and the other worker processes, within 2 s."""
         states, plans = zip(*self._models.values(), strict=True)
         reports, plans, router = await asyncio.gather(
             asyncio.gather(*(state.look() for state in states)),
@@ -238,7 +235,7 @@ class ClusterReport:
 class ClusterEndpoint:
     """HTTP handler for GET /cluster.
 
-    A response may be up to `REUSE_S` seconds old, so more viewers do not cause more node queries.
+    A response may be up to `REUSE_S` seconds old, so that more viewers do not cause more queries.
     """
 
     def __init__(self, report: ClusterReport) -> None:
@@ -261,10 +258,10 @@ class ClusterEndpoint:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return every field under its own name, unset ones too.
+    """Return every field under its own name, including unset ones.
 
-    Counts are JSON numbers, where protobuf's own JSON uses strings. A fixed64 field is an identity
-    and stays a string, because JavaScript would round the number. Bytes are hexadecimal.
+    Counts are JSON numbers, where protobuf's own JSON uses strings. A fixed64 field is an id and
+    stays a string, because JavaScript would round the number. Bytes are hexadecimal.
     """
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -318,7 +315,7 @@ METRICS_PATH = "/metrics"  # also the path between worker processes
 
 
 def metrics_handlers(registry: CollectorRegistry) -> Mapping[str, ProcessHandler]:
-    """Return the handler for queries of other worker processes: metrics in the text format."""
+    """Return the handler through which other worker processes fetch this one's metrics as text."""
 
     async def handle(_: Mapping[str, str]) -> bytes:
         return generate_latest(registry)

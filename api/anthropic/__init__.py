@@ -1,1 +1,1 @@
-"""The Anthropic Messages API, on the same core as the OpenAI API."""
+"""The Anthropic Messages API, translated to the same parts as the OpenAI API."""

@@ -1,6 +1,6 @@
-"""Request fields of /v1/messages.
+"""Request fields of /v1/messages, and their conversion to chat turns, tools and formats.
 
-Tool results become turns of their own, as chat templates expect.
+Tool results become separate turns, as chat templates expect.
 """
 
 from collections.abc import Iterator, Sequence
@@ -120,7 +120,7 @@ class MessagesFields(CountTokensFields, kw_only=True):
 
 
 def turns(fields: CountTokensFields) -> Sequence[ChatTurn]:
-    """Convert the messages to turns. Raise ApiError for a block without all fields of its type."""
+    """Convert the messages to turns. Raise ApiError for a block that lacks fields of its type."""
     made = []
     if fields.system is not None:
         made.append(ChatTurn("system", _text(fields.system)))

@@ -35,11 +35,11 @@ Block = dict[str, Any]
 
 
 class ContentBlocks:
-    """Content blocks of one response. Iterators that the methods return must be exhausted."""
+    """Content blocks of one response. The caller must exhaust the iterators that methods return."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._said: list[str] = []  # parts of the open block: its text, or the tool's input as JSON
+        self._said: list[str] = []  # parts of the open block: text, or the tool's input as JSON
         self._is_open = False
 
     def add(self, heard: ParsedText) -> Iterator[Event]:
@@ -87,10 +87,7 @@ class ContentBlocks:
 
 
 def _decoded(text: str) -> Any:
-    """Decode a tool's input.
-
-    Return {} for text that is not valid JSON, because models may write that.
-    """
+    """Decode a tool's input. Return {} for invalid JSON, which models may write."""
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -140,8 +137,8 @@ class MessagesEndpoint:
         effort = config.effort if config and self._speech.takes_effort else None
         messages = ChatPrompt(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
         budget = -1 if "thinking" in unused else asked_for.thinking_budget(fields)
-        # Clients must send max_tokens and often send a constant: like Anthropic's models since
-        # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
+        # Clients must send max_tokens and often send a constant. Like Anthropic's models since
+        # Claude 4.5, reduce it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
         per_prompt = guided(sampled, offer, self._speech, "output_config.format")
         wanted = choices(common, [messages], per_prompt, shown=self._shown[bool(offer.tools)])

@@ -1,1 +1,1 @@
-"""Client identity, and each client's share of this router. Independent of prompts and nodes."""
+"""Authentication of clients and operators, rate limits, and fair sharing of the router's slots."""

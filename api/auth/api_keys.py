@@ -1,7 +1,7 @@
-"""The file of API keys: identity, role and limits. It holds only hashes, no keys.
+"""The file of API keys: identity, role and limits. It holds hashes instead of keys.
 
-A key is 256 random bits that `baton api-key` draws, so plain SHA-256 hides it. Slow hashes protect
-secrets that people choose, and keys cannot be chosen here. Independent of requests.
+A key is 256 random bits from `baton api-key`, so plain SHA-256 protects it. Slow hashes are for
+secrets that people choose.
 """
 
 import hashlib
@@ -104,7 +104,7 @@ def new_key() -> str:
 
 
 def hashed(key: str) -> str:
-    """Return the hash of a key as the file has it."""
+    """Return the hash of a key in the form that the file uses."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -139,8 +139,8 @@ def read(file: Path) -> Sequence[KeyEntry]:
         raise ConfigError(f"{file}: {_sentence(error)}") from error
 
 
-# Both loaders are safe. The C loader takes a tenth of the time, but crashes the process on deeply
-# nested lists.
+# Both loaders are safe. The C loader is ten times faster, but crashes the process on deeply nested
+# lists.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_DEPTH = 64
 _ADAPTER = TypeAdapter(_File)

@@ -1,4 +1,4 @@
-"""A client, which is an API key or else an IP address, with its rate limits and counters."""
+"""A client (an API key, or an IP address without one) with its rate limits and counters."""
 
 import ipaddress
 import time
@@ -15,11 +15,11 @@ _MINUTE_NS = 60 * 10**9
 
 
 class TokenBucket:
-    """A token bucket per minute: it holds one minute's worth, starts full and refills evenly.
+    """A token bucket: it holds one minute's worth of items, starts full and refills evenly.
 
-    This is the generic cell rate algorithm (ITU-T I.371) in whole numbers, so rounding loses
-    nothing. Time is counted in steps, `per_minute` steps to a nanosecond. Each item costs
-    60 * 10**9 steps. The state is a single number.
+    This is the generic cell rate algorithm (ITU-T I.371) in whole numbers, so that rounding loses
+    nothing. A nanosecond has `per_minute` steps, and each item costs 60 * 10**9 steps. The state is
+    a single number.
     """
 
     def __init__(self, per_minute: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -28,12 +28,12 @@ class TokenBucket:
         self._full_at = 0  # time at which the bucket is full, in steps
 
     def wait_s(self, number: int) -> float:
-        """Return the seconds until `number`, at most a minute's worth, can be taken. 0: now."""
+        """Return the seconds until `number` items, at most a minute's worth, are free. 0: now."""
         missing = self._lacking() + (number - self.per_minute) * _MINUTE_NS
         return self._seconds(max(missing, 0))
 
     def take(self, number: int) -> None:
-        """Take `number` items even if fewer are available. The excess refills first."""
+        """Take `number` items even if fewer are available. The debt refills first."""
         self._full_at = self._now() + self._lacking() + number * _MINUTE_NS
 
     @property
@@ -63,7 +63,7 @@ class KeyUsage:
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.num_requests = 0
-        self.num_refused = 0  # rejected for one of its limits
+        self.num_refused = 0  # rejected for one of the client's limits
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.limit(limits)
@@ -109,7 +109,7 @@ class KeyUsage:
 
         Args:
             num_tokens: total prompt tokens.
-            num_requests: requests that were begun, and that a retry would begin again.
+            num_requests: requests counted by `begin`, which a retry would count again.
 
         Raises:
             RateLimited: too few tokens are left. None were counted.
@@ -130,7 +130,7 @@ class KeyUsage:
     def generated(self, num_tokens: int) -> None:
         """Count tokens of a running response.
 
-        It continues in any case, and the next request waits.
+        It continues even if it exceeds the limit. The next request waits.
         """
         if self._tokens is not None:
             self._tokens.take(num_tokens)
@@ -158,9 +158,9 @@ def _wait_s(bucket: TokenBucket | None, number: int) -> float:
 
 
 _NO_LIMITS = KeyLimits()
-# An IPv6 customer has at least a /64 network and could call from each of its addresses.
+# An IPv6 customer has at least a /64 network and can call from any of its addresses.
 _IPV6_NETWORK_BITS = 64
-_REMEMBERED = 4096  # addresses: parsing one takes ten times as long as a cache hit
+_REMEMBERED = 4096  # addresses in the cache: parsing one takes ten times as long as a hit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +168,10 @@ class Client:
     """A client and its limits.
 
     Attributes:
-        name: unique by client. Capacity is shared between names.
-        weight: its share while other clients have requests too.
-        namespaces_of: the owner of the namespaces of its prompts. "": shared by all clients.
-        priority: highest priority of its requests, and their default. None: the router's own.
+        name: unique name. Capacity is shared fairly between names.
+        weight: relative share while other clients also have requests.
+        namespaces_of: owner of the namespaces of its prompts. "": shared by all clients.
+        priority: highest and default priority of its requests. None: the router's setting.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Client:
 
     @property
     def number(self) -> int:
-        """Return the number by which nodes know the client, equal on every router."""
+        """Number by which nodes know the client, the same on every router."""
         return xxh3_64_intdigest(self.name.encode()) or 1
 
 

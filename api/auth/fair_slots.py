@@ -1,10 +1,9 @@
-"""Fair sharing of slots for live requests and connections, with a short queue of requests for each
-client.
+"""Fair sharing of slots for requests and connections between clients.
 
-A free slot goes to the waiting client with the fewest slots for its weight, and there to the most
-urgent request. Queues are short, because waiting requests use memory. Queue places are shared like
-slots, so one client cannot fill them all. Within a client's queue, the least urgent request loses
-its place to a more urgent one.
+A free slot goes to the waiting client with the fewest slots for its weight, and within the client
+to the request with the highest priority. Queues are short, because waiting requests use memory.
+Places in queues are shared like slots, so one client cannot fill them. In a full queue of one
+client, a request with a higher priority replaces the one with the lowest.
 """
 
 import asyncio
@@ -21,17 +20,15 @@ _PER_FREE_PLACE = 7
 _LEFT_FREE = 8  # fraction 1/8
 
 
-# Shares of limited places, so that a new client always finds one or gets one soon.
+# Shares of a limited number of places, so that a new client always gets one soon.
 #
-# A client may take another place while it holds fewer than 7 times its weight of the free ones
+# A client may take another place while it holds fewer than 7 times its weight of the free places
 # (dynamic thresholds: Choudhury and Hahne 1998, for packets in a switch). The last eighth of all
-# places always stays free. A weight of w counts as w clients that act as one. For weights of 1 and
-# N places: - One client alone gets 7/8 of N. As places are returned, two greedy clients end up
-# with 7/15 each,   and k clients with 7 / (1 + 7k) each. A client that takes less leaves the rest
-# to the others. - Then N / (1 + 7k) places are free, so a client without places gets one
-# immediately. Until places   are returned, each further greedy client takes 7/8 of the remainder.
-# It takes log8(N) of them in a   row to leave nothing, four for a thousand places. The next
-# returned place is the newcomer's.
+# places stays free. For N places and clients of weight 1: One client alone gets 7/8 of N. Of k
+# greedy clients, each gets 7 / (1 + 7k) of N once places have been returned. Then N / (1 + 7k)
+# places are free for clients without a place. Until places are returned, each further greedy client
+# takes 7/8 of the free places. So log8(N) of them in a row leave none: four for a thousand places.
+# The next returned place then goes to a new client.
 class FairShares:
     def __init__(self, places: int) -> None:
         self.places = places
@@ -43,7 +40,7 @@ class FairShares:
         return self._held.get(name, 0)
 
     def largest(self) -> str:
-        """Return the client that holds the most. Requires at least one holder."""
+        """Return the client that holds the most places. Requires at least one holder."""
         return max(self._held, key=self._held.__getitem__)
 
     def may_take(self, name: str, weight: float) -> bool:
@@ -69,20 +66,20 @@ _WAITING_PER_SLOT = 1 / 4
 _WAITING_AT_LEAST = 8
 
 
-# Result of a wait: None is a slot, an error means that there will be none.
+# Result of a wait: None grants a slot, an error ends the wait without one.
 _Turn: TypeAlias = "asyncio.Future[ServingError | None]"
 
 
 class _Waiter(NamedTuple):
     """A queued request. The smallest one is served first."""
 
-    lateness: int  # higher for less urgent requests
+    lateness: int  # higher for lower priorities
     number: int  # sequence number over all waiters
     turn: _Turn
 
 
 class FairShareLimiter:
-    """Slots shared between clients. For one event loop."""
+    """Slots shared fairly between clients, with a short queue for each. For one event loop."""
 
     def __init__(
         self,
@@ -94,6 +91,7 @@ class FairShareLimiter:
     ) -> None:
         """
         Args:
+            longest_wait_s: longest time in a queue, in seconds.
             max_waiting: limit of queued requests. None: a quarter of the slots.
             what: the slot holders, as error messages name them.
         """
@@ -123,8 +121,9 @@ class FairShareLimiter:
         """Wait for a slot. Each call that returns must be followed by `give_back`.
 
         Raises:
-            Overloaded: immediately if the client's queue is full of requests at least as urgent.
-                Later after the longest wait, or when a more urgent request takes the place.
+            Overloaded: immediately, if the client's queue is full of requests of at least this
+                priority. Later, after the longest wait or when a request with a higher priority
+                takes the place.
             ServingError: the error passed to `close`.
         """
         if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
@@ -146,7 +145,7 @@ class FairShareLimiter:
                 waiter.turn.set_result(because)
 
     def _has_place(self, client: Client, priority: int) -> bool:
-        """Return whether a request may wait. May remove a less urgent one of the same client."""
+        """Return whether a request may wait. May reject the client's request of lower priority."""
         if self._places.may_take(client.name, client.weight):
             return True
         line = self._lines.get(client.name)
@@ -226,7 +225,7 @@ Leave = Callable[[], None]
 
 
 class ConnectionSlot:
-    """The place of one connection.
+    """The place of one connection in a ConnectionLimit.
 
     Call `leave` when the connection ends. Further calls do nothing.
     """
@@ -253,11 +252,11 @@ class ConnectionSlot:
 
 
 class ConnectionLimit:
-    """The places for connections, shared between client addresses. For one event loop.
+    """Places for connections, shared fairly between client addresses. For one event loop.
 
-    If an address has used its share, or no place is free, a new connection replaces the connection
-    that has been idle longest: one of the same address, or of the address with the most
-    connections. If none of those is idle, the new connection is rejected.
+    If an address has used its share, or no place is free, a new connection replaces the longest
+    idle connection: of the same address, or of the address with the most connections. Without an
+    idle connection there, the new connection is rejected.
     """
 
     def __init__(self, places: int) -> None:

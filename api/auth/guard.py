@@ -32,7 +32,7 @@ LOOK_EVERY_S = 1.0
 
 
 class ActiveKey(NamedTuple):
-    """The client of one key, and the key's expiry."""
+    """The client and expiry of one API key."""
 
     client: Client
     expires: datetime | None
@@ -43,7 +43,7 @@ class ActiveKey(NamedTuple):
 
 
 class ApiKeys:
-    """Clients by API key. For one event loop.
+    """Clients by API key, from a file that is reloaded when it changes. For one event loop.
 
     A key that is removed from the file is rejected from then on. Its running requests continue.
     """
@@ -68,9 +68,9 @@ class ApiKeys:
         return len(self._by_hash)
 
     async def watch(self) -> None:
-        """Reload the file when it changes.
+        """Reload the file when it changes. Never returns.
 
-        Never returns. Parsing thousands of keys runs in a thread.
+        Parsing runs in a thread, because thousands of keys take long.
         """
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -79,8 +79,7 @@ class ApiKeys:
     def find(self, key: str) -> ActiveKey | None:
         """Return the client of a key, or None if there is no such key.
 
-        The lookup time can reveal parts of a key's hash at most, and a key cannot be derived from a
-        hash.
+        The time of a lookup reveals at most parts of a key's hash, which do not reveal the key.
         """
         return self._by_hash.get(api_keys.hashed(key))
 
@@ -126,16 +125,16 @@ def _read(file: Path) -> Sequence[KeyEntry]:
         raise ConfigError(f"--api-keys: {error}") from error
 
 
-IsOperator = Callable[[str], bool]  # takes the value of an authorization header
+IsOperator = Callable[[str], bool]  # called with the value of an authorization header
 Access: TypeAlias = Literal["public", "client", "operator", "commander"]
-Ask: TypeAlias = Callable[[str, str], Client]  # takes an authorization and an address
+Ask: TypeAlias = Callable[[str, str], Client]  # called with authorization and address
 
 _BEARER = "bearer "
 _MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
 
 
 class ApiKeyGuard:
-    """Authentication of callers. For one event loop."""
+    """Authentication of clients and operators over HTTP and gRPC. For one event loop."""
 
     def __init__(
         self,
@@ -149,9 +148,9 @@ class ApiKeyGuard:
         """
         Args:
             keyring: the API keys. None: clients need no key.
-            is_operator: returns whether a header value is the cluster's own operator key.
-            operators_prove: whether operators need a key even without a keyring.
-            has_secret: whether there is an operator key. If so, every command needs it.
+            is_operator: returns whether a header value proves an operator of the cluster.
+            operators_prove: operators need a credential even without a keyring.
+            has_secret: the router has the cluster secret, so every command needs a credential.
         """
         self._keyring = keyring
         self._is_operator = is_operator
@@ -247,7 +246,7 @@ class ApiKeyGuard:
         return error
 
 
-AUDIENCE = "http"  # of operators' tokens
+AUDIENCE = "http"  # audience of operators' tokens
 
 
 class OperatorCheck:

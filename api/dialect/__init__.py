@@ -1,4 +1,1 @@
-"""Shared parts of the HTTP API dialects: request fields, events and errors.
-
-Independent of any one dialect.
-"""
+"""Shared parts of the HTTP APIs of OpenAI, Anthropic and SGLang: fields, events and errors."""

@@ -1,8 +1,8 @@
 """Strict decoding of JSON bodies to an endpoint's record. Unsupported fields are rejected by name.
 
 A client that asks for JSON or log-probabilities must not get a response that silently lacks them. A
-body with only known and harmless fields is decoded once, straight into the record. Any other body
-is inspected field by field and decoded again without the fields that ask for nothing.
+body that has only supported and harmless fields is decoded once, straight into the record. Any
+other body is inspected field by field, and decoded again without its harmless fields.
 """
 
 import re
@@ -21,7 +21,7 @@ from api.dialect.ignored_fields import IGNORED, IgnoredFields, asks_nothing, onl
 from api.dialect.problems import ApiError, fields_of, invalid
 from api.http.messages import HttpRequest
 
-# Types of fields that a record lists so that they decode quickly.
+# Types of unsupported fields. A record lists common ones, so that bodies with them decode fast.
 Ignored = Annotated[Any, msgspec.Meta(description="Accepted. Has no effect on the response.")]
 Nothing = Annotated[None, msgspec.Meta(description="Not supported: null, or empty.")]
 
@@ -30,25 +30,23 @@ _MAX_NAMED = 8
 _MAX_NAME_CHARACTERS = 40  # a client may send names of any length
 
 
-# Unsupported fields of a body, at any depth, and their error.
-#
-# A record defines the supported fields. Its other fields are either `Ignored` or must ask for
-# `Nothing`. A client may rely on any field that it sends. Silently dropping one would return a
-# response that only looks like the requested one.
+# A record defines the supported fields. Its fields of type `Ignored` accept any value, those of
+# type `Nothing` only null or empty ones. Other fields are rejected, because a response without a
+# requested feature would only look right.
 @dataclass(frozen=True, slots=True)
 class UnknownField:
     """An unsupported field."""
 
     path: str
-    meant: Sequence[str]  # fields that it may be a misspelling of
-    ignored: bool  # the request is served as if the field were absent
+    meant: Sequence[str]  # supported fields that may have been meant
+    ignored: bool  # the request is served without the field
 
 
 @dataclass(frozen=True, slots=True)
 class FieldShape:
-    """The fields of a record, and of its nested records."""
+    """Names of the supported fields of a record and its nested records."""
 
-    supported: Mapping[str, "FieldShape | None"]  # None: no nested record
+    supported: Mapping[str, "FieldShape | None"]  # None: has no nested record
     ignored: frozenset[str]
     unsupported: Mapping[str, IgnoredFields]
 
@@ -104,9 +102,9 @@ class FieldShape:
 
 
 def refuse_unknown(unknown: Iterator[UnknownField]) -> ApiError | None:
-    """Return the error that names the first unsupported fields, None if there are none.
+    """Return an error that names the first unsupported fields, or None if there are none.
 
-    It says if there are more.
+    The error says whether there are more.
     """
     named = list(islice(unknown, _MAX_NAMED))
     if not named:
@@ -161,19 +159,19 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _VALUE = msgspec.json.Decoder(object)
 _UNPRINTABLE = re.compile(r"[^\w.\[\]-]", re.ASCII)  # in a header
 _MAX_LISTED = 16  # ignored fields in the header
-# Limit of texts, objects and lists, keys included. A conversation of 4096 messages with some parts
-# each and hundreds of tools has fewer. Decoding this many takes 50 ms.
+# Limit of strings (including keys), objects and lists. A conversation of 4096 messages with several
+# parts and hundreds of tools has fewer. Decoding this many takes 50 ms.
 MAX_NAMED = 1 << 16
-# Limit of all other values, which are token ids. A prompt of a million takes 100 ms, and twice that
-# if the body has fields to be left out.
+# Limit of all other values, which are token ids. A million take 100 ms, and twice that if the body
+# must be decoded again.
 MAX_NUMBERS = 1 << 20
 
 
 def take_json(request: HttpRequest) -> bytes:
-    """Return the request's body and release it to the caller.
+    """Return the request's body, and drop the request's own reference to it.
 
-    Raises ApiError unless the content type is JSON. A web page may make its visitors' browsers post
-    any other type here.
+    Raises ApiError unless the content type is JSON. With other types, a web page could make its
+    visitors' browsers post here.
     """
     kind = request.header("content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -218,8 +216,7 @@ class BodyReader(Generic[F]):
         """Decode a body.
 
         Args:
-            ignored: receives the paths of fields that do not affect the response, if they are hints
-                or the reader ignores such fields.
+            ignored: receives the paths of fields that were ignored.
 
         Raises:
             ApiError: the body is not JSON, a field has the wrong type or an unsupported value, or
@@ -301,7 +298,7 @@ def _meant(found: Iterator[UnknownField], ignored: list[str]) -> Iterator[Unknow
 
 
 def _wrong_type(message: str) -> ApiError:
-    """Convert a message of msgspec such as "Expected `int`, got `str` - at `$.n`" to a ApiError."""
+    """Convert a msgspec message such as "Expected `int`, got `str` - at `$.n`" to an ApiError."""
     where = _PATH.search(message)
     missing = _MISSING.search(message)
     path = where[1] if where else ""
@@ -316,16 +313,16 @@ def _wrong_type(message: str) -> ApiError:
 def check_structure(body: bytes) -> None:
     """Check the number of values in a body before it is decoded.
 
-    Two bytes of JSON become an object of a hundred bytes. A body of megabytes of empty lists takes
-    seconds and hundreds of megabytes to decode, on the event loop. Counting the bytes that separate
-    values takes a few milliseconds. The count does not check that the body is valid JSON.
+    Two bytes of JSON can become an object of a hundred bytes: decoding megabytes of empty lists
+    would block the event loop for seconds. Counting the separators of values takes milliseconds,
+    and does not check that the body is valid JSON.
 
     Raises:
         ApiError: the body has more values than any valid request.
     """
     if len(body) <= MAX_NAMED or _fits(body):
         return
-    # A text may contain any of these bytes, so only bytes outside of texts count.
+    # A string may contain any of these bytes, so only bytes outside of strings count.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if unescaped.count(b'"') > 2 * MAX_NAMED or not _fits(b'""'.join(unescaped.split(b'"')[::2])):
         raise ApiError(

@@ -1,4 +1,4 @@
-"""Fields of all generation endpoints except the prompt, their response formats and parameters."""
+"""Request fields that all generation endpoints share, and their conversion to parameters."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -91,7 +91,7 @@ _NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
 
 
 def form_field(fields: GuideFields) -> str:
-    """Return the name of the field that asks for a response format, "" if none does."""
+    """Return the name of the field that requests a response format, or ""."""
     given = zip(GuideFields.__struct_fields__, _all_fields(fields), strict=True)
     return next((f"{fields.where}{name}" for name, value in given if value is not None), "")
 
@@ -169,14 +169,14 @@ def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
     return GuidedDecoding("ebnf", f"root ::= {' | '.join(quoted)}")
 
 
-# Each choice is a separate request to the nodes with the whole prompt, so n multiplies the body.
+# Each choice is a separate request to a node with the whole prompt, so n multiplies the body.
 MAX_BYTES = 12 << 20
 
 # Errors repeat the name, and escaping can make each character ten.
 ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
-# The range of the wire format. The allowed range is checked with every request, in one place.
+# Range of the wire format. Allowed ranges are checked in one place, with every request.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
+Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: unlimited
 StreamInterval = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_INTERVAL)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 TextOrTokens = str | list[str | TokenId | list[TokenId]]
@@ -188,7 +188,7 @@ _MASK = 2**64 - 1
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
-    continuous_usage_stats: Ignored = None  # in addition to the text. The last event has all of it
+    continuous_usage_stats: Ignored = None  # the last event has all of it
 
 
 class GenerationFields(GuideFields, kw_only=True):
@@ -229,8 +229,8 @@ def prompts_of(
     """Return the prompts of a field: a text, token ids, or a list of either.
 
     Args:
-        name: of the field, for errors.
-        special: whether texts get special tokens.
+        name: name of the field, for errors.
+        special: texts get the tokenizer's special tokens.
     """
     if isinstance(given, str):
         return [TextPrompt(given, special)]
@@ -251,7 +251,7 @@ def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) ->
     """Check the total size of a request's prompts over all of its choices.
 
     Args:
-        best_of: responses to each prompt, if more than its choices.
+        best_of: number of responses to each prompt, if more than `n`.
 
     Raises:
         ApiError: there are too many choices for a body of this size.
@@ -277,11 +277,9 @@ def samplings(
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
-    """Return sampling parameters for each of the n choices of a prompt.
+    """Return sampling parameters for each of the n choices of a prompt, unchecked.
 
-    They differ in the seed only.
-
-    The values are not checked.
+    They differ only in the seed.
 
     Args:
         best_of: number of responses to a prompt, if more than n.
@@ -383,7 +381,7 @@ def choices(
 
 
 def session_of(prompt_cache_key: str | None, user: str | None) -> str:
-    """Return the session of a request with these fields, "" for none."""
+    """Return the session of a request with these fields, or ""."""
     return prompt_cache_key or user or ""
 
 
@@ -402,8 +400,5 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _derived(seed: int, number: int) -> int:
-    """Return the seed of a choice.
-
-    Choice 0 has the seed itself, so it equals the response for n = 1.
-    """
+    """Return the seed of a choice. Choice 0 has the given seed, as a response for n = 1 has."""
     return (seed + number * _GOLDEN) & _MASK

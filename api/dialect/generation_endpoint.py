@@ -1,4 +1,4 @@
-"""HTTP requests with a prompt, from the body to the end of the response.
+"""HTTP requests with a prompt, from the body to the end of the response, for all HTTP APIs.
 
 A reply is one whole body, or server-sent events.
 """
@@ -66,9 +66,7 @@ class WholeReply:
 
 
 def _error_event(why: ApiError) -> bytes:
-    """Return the error body as an event, without [DONE]: no client takes the response for
-    complete.
-    """
+    """Return the error body as an event, without [DONE], so that the response looks incomplete."""
     return b"data: " + why.body + b"\n\n"
 
 
@@ -140,7 +138,7 @@ class RequestOrigin(msgspec.Struct, frozen=True):
 
 
 class EndpointReply(Protocol):
-    """Writer of the response to one request, with all of its choices."""
+    """Writes the response to one request, with all of its choices."""
 
     def response(self) -> web.StreamResponse:
         """Return the HTTP response, after all choices have ended."""
@@ -179,7 +177,7 @@ class EndpointCall(msgspec.Struct, frozen=True):
 
 
 class ApiDialect(Protocol):
-    """The differences between the endpoints."""
+    """One endpoint's request and response formats."""
 
     id_prefix: str
     field_names: Fields
@@ -190,13 +188,11 @@ class ApiDialect(Protocol):
         ...
 
 
-Event = dict[str, Any]  # has a "type", which determines its other fields
+Event = dict[str, Any]  # its "type" determines its other fields
 _encode = msgspec.json.Encoder().encode
 
 
-# Replies of endpoints that stream named events: the stream, or the whole response at the end.
-#
-# Independent of the response format of an endpoint.
+# Named events as a stream, or the whole response at the end. The endpoint provides their format.
 class EventReply(Protocol):
     """One response in its endpoint's format.
 
@@ -245,7 +241,8 @@ def _line(event: Event) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
 
 
-# Returns the client of that many generation requests. Raises ServingError if it may not send them.
+# Counts that many generation requests and returns their client. Raises ServingError if a limit
+# rejects them.
 Begin = Callable[[HttpRequest, int], Client]
 
 
@@ -354,7 +351,7 @@ class GenerationEndpoint:
 
 
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
-    """Return the id headers: proxies expect their own x-request-id back, and may send it again."""
+    """Return the id headers. Proxies expect their own x-request-id back."""
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 
 
@@ -375,7 +372,7 @@ F = TypeVar("F", bound=msgspec.Struct)
 
 
 class PromptEndpoint:
-    """The shared part of such handlers."""
+    """Base of HTTP handlers that use a prompt without generating, such as /tokenize."""
 
     def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
         """
@@ -397,7 +394,7 @@ class PromptEndpoint:
         """Run a handler within the limits and return its response.
 
         Args:
-            reader: of the body, whose record has a `model`.
+            reader: reader of the body. Its record has a `model`.
             answer: called with the fields and the client. Raises ApiError or ServingError.
             words: error vocabulary.
         """

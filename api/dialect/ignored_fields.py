@@ -1,8 +1,7 @@
-"""Known request fields that are unsupported or ignored, with the values that change nothing.
+"""Known request fields that are unsupported or ignored, with their harmless values.
 
-They come from OpenAI's API and from the extensions of vLLM and SGLang. A field that is in neither
-table and in no record is rejected as well. The error of a known name suggests no other spelling.
-Independent of requests.
+The fields come from OpenAI's API and from extensions of vLLM and SGLang. Fields that are neither
+here nor in a record are rejected too. For a known name, the error suggests no other spelling.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,14 +12,15 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFields:
-    """Values of a field that ask for the default behaviour. Null, "" and [] always do.
+    """Values of a field that request the default behaviour. Null, "" and [] always do.
 
     Attributes:
-        hint: whether other values are ignored and named in a response header, because the response
-            is correct without them.
+        said: the harmless values, for errors. "": there are only the empty ones.
+        hint: other values are ignored and named in a response header, because the response is
+            correct without them.
     """
 
-    said: str  # "": there are no others
+    said: str
     holds: Callable[[object], bool]
     hint: bool = False
 
@@ -122,7 +122,7 @@ OF_RESPONSES: Mapping[str, IgnoredFields] = {
     "context_management": hint(),
     "include": IgnoredFields(
         "anything but `message.output_text.logprobs`",
-        # Reasoning is returned as text anyway. The other values belong to built-in tools, which do
+        # Reasoning is returned as text anyway. The other values are for built-in tools, which do
         # not exist here.
         lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
     ),

@@ -32,11 +32,11 @@ class VideoUrl(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content. Its type decides which fields it has.
+    """A part of a message's content. Its type determines its fields.
 
     Attributes:
-        video: the frames, as `url` of an image.
-        fps: of a video, frames per second.
+        video: frames of a video, as `url`s of images.
+        fps: frames per second of a video.
     """
 
     type: str
@@ -127,13 +127,14 @@ class ConversationFields(Protocol):
 def conversation(
     fields: ConversationFields, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
 ) -> ChatPrompt:
-    """Return the conversation that a request asks for.
+    """Return the conversation in a request.
 
     Args:
         tools: tools that the model may use, in the format of chat templates.
 
     Raises:
-        ApiError: a message is empty or has parts that are not text, or both endings are requested.
+        ApiError: a message is empty, has parts that are not supported, or both endings are
+            requested.
     """
     return ChatPrompt(
         [_turn(number, message) for number, message in enumerate(messages)],
@@ -205,7 +206,7 @@ def _part(where: str, number: int, part: ContentPart) -> str | MediaInput:
 
 
 def _frames(where: str, url: str) -> Sequence[str]:
-    """Return the frames of a video as `url` of images. Raise ApiError if it is no list of them."""
+    """Return the frames of a video as `url`s of images. Raise ApiError for any other content."""
     if not url.startswith(_FRAME_LIST):
         raise invalid(
             where,

@@ -32,11 +32,11 @@ class ModelNames:
 
     @property
     def adapters(self) -> list[str]:
-        """Return the adapter names, without one that equals the model's name."""
+        """Return the adapter names, except one that equals the model's name."""
         return sorted(name for name in self._adapters() if name != self.served)
 
     def adapter(self, model: str | None, lora_path: str | None = None) -> str:
-        """Return the adapter of a request with these fields, "" for none.
+        """Return the adapter for a request with these fields, or "".
 
         Raises:
             ApiError: there is no such model or adapter, or the fields name two adapters.
@@ -82,11 +82,11 @@ def refuse_unknown(name: str, known: Sequence[str], param: str = "model") -> NoR
 
 
 class ListedModel(NamedTuple):
-    """A model that clients can name.
+    """A model or adapter as clients name it.
 
     Attributes:
-        served: the served model.
-        adapter: empty: the model itself.
+        served: name of the served model.
+        adapter: name of the adapter. Empty: the model itself.
     """
 
     name: str
@@ -101,13 +101,13 @@ class AllModelNames:
         self._models = {each.served: each for each in models}
 
     def served_by(self, name: str | None) -> str:
-        """Return the name of the served model that a request names.
+        """Return the name of the served model for a request.
 
         Args:
-            name: of the model or of one of its adapters. None: the only model.
+            name: a model or one of its adapters. None: the only model.
         Raises:
-            ApiError: there is no such model, or several have an adapter with this name, or the name
-                is missing and there are several models.
+            ApiError: there is no such model, several models have an adapter with this name, or the
+                name is missing and there are several models.
         """
         if name in self._models:
             return name

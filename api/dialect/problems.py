@@ -32,8 +32,8 @@ _HEADERS = {
     500: (("x-should-retry", "false"),),
     503: (("retry-after", "1"),),
 }
-# The message of an InvalidRequest begins with the field's gRPC name, and optionally a path into
-# that field.
+# The message of an InvalidRequest begins with the field's gRPC name, optionally with a path into
+# it.
 _FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
 _PATH = re.compile(r"(?:\[\d+\]|\.\w+)*")
 _FORMS = frozenset({*KINDS, "guide"})
@@ -43,7 +43,7 @@ _OUR_NAMES = {
     "thinking_budget": "thinking_token_budget",
 }
 
-# Fields of an endpoint: the name that its clients use, by the router's own name.
+# The name that an endpoint's clients use for each field, by the router's own name.
 Fields: TypeAlias = Mapping[str, str]
 
 
@@ -62,10 +62,10 @@ def fields_of(names: Iterable[str], **others: str) -> Fields:
 class Words(msgspec.Struct, frozen=True):
     """Error vocabulary of one API."""
 
-    kinds: Mapping[int, str]  # by status
-    request: str  # of any other client error
-    server: str  # of any other status
-    envelope: Mapping[str, str] = {}  # fields of an error body beside `error`
+    kinds: Mapping[int, str]  # error types by status
+    request: str  # error type of other client errors
+    server: str  # error type of all other statuses
+    envelope: Mapping[str, str] = {}  # further fields of an error body, beside `error`
 
 
 OPENAI = Words({429: "rate_limit_error"}, "invalid_request_error", "server_error")
@@ -133,7 +133,7 @@ class ApiError(Exception):
         return self.words.kinds.get(self.status, other)
 
     def in_words(self, words: Words) -> Self:
-        """Return this error in the vocabulary of that API. Changes it in place."""
+        """Set the vocabulary of this error to that API's, in place, and return it."""
         self.words = words
         return self
 
@@ -142,7 +142,7 @@ class ApiError(Exception):
 
 
 def invalid(field: str, problem: str, code: str | None = None) -> ApiError:
-    """Return the error of a field. Its message is the field's path and the problem.
+    """Return the error for a field. Its message is the field's path and the problem.
 
     Args:
         problem: begins with a verb, or with a colon.
@@ -157,7 +157,7 @@ def of_error(error: ServingError, fields: Fields, form: str = "") -> ApiError:
 
     Args:
         fields: fields that the request can have. Errors name the field that the client sent.
-        form: the field that asks for a response format.
+        form: name of the field that requested a response format.
     """
     status = _STATUS.get(error.status, 500)
     message = str(error)
@@ -174,10 +174,10 @@ def of_error(error: ServingError, fields: Fields, form: str = "") -> ApiError:
         return ApiError(status, message)
     end = found.end()
     if name.rpartition(".")[2] != ours and (path := _PATH.match(message, end)):
-        end = path.end()  # a path into the router's field is invalid for the client's
+        end = path.end()  # a path into the router's field does not exist in the client's
     return ApiError(status, name + message[end:], param=name)
 
 
 def error_body(status: int, sentence: str) -> bytes:
-    """Return the body of an error that no field causes."""
+    """Return an error body that names no field."""
     return ApiError(status, sentence).body

@@ -1,4 +1,4 @@
-"""Tools that a chat offers, independent of its API, forced calls, and the parsing of calls."""
+"""Tools of a chat, for all HTTP APIs: the offer, the grammar of calls, and parsing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -21,24 +21,22 @@ from common.requests.sampling import (
 )
 
 _ANY_OBJECT = {"type": "object"}
-# Keywords whose values are data, and keywords that map names to schemas, where a name may equal a
-# keyword.
+# JSON schema keywords whose values are data, and keywords that map names to schemas. A name in such
+# a map may equal a keyword.
 _VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 _BY_NAME = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 )
 
 
-# Forced tool calls: the JSON schema of a response that consists of calls only.
-#
-# Any model can write JSON under a grammar. Such a response is therefore a JSON list of calls,
-# whatever tool call format its model has.
+# Any model can write JSON under a grammar. A forced response is therefore a JSON list of calls,
+# whatever the model's own tool call format.
 def guide_of_calls(tools: Sequence[ToolDefinition], *, parallel: bool) -> GuidedDecoding:
-    """Return the guide of a response that consists of tool calls.
+    """Return the guide for a response that consists only of tool calls.
 
     Args:
-        tools: at least one of them is called.
-        parallel: whether more than one call may be made.
+        tools: tools, at least one of which is called.
+        parallel: more than one call is allowed.
 
     Raises:
         RecursionError: parameters are nested too deeply.
@@ -65,7 +63,7 @@ def _call(tool: ToolDefinition, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema that has been moved to `place`, with its references adjusted."""
+    """Return a schema as part of another one at `place`, with its references adjusted."""
     match schema:
         case Mapping():
             return {word: _moved_word(word, value, place) for word, value in schema.items()}
@@ -91,7 +89,7 @@ class ToolOffer(msgspec.Struct, frozen=True):
     tools: Sequence[ToolDefinition]
     must: Sequence[
         ToolDefinition
-    ]  # the model must call one of these. Empty: it may also respond with text
+    ]  # if not empty, the model must call one of these instead of responding with text
     parallel: bool  # False: at most one call
 
     @property
@@ -152,7 +150,7 @@ def offered(
 
 
 def optional(tools: Sequence[Mapping[str, Any]]) -> ToolOffer:
-    """Return the offer of tools in OpenAI's form. Any of them may be called, and none must be."""
+    """Return an offer of tools in OpenAI's form, all of which are optional."""
     functions = [tool["function"] for tool in tools]
     return ToolOffer(
         [
@@ -177,15 +175,15 @@ def guided(
     speech: ModelFormat,
     form_field: str,
 ) -> Sequence[SamplingParams]:
-    """Return the same samplings, with the grammar that tools need.
+    """Return the sampling parameters with the grammar that the tools need.
 
-    A response that must call a tool consists of calls only, and a requested response format applies
-    to a later turn. A response that may call one has that format or consists of calls. Without a
-    response format it is text, and a call that has begun is complete.
+    If a call is required, the response consists of calls only, and a response format applies to a
+    later turn. If calls are optional, the response has the requested format or consists of calls.
+    Without a response format it is free text, in which each call is complete.
 
     Args:
-        speech: how the model calls tools.
-        form_field: the field that asks for a response format, for errors.
+        speech: the model's tool call format.
+        form_field: name of the field that requested a response format, for errors.
 
     Raises:
         ApiError: no grammar can express the request, or parameters are nested too deeply.
@@ -242,7 +240,7 @@ def _guide_of_form(
 ) -> GuidedDecoding:
     """Return the grammar of a response that has this format or consists of calls.
 
-    A structural tag defines the place of calls itself and is returned unchanged.
+    A structural tag already defines where calls are, and is returned unchanged.
     """
     inner = as_form(form)
     if inner is None:
@@ -278,7 +276,7 @@ def listening(
     """Return the parser of one response to `prompt`.
 
     Args:
-        reasons: whether reasoning is returned.
+        reasons: reasoning is returned.
     """
     parser = speech.parser_of_calls if offer.must else speech.parser
     return StreamParser(

@@ -1,1 +1,1 @@
-"""The router's gRPC service for clients."""
+"""The router's gRPC service, `Router`."""

@@ -30,7 +30,7 @@ from protos.sampling_pb2 import Logprobs
 
 
 def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateResponse:
-    """Return a piece of a response as a message."""
+    """Convert a piece of a response to a message."""
     end = _end(piece) if isinstance(piece, FinalChunk) else {}
     reports = () if piece.prompt is None else piece.prompt.tokens
     prompt = [report for report in reports if report.logprob is not None]
@@ -99,11 +99,11 @@ def _fill_in(
     )
 
 
-Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
+Context: TypeAlias = Any  # an rpc.Admitted whose caller is a Client
 
 
 class InferenceService:
-    """The client methods, for `add_router_service`. They raise ServingError."""
+    """Implements the client methods of the service. They raise ServingError."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class InferenceService:
     ) -> None:
         """
         Args:
-            budget_s: total time limit of a call. A generation request may ask for less.
+            budget_s: longest total time of a call, in seconds. A request may set a shorter one.
         """
         self._guard = guard
         self._answers = answers
@@ -248,7 +248,7 @@ class InferenceService:
 
     @contextmanager
     def _pooling(self, request: Any, context: Context) -> Iterator[PoolingCaller]:
-        """Begin a request for vectors or scores. Any request that has these fields."""
+        """Yield the caller of a pooling request, and count the request."""
         with self._begun(context) as client:
             yield PoolingCaller(
                 client,
@@ -263,7 +263,7 @@ class InferenceService:
     def _begun(self, context: Context) -> Iterator[Client]:
         """Yield the client of a request and count the request.
 
-        Send retry-after if it is overloaded.
+        Sets retry-after in the response if the router is overloaded.
         """
         try:
             self._guard.begin(context.caller)
@@ -274,7 +274,7 @@ class InferenceService:
 
 
 def _metadata(context: Context, wanted: str) -> str:
-    """Return the call's metadata with that name, "" if absent."""
+    """Return the call's metadata of that name, or ""."""
     for name, value in context.invocation_metadata() or ():
         if name == wanted and isinstance(value, str):
             return value

@@ -1,4 +1,4 @@
-"""Parsing of gRPC requests."""
+"""Conversion of gRPC requests to the router's parameters."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The `Router` gRPC service: its methods, and the authentication of their callers."""
+"""Registration of the `Router` gRPC service, with the authentication of its callers."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -23,14 +23,14 @@ from protos import router_pb2_grpc
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
 from router.workers import OperatorEnds
 
-Method: TypeAlias = Callable[[Any], Awaitable[Any]]  # from a request to its response
+Method: TypeAlias = Callable[[Any], Awaitable[Any]]  # request to response
 
 
 class AdminService:
-    """The operator methods, for `add_router_service`. They raise ServingError.
+    """Implements the operator methods of the service. They raise ServingError.
 
     Attributes:
-        methods: by name. Those that only pass on the fields of a request are one line each.
+        methods: handlers by method name.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class AdminService:
 
 ROUTER_SERVICE = "baton.v1.Router"
 _HEADER = "authorization"
-# Methods for clients, of the service of the model that the request names.
+# Methods for clients, served by the InferenceService of the request's model.
 _MODEL_METHODS = ("Generate", "Embed", "Score", "ScoreTokens", "Tokenize", "Detokenize", "GetModel")
 
 
@@ -121,13 +121,13 @@ async def _called_of(
 
 
 class CallerResolver:
-    """The guard of the methods, and of reflection. A method's caller is a Client."""
+    """Guard of the service's methods and of reflection. Identifies callers as Clients."""
 
     def __init__(self, guard: ApiKeyGuard) -> None:
         self._guard = guard
 
     def of(self, method: str) -> rpc.Admit:
-        """Return the guard of a method. Raise KeyError if the method has no access rule."""
+        """Return the guard of a method. Raises KeyError if the method has no access rule."""
         ask = self._guard.asking(METHODS[method])
 
         async def admit(context: Any) -> Client:
@@ -137,7 +137,7 @@ class CallerResolver:
 
 
 def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """Return the authorization metadata of a call, like HTTP's header. "" if absent."""
+    """Return the authorization in a call's metadata, like HTTP's header, or ""."""
     for name, value in metadata or ():
         if name == _HEADER and isinstance(value, str):
             return value
@@ -145,7 +145,7 @@ def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
 
 
 def address(peer: str) -> str:
-    """Return the address within gRPC's peer: ipv4:HOST:PORT, ipv6:[HOST]:PORT, percent-encoded."""
+    """Return the address in gRPC's peer: ipv4:HOST:PORT or ipv6:[HOST]:PORT, percent-encoded."""
     kind, _, where = unquote(peer).partition(":")
     if kind in ("ipv4", "ipv6"):
         return where.rpartition(":")[0].strip("[]")

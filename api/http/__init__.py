@@ -1,4 +1,1 @@
-"""The router's HTTP port: aiohttp.web speaks HTTP/1.1, with limits for clients.
-
-Independent of the endpoints.
-"""
+"""The router's HTTP server: aiohttp.web with limits for clients. Independent of the endpoints."""

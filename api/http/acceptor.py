@@ -1,10 +1,9 @@
 """A client's connection, between the event loop and aiohttp, which serves one request at a time.
 
-This module adds what aiohttp leaves open: a time limit for each state of a connection, and a limit
-of the bytes held for its client. A connection is always read, so that its end is noticed even if
-the client has sent more. A closed connection cancels the request that is being served. Serving has
-no time limit but the request's own budget and the limit for unread output. All connections of a
-server share one HttpContext.
+Adds what aiohttp lacks: a time limit for each state of a connection, and a limit of the bytes held
+for a client. A connection is always read, so its end is noticed even if the client has sent more. A
+closed connection cancels its request. A running request is limited only by its budget and by the
+limit for unread output. All connections of a server share one HttpContext.
 """
 
 import asyncio
@@ -24,15 +23,15 @@ from router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 
-ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+ErrorBody: TypeAlias = Callable[[int, str], bytes]  # called with status and sentence, returns JSON
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HttpPeer:
     """The client's end of one connection.
 
-    No two are equal, although addresses can be. If a router listens on two of its own addresses,
-    one client port can connect twice.
+    Compared by identity: addresses can be equal, because one client port can connect to two
+    addresses of the router.
     """
 
     host: str
@@ -57,21 +56,21 @@ class HttpLimits:
 
     max_connections: int
     max_line_bytes: int = 8 << 10  # of a request line or a header
-    max_headers: int = 128  # trailers included
+    max_headers: int = 128  # including trailers
     max_body_bytes: int = 12 << 20  # as for a gRPC message: a prompt of a million tokens fits
     max_arriving_bytes: int = 256 << 20  # not yet read by a handler, over all connections
     max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being served
-    receive_s: float = 30.0  # from a request's first byte to its last
-    unread_s: float = 60.0  # for a client with too much unread to read some of it
-    idle_s: float = 75.0  # between requests. Longer than the 60 s of most proxies
-    first_request_s: float = 1.0  # on a connection that had none when the server began to drain
-    handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
-    linger_s: float = 2.0  # for a client that still sends to read the error
+    receive_s: float = 30.0  # time from a request's first byte to its last
+    unread_s: float = 60.0  # time for a client with too much unread output to read some of it
+    idle_s: float = 75.0  # time between requests, longer than the 60 s of most proxies
+    first_request_s: float = 1.0  # for a connection without any request when the drain begins
+    handshake_s: float = 10.0  # time from the connection to the end of its TLS handshake
+    linger_s: float = 2.0  # time for a client that is still sending to read the error
     tick_s: float = 1.0  # interval of deadline checks
 
 
 class ConnectionMember(Protocol):
-    """A connection, as the server sees it."""
+    """A connection as HttpContext sees it."""
 
     deadline: float  # in time.monotonic() seconds
 
@@ -79,14 +78,14 @@ class ConnectionMember(Protocol):
         """End the connection after its deadline."""
 
     def drain(self) -> None:
-        """End the connection, unless it has a request to serve or may get its first one."""
+        """End the connection after its current request, or after a short time for its first one."""
 
     def abort(self) -> None:
         """End the connection immediately."""
 
 
 class HttpContext:
-    """Shared state of all connections. For one event loop."""
+    """State that all connections of a server share. For one event loop."""
 
     def __init__(self, limits: HttpLimits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
         self.limits = limits
@@ -97,9 +96,9 @@ class HttpContext:
         self.members: set[ConnectionMember] = set()
         self.all_gone = asyncio.Event()
         self.all_gone.set()
-        self.num_arriving = 0  # bytes of requests that no handler has read yet
+        self.num_arriving = 0  # bytes of requests that handlers have not read yet
         self.draining = False
-        self.now = time.monotonic()  # as of the last tick
+        self.now = time.monotonic()  # time of the last tick
 
     def join(self, member: ConnectionMember) -> None:
         self.members.add(member)
@@ -120,7 +119,7 @@ class HttpContext:
 
 
 _MAX_UNSENT_BYTES = 64 << 10  # above it, writers of a response wait
-_HEAD_BYTES = 64 << 10  # may come in addition to a body of maximum length
+_HEAD_BYTES = 64 << 10  # beyond the maximum length of a body
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -138,8 +137,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     ) -> None:
         """
         Args:
-            make_inside: makes the protocol that reads requests and writes responses through this
-                transport.
+            make_inside: makes the aiohttp protocol that uses this object as its transport.
             on_closed: called after the connection has ended.
         """
         super().__init__()
@@ -152,13 +150,13 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._inside: asyncio.Protocol | None = None
         self._place: ConnectionSlot | None = None
         self._writable = True
-        self._full = False  # reading is paused inside
-        self._ahead = bytearray()  # received, but not yet passed inside
+        self._full = False  # aiohttp has paused reading
+        self._ahead = bytearray()  # received, but not yet passed to aiohttp
         self._unused = True  # no part of a request has arrived yet
         self._receiving = False  # part of a request has arrived, and none is being served
         self._answering = False
-        self._leaving = False  # no further request is read
-        self._num_inside = 0  # bytes of requests that are held inside
+        self._leaving = False  # no further request will be read
+        self._num_inside = 0  # bytes of requests that aiohttp holds
         self._num_arriving = 0  # this connection's part of HttpContext.num_arriving
 
     @property
@@ -186,7 +184,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._transport.abort()
 
     def reject(self, status: int, sentence: str) -> None:
-        """Stop reading from this client. Send it the reason, unless a request is being served."""
+        """Stop reading from this client. Send it the reason unless a request is being served."""
         self.forget()
         self._shared.log.info(
             "client connection rejected", peer=self.peer.address, status=status, reason=sentence
@@ -256,7 +254,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     # Called by a request --------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Note that part of a request has arrived."""
+        """Record that part of a request has arrived."""
         if not (self._receiving or self._leaving):
             self._unused, self._receiving = False, True
             self.deadline = self._shared.now + self._shared.limits.receive_s
@@ -264,11 +262,11 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
                 self._place.busy()
 
     def ask_for_body(self) -> None:
-        """Ask a client that waits for 100-continue for its body."""
+        """Send 100-continue to a client that waits for it."""
         self._transport.write(_CONTINUE)
 
     def answering(self, num_body_bytes: int) -> None:
-        """Note that the whole request has arrived, and that its body is held."""
+        """Record that the whole request has arrived, and that its body is held."""
         self._receiving = False
         self._answering = True
         self.deadline = math.inf
@@ -280,7 +278,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._hold(0)
 
     def answered(self) -> None:
-        """Note that the whole response is written, and that its client has read enough of it."""
+        """Record that the response is written, and that the client has read enough of it."""
         self._answering = False
         self._hold(0)
         if self._transport.is_closing():
@@ -308,9 +306,9 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Pause reading until the current request has arrived.
+        """Pause passing bytes to aiohttp until the current request has arrived.
 
-        During a response the connection is read all the same.
+        During a response the connection itself is still read.
         """
         self._full = True
         self._transport.pause_reading()
@@ -357,7 +355,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             self._place.idle()
 
     def _end_inside(self, error: Exception | None) -> None:
-        """End the connection for the inner protocol, whatever happens to the socket."""
+        """End the connection for aiohttp, whatever happens to the socket."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.connection_lost(error)
@@ -365,8 +363,8 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     def _linger(self, longest_s: float) -> None:
         """End a connection whose client may still be sending.
 
-        Closing a socket with unread bytes would discard the response. TLS has no half-closed state.
-        It has its own closing handshake, which waits for the client.
+        Closing a socket with unread bytes would discard the response. TLS has no half-closed state:
+        its closing handshake waits for the client.
         """
         self._transport.resume_reading()
         if self._transport.can_write_eof():
@@ -376,15 +374,13 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self.deadline = self._shared.now + longest_s
 
     def _close(self) -> None:
-        """Close after pending writes. A client that does not read them has until the deadline."""
+        """Close after pending writes. The client has until the deadline to read them."""
         self._leaving = True
         self.deadline = self._shared.now + self._shared.limits.idle_s
         self._transport.close()
 
     def _hold(self, num_inside: int) -> None:
-        """Record the bytes held for this connection: `num_inside` bytes of the running request, and
-        the bytes of later requests that the client sent ahead.
-        """
+        """Record the bytes held: `num_inside` of the running request, and of later requests."""
         self._num_inside = num_inside
         num_bytes = num_inside + len(self._ahead)
         self._shared.num_arriving += num_bytes - self._num_arriving

@@ -1,4 +1,4 @@
-"""One request as its handler sees it: aiohttp's request, with the connection's HttpAcceptor."""
+"""One HTTP request and response as handlers see them: aiohttp's, over an HttpAcceptor."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,10 +9,7 @@ from api.http.acceptor import ErrorBody, HttpAcceptor, HttpPeer
 
 
 class HttpRequest(web.BaseRequest):
-    """An HTTP request.
-
-    Its whole body has arrived before its handler is called, and can be taken once.
-    """
+    """An HTTP request. Its whole body has arrived, and can be taken once."""
 
     def __init__(self, acceptor: HttpAcceptor, *parts: Any) -> None:
         """
@@ -23,15 +20,12 @@ class HttpRequest(web.BaseRequest):
         self.acceptor = acceptor
         # As sent, without the query, so that access checks and routing read the same path.
         self.route = self.rel_url.raw_path
-        self.answer_headers: tuple[tuple[str, str], ...] = ()  # added to any response
+        self.answer_headers: tuple[tuple[str, str], ...] = ()  # headers added to any response
         self.body = b""
 
     @property
     def keep_alive(self) -> bool:
-        """Return whether the connection stays open after the response.
-
-        Evaluated when its head is written.
-        """
+        """Whether the connection stays open after the response. Read when its head is written."""
         return super().keep_alive and self.acceptor.reusable
 
     @property
@@ -39,7 +33,7 @@ class HttpRequest(web.BaseRequest):
         return self.acceptor.peer
 
     def header(self, name: str) -> str:
-        """Return a header's value, "" if absent.
+        """Return a header's value, or "".
 
         Bytes that are not UTF-8 are read as latin-1, so that the value can be sent again.
         """
@@ -53,17 +47,14 @@ class HttpRequest(web.BaseRequest):
             return sent.decode("latin-1")
 
     def take_body(self) -> bytes:
-        """Return the body and release it to the caller.
-
-        It need not be held until the response ends.
-        """
+        """Return the body, and drop this object's reference to free its memory early."""
         body, self.body = self.body, b""
         self.acceptor.body_taken()
         return body
 
 
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[web.StreamResponse]]
-# Returns a response that replaces the handler's, before the body is read, or None.
+# Returns a response instead of the handler's, before the body is read, or None.
 Check: TypeAlias = Callable[[HttpRequest], web.Response | None]
 
 
@@ -72,7 +63,7 @@ Headers = Iterable[tuple[str, str]]
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
-# Not a standard reason, but the common name for a request that its client cancelled.
+# Not a standard status. Commonly used for a request that its client cancelled.
 _REASONS = {499: "Client Closed Request"}
 
 
@@ -112,11 +103,11 @@ class HttpStream(web.StreamResponse):
 
     @property
     def slow(self) -> bool:
-        """Return whether the client leaves so much unread that writing should pause."""
+        """True if the client leaves so much output unread that writing should pause."""
         return bool(self._request.protocol.writing_paused)
 
     def push(self, piece: bytes) -> None:
-        """Write a piece immediately. Only for a client that is not slow."""
+        """Write a piece without waiting. Only while the client is not slow."""
         try:
             if not self.prepared:
                 self.headers.extend(self._request.answer_headers)
@@ -128,7 +119,7 @@ class HttpStream(web.StreamResponse):
     async def send(self, piece: bytes) -> None:
         """Write a piece as `push` does, and wait while the client is slow.
 
-        No writer is ever more than one piece ahead of the transport's buffer.
+        So no writer is more than one piece ahead of the transport's buffer.
         """
         self.push(piece)
         await self._request.writer.drain()
@@ -145,7 +136,7 @@ class HttpStream(web.StreamResponse):
 
 
 def _at_once(writing: Coroutine[Any, Any, object]) -> None:
-    """Run a coroutine that never has to wait."""
+    """Run a coroutine that never waits."""
     try:
         writing.send(None)
     except StopIteration:
@@ -155,7 +146,7 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
 
 
 class HttpRoutes:
-    """The handler of each request. Without one, a handler that returns 404 or 405."""
+    """Handlers by path and method. Other requests get 404 or 405."""
 
     def __init__(
         self,
@@ -166,7 +157,7 @@ class HttpRoutes:
         """
         Args:
             exact: handlers by path and method. GET handlers also serve HEAD.
-            below: the same for every path that begins with this one, which ends with "/".
+            below: handlers for all paths that begin with a key, which ends with "/", by method.
         """
         self._exact = exact
         self._below = below

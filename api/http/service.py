@@ -1,4 +1,4 @@
-"""The HTTP listener with its deadlines and TLS handshakes, and the callbacks of aiohttp."""
+"""The HTTP listener, TLS handshakes, and the glue between aiohttp and handlers."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from api.http.messages import Check, Handler, Headers, HttpRequest, whole
 from common.errors import ConfigError
 from common.rpc import join_address
 
-# aiohttp parses at most twice as much of a body ahead of its reader, and at most 1024 chunks.
+# aiohttp buffers at most twice this much of a body, in at most 1024 chunks.
 _READ_BYTES = 16 << 10
 _BUG = "internal error of the router: see its log"
 
 
 class RequestChecks(Protocol):
-    """Checks and headers of every request, independent of its path."""
+    """Checks and headers that apply to every request, whatever its path."""
 
     in_order: Sequence[Check]  # called in this order, before the body is read
 
@@ -31,11 +31,11 @@ class RequestChecks(Protocol):
         """Return headers to add to the response."""
 
     def closed(self, peer: HttpPeer) -> None:
-        """Note that the connection has ended."""
+        """Process the end of a connection."""
 
 
 class HttpService:
-    """Serving of requests. For one event loop."""
+    """Passes each request to its checks and its handler. For one event loop."""
 
     def __init__(
         self, shared: HttpContext, route: Callable[[HttpRequest], Handler], checks: RequestChecks
@@ -75,9 +75,9 @@ class HttpService:
         return response
 
     async def _response(self, request: HttpRequest) -> web.StreamResponse:
-        """Return the response.
+        """Return the response of the checks or the handler.
 
-        Raise BadRequest, or ConnectionError after the client has disconnected.
+        Raises BadRequest, or ConnectionError after the client has disconnected.
         """
         try:
             return self._refused(request) or await self._handled(request)
@@ -103,7 +103,7 @@ class HttpService:
 
 
 class _Conversation(web.RequestHandler):
-    """aiohttp's handler of one connection. The HttpAcceptor enforces all time limits instead."""
+    """aiohttp's handler of one connection. Its time limits are replaced by the HttpAcceptor's."""
 
     def __init__(self, acceptor: HttpAcceptor, server: web.Server, shared: HttpContext) -> None:
         super().__init__(
@@ -122,7 +122,7 @@ class _Conversation(web.RequestHandler):
         self._body: StreamReader = EMPTY_PAYLOAD
 
     def expect(self, body: StreamReader) -> None:
-        """Note the body that is read from now on."""
+        """Record the body that is read from now on."""
         self._body = body
         self.acceptor.receive()
         self._check_error()
@@ -138,15 +138,15 @@ class _Conversation(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Reject bytes that are not a request."""
+        """Reject bytes that are not an HTTP request."""
         self._reject(message or "")
         return web.Response()  # never sent
 
     def _check_error(self) -> None:
         """Reject a body that aiohttp found malformed.
 
-        Messages behind an unfinished body are never requests, only an error of that body. aiohttp
-        would report the error after the end of the body, which never comes.
+        Messages that follow an unfinished body are never requests, but an error of that body.
+        aiohttp would report the error only at the end of the body, which never comes.
         """
         if self._messages and not self._body.is_eof():
             error, _ = self._messages.popleft()
@@ -162,7 +162,8 @@ def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -
     return HttpRequest(protocol.acceptor, message, payload, protocol, *others, loop)
 
 
-# Each piece of a body costs the same work, whatever its size. This limits the number of small ones.
+# Each chunk of a body costs the same work, whatever its size. This limits the number of small
+# chunks.
 _SMALL_BYTES, _MAX_SMALL = 64, 1000
 
 
@@ -181,8 +182,8 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
     """Wait until the whole body has arrived, and return it.
 
     Raises:
-        BadRequest: it is too long or comes in too many pieces. If the client sends the length, a
-            body that is too long is rejected before it arrives.
+        BadRequest: it is too long or has too many chunks. If the client sends the length, a body
+            that is too long is rejected before it arrives.
     """
     if request.version not in (HttpVersion11, HttpVersion10):
         raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are supported")
@@ -216,12 +217,10 @@ def _too_long(max_bytes: int) -> BadRequest:
     return BadRequest(413, f"the body of a request may have at most {max_bytes} bytes")
 
 
-# A client's connection until its TLS handshake is complete. Then a HttpAcceptor takes over.
-#
-# It counts as a connection from the start and has a deadline, so a silent client does not hold its
-# place for long.
+# A handshake counts as a connection and has a deadline, so a silent client does not occupy a place
+# for long.
 class Handshake(asyncio.Protocol):
-    """The protocol that the server makes for each client if it serves TLS."""
+    """A client's connection during its TLS handshake. Then an HttpAcceptor takes over."""
 
     def __init__(
         self,
@@ -246,7 +245,7 @@ class Handshake(asyncio.Protocol):
         self.abort()
 
     def drain(self) -> None:
-        """Complete the handshake. The connection may have one request."""
+        """Let the handshake complete. The connection may have one request."""
 
     def abort(self) -> None:
         self._shaking.cancel()
@@ -254,8 +253,7 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Move the socket out of the transport before anything is read.
 
-        The event loop reports whether a handshake failed only for a socket that its caller passes
-        in.
+        The event loop reports a failed handshake only for a socket that its caller passes in.
         """
         peer = peer_of(transport)
         self._place = self._shared.room.enter(peer.host, self.abort)
@@ -311,7 +309,7 @@ class _Standing(asyncio.Protocol):
 
 _BACKLOG = 1024
 _MAX_UNSENT_BYTES = 64 << 10  # in the kernel, beyond the client's receive window
-# A host that disappears silently is detected after all of these together.
+# A host that disappears silently is detected after the sum of these.
 _SILENT_S, _PROBE_S, _PROBES = 15, 5, 3
 
 
@@ -333,14 +331,15 @@ class HttpServer:
         self._service = service
         self._tls_context = tls_context
         self._listener: asyncio.Server | None = None
-        self._accepting: asyncio.Future[None] | None = None  # the last connections
+        self._accepting: asyncio.Future[None] | None = None  # accepting the last connections
         self._next_tick: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """Listen, and return the port, which the system chooses for port 0.
+        """Listen, and return the port.
 
         Args:
-            shares_port: whether other processes share the port, as in common.rpc.bind.
+            port: 0: the system chooses one.
+            shares_port: other processes share the port, as in common.rpc.bind.
 
         Raises:
             ConfigError: the address is not available.
@@ -352,7 +351,7 @@ class HttpServer:
             )
         except OSError as error:
             address = join_address(host, port)
-            # uvloop adds the address to the message, which has it already.
+            # uvloop's message repeats the address.
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"--http-port: cannot listen on {address}: {reason}") from error
         for listener in self._listener.sockets:
@@ -362,8 +361,8 @@ class HttpServer:
         return bound
 
     def stop_listening(self) -> None:
-        """Stop accepting connections. Those that the kernel has completed meanwhile are accepted:
-        if processes share a port, their clients cannot know that this one stops."""
+        """Stop accepting connections, except those that the kernel has completed already. If
+        processes share a port, the clients of these connections cannot know that this one stops."""
         if self._listener is None:
             return
         copies = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]
@@ -371,7 +370,7 @@ class HttpServer:
         self._listener = None
         waiting: list[socket.socket] = []
         for listener in copies:
-            with listener, contextlib.suppress(OSError):  # there are no more, or no descriptors
+            with listener, contextlib.suppress(OSError):  # no more connections, or no descriptors
                 while len(waiting) < _BACKLOG:
                     waiting.append(listener.accept()[0])
         self._accepting = asyncio.ensure_future(self._accept(waiting))
@@ -385,7 +384,7 @@ class HttpServer:
     def drain(self) -> None:
         """Close each connection after its current response, and idle connections immediately.
 
-        A connection without a request so far has a short time for its first one, which may be on
+        A connection that has had no request gets a short time for its first one, which may be on
         its way.
         """
         self._shared.draining = True
@@ -401,7 +400,7 @@ class HttpServer:
                 await self._shared.all_gone.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, give running responses `grace_s` and end the rest."""
+        """Stop accepting connections, give responses `grace_s` seconds, and end the rest."""
         self.stop_listening()
         self.drain()
         await self.wait_until_all_gone(grace_s)

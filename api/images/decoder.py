@@ -1,4 +1,4 @@
-"""A helper process of a router that decodes its images, see common/process/helper.py.
+"""Helper process of a router that decodes images (see common/process/helper.py).
 
     python -m api.images.decoder DESCRIPTOR...
 
@@ -22,8 +22,8 @@ from common.errors import InvalidRequest
 from common.model_directory import AreaSize, ClipSize, SquareSize, StretchedSize, VisionFiles
 from common.process import helper
 
-# Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
-# coefficients, and 2 if it is decoded at a smaller size), PNG 13, WEBP 17 (libwebp has three
+# Limits of stored pixels. Worst cases of decoding, in bytes a pixel: JPEG 12 (progressive CMYK
+# keeps coefficients; 2 if decoded at a smaller size), PNG 13, WEBP 17 (libwebp keeps three
 # canvases), GIF 13.
 _MI = 1 << 20
 MAX_PIXELS: Mapping[str, int] = {
@@ -33,14 +33,12 @@ MAX_PIXELS: Mapping[str, int] = {
     "GIF": 16 * _MI,
 }
 FORMATS = tuple(MAX_PIXELS)
-_CAMERAS = "MPO"  # Pillow's name of a JPEG followed by further images
+_CAMERAS = "MPO"  # Pillow's name of a JPEG with further images
 # A JPEG is decoded at a smaller size that is at least this many times the model's size.
 _DRAFT_GAP = 2
 
 
-# Decoding of images with Pillow, in a process of its own (decoder.py).
-#
-# The header has an image's size. Only an image that is small enough is decoded.
+# The header contains an image's size. Only images that are small enough are decoded.
 def opened(encoded: bytes) -> Image.Image:
     """Open an image by its header, without decoding it.
 
@@ -70,8 +68,8 @@ class Fit(NamedTuple):
     """The size of an image for a model.
 
     Attributes:
-        rows, columns: of tokens.
-        resized: height and width in pixels. What its tokens do not cover is cropped evenly.
+        rows, columns: size in tokens.
+        resized: height and width in pixels. Pixels beyond the tokens are cropped evenly.
     """
 
     rows: int
@@ -85,18 +83,18 @@ class Fit(NamedTuple):
 
 
 def pixels_of(image: Image.Image, fit: Fit, files: VisionFiles) -> tuple[Fit, bytes]:
-    """Return the size of the image when it is upright, and its RGB pixels, upright and resized.
+    """Return the size of the upright image, and its RGB pixels, upright and resized.
 
     Args:
-        image: the result of `opened`. It must not be used afterwards.
-        fit: its size as it is stored, which may be on its side.
+        image: result of `opened`. It must not be used afterwards.
+        fit: size of the image as it is stored, which may be rotated.
 
     Raises:
-        InvalidRequest: it is damaged.
+        InvalidRequest: the image is damaged.
     """
     try:
         image.draft(None, tuple(_DRAFT_GAP * each for each in reversed(fit.resized)))
-        image = image.copy()  # releases the decoder, which holds several times the image's size
+        image = image.copy()  # frees the decoder, which holds several times the image's size
         stored = image.size
         ImageOps.exif_transpose(image, in_place=True)
         fit = fit if image.size == stored else fit.turned
@@ -161,9 +159,9 @@ def fit_of(
     """Return the size for an image with that many pixels.
 
     Args:
-        num_frames: of the video that it is a frame of. 0: an image.
+        num_frames: number of frames of its video. 0: it is an image.
     Raises:
-        InvalidRequest: its aspect ratio is too large, or no size has so few tokens.
+        InvalidRequest: its aspect ratio is too large, or no size has few enough tokens.
     """
     if max(height, width) > _MOST_ELONGATED * min(height, width):
         raise InvalidRequest(
@@ -188,10 +186,10 @@ def fit_of(
 
 
 class _Frames(NamedTuple):
-    """Numbers of frames whose pixels are limited together.
+    """Numbers of frames whose pixels have a common limit.
 
     Attributes:
-        rounded: to a multiple of those of a temporal patch.
+        rounded: number of frames, rounded to whole temporal patches.
     """
 
     number: int

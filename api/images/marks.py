@@ -1,5 +1,5 @@
-"""The marks of images and videos in a prompt's text, where a chat template writes others than the
-model needs."""
+"""Image and video placeholders in a rendered prompt, for models whose chat template writes other
+ones than the model needs."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,25 +11,25 @@ from common.model_directory import VideoFiles
 
 
 class MediaMarks(Protocol):
-    """Replaces the marks in a rendered conversation whose number or text differs from those that
-    the model needs."""
+    """Replaces the chat template's placeholders of images or videos with those of the model."""
 
     def written(self, text: str, media: Sequence[MediaInput]) -> str:
-        """Return a conversation with the marks of all its images and videos.
+        """Return the rendered conversation with the model's placeholders.
 
         Raises:
-            InvalidRequest: the text has more or fewer marks than there are images or videos.
+            InvalidRequest: the number of placeholders in the text is not that of images or videos.
         """
         ...
 
 
 class SurroundedMarks:
-    """Writer of images between two tokens and blank lines, as in Gemma 3."""
+    """Image placeholders between two tokens and blank lines, as in Gemma 3."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """
         Args:
-            names: texts of the token before an image, of its placeholder, and of that after it.
+            names: texts of the token before an image, of its placeholder, and of the token after
+                it.
         """
         begin, placeholder, end = names
         self._mark = begin
@@ -41,13 +41,15 @@ class SurroundedMarks:
 
 
 class VideoMarks:
-    """Writer of videos into rendered conversations. A chat template writes one mark for a video.
-    The mark of each temporal patch takes its place, in some models with a timestamp."""
+    """Video placeholders: one for each temporal patch instead of the template's one per video.
+
+    In some models each has a timestamp.
+    """
 
     def __init__(self, frames: int, video: VideoFiles, names: Sequence[str]) -> None:
         """
         Args:
-            frames: of a temporal patch.
+            frames: number of frames of a temporal patch.
             names: texts of video.begin, video.placeholder and video.end.
         """
         begin, placeholder, end = names

@@ -8,7 +8,7 @@ from common.model_directory import VisionFiles
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    source: str | bytes  # data:...;base64,... or a URL. bytes: the file
+    source: str | bytes  # data:...;base64,... or a URL; bytes: the file
     low_detail: bool = False
 
     @property
@@ -23,7 +23,7 @@ class VideoInput(msgspec.Struct, frozen=True):
     """A video.
 
     Attributes:
-        sources: its frames in order, as those of images.
+        sources: its frames in order, each like an image's source.
         fps: frames per second.
     """
 
@@ -39,10 +39,10 @@ class ImageJob(msgspec.Struct, frozen=True):
 
     Attributes:
         content: the file.
-        is_base64: whether `content` is base64 of the file instead.
+        is_base64: `content` is base64 of the file instead.
         max_tokens: a larger image is reduced to this size.
         tokens_left: an image with more tokens is rejected.
-        num_frames: of the video that it is a frame of. 0: an image.
+        num_frames: number of frames of its video. 0: it is an image.
     """
 
     content: bytes
@@ -62,7 +62,7 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The message of an InvalidRequest."""
+    """The message of an InvalidRequest, as the result of an ImageJob."""
 
     sentence: str
 

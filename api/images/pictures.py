@@ -1,7 +1,7 @@
 """The images and videos of one request, from their URLs to the pixels that nodes receive.
 
-Images are rejected by size before any work: by number before one is fetched, by bytes before one is
-opened, and by pixels and tokens before one is decoded.
+Limits are checked before the work that they limit: the number of images before one is fetched,
+bytes before one is opened, and pixels and tokens before one is decoded.
 """
 
 import asyncio
@@ -42,16 +42,16 @@ from common.requests.images import Image
 
 log = logging.getLogger(__name__)
 
-LANES = 2  # images that are decoded concurrently
-MAX_WAITING = 64  # images in the queue
-MAX_BYTES = 448 << 20  # memory for one image, see MAX_PIXELS
-CPU_S = 5  # for one image
-_LONGEST_WAIT_S = 30.0  # in the queue
-_DEADLINE_S = 60.0  # for decoding, on a machine that is busy with other work
+LANES = 2  # concurrent decodings
+MAX_WAITING = 64  # images that wait for decoding
+MAX_BYTES = 448 << 20  # bytes of memory to decode one image, see MAX_PIXELS
+CPU_S = 5  # CPU seconds to decode one image
+_LONGEST_WAIT_S = 30.0  # seconds in the queue
+_DEADLINE_S = 60.0  # seconds to decode on a machine that is busy with other work
 
 
 class Decoding:
-    """The decoder of one event loop. Starts the helper process with the first image."""
+    """Decodes images in a helper process, started with the first image. For one event loop."""
 
     def __init__(self) -> None:
         self.helper = Helper("api.images.decoder", [], num_lanes=LANES, deadline_s=_DEADLINE_S)
@@ -73,7 +73,7 @@ class Decoding:
             NodeUnavailable: the helper process has failed.
         """
         await self._turns.take(client)
-        # A turn ends with the decoding, even if the request was cancelled.
+        # The client's turn lasts until the decoding ends, even if the request is cancelled.
         turn = asyncio.ensure_future(self._turn(job, client))
         turn.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.shield(turn)
@@ -97,7 +97,7 @@ class Decoding:
                 return outcome
 
     def _ask(self, lane: int, job: ImageJob) -> Outcome:
-        """Wait for the decoded image, on a thread of the executor."""
+        """Wait for the decoded image on a thread of the executor."""
         question = Question(msgspec.msgpack.encode(job), CPU_S, MAX_BYTES)
         try:
             answer = self.helper.ask(lane, question)
@@ -128,10 +128,9 @@ _TUNNELS = tuple(
 )
 
 
-# Images that a request names by URL.
-#
-# The router fetches them only if an operator has allowed it, and only from public addresses. A
-# name is resolved once, and the connection uses a public address of that result. A DNS server that
+# The router fetches images only if an operator allows it, and only from public addresses. A name is
+# resolved once, and the connection uses a public address of that result, so a DNS server cannot
+# switch to an internal address later. Redirects are not followed.
 # returns another address later gains nothing. Redirects are not followed.
 class ImageFetch(Protocol):
     async def __call__(self, url: str, max_bytes: int) -> bytes:
@@ -160,10 +159,10 @@ async def no_fetch(url: str, max_bytes: int) -> bytes:
 
 
 class HttpFetch:
-    """Implementation of ImageFetch over HTTP. For one event loop, with a connection for each image.
+    """ImageFetch over HTTP, with a connection for each image. For one event loop.
 
     Args:
-        longest_s: time limit from the DNS lookup to the last byte.
+        longest_s: time limit in seconds, from the DNS lookup to the last byte.
         allowed: returns whether an address may be used.
     """
 
@@ -206,7 +205,7 @@ class HttpFetch:
                     "IP address in its usual form"
                 ) from None
             return target  # the resolver looks it up
-        if not self._allowed(literal):  # without a lookup by the resolver
+        if not self._allowed(literal):  # checked here, because a literal address is not resolved
             raise InvalidRequest(f"{_named(target)} is not a public address")
         return target
 
@@ -231,7 +230,7 @@ class HttpFetch:
 
 
 class _Checked(AbstractResolver):
-    """A resolver that keeps only allowed addresses of another resolver."""
+    """A DNS resolver that keeps only the allowed addresses of another resolver."""
 
     def __init__(self, resolver: AbstractResolver, allowed: Callable[[Address], bool]) -> None:
         self._resolver = resolver
@@ -253,8 +252,8 @@ class _Checked(AbstractResolver):
 def _is_name(host: str) -> bool:
     """Return whether a host can only be a name.
 
-    System resolvers read 0x7f.1, 2130706433 and 127.1 as IPv4 addresses, so a name does not end
-    with a number. No top-level domain does.
+    System resolvers read 0x7f.1, 2130706433 and 127.1 as IPv4 addresses, so names that end with a
+    number are rejected. No top-level domain is a number.
     """
     last = host.removesuffix(".").rpartition(".")[2]
     return _NAME.fullmatch(host) is not None and not _NUMBER.fullmatch(last)
@@ -265,7 +264,7 @@ def _named(target: URL) -> str:
     return f"images: {target.scheme}://{target.host}"
 
 
-MAX_ENCODED_BYTES = 8 << 20  # of all images of one request. As base64 they fit into its body
+MAX_ENCODED_BYTES = 8 << 20  # all images of one request; as base64 they fit into its body
 _TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
 LOW_DETAIL_TOKENS = 256
 
@@ -274,14 +273,14 @@ class _Content(NamedTuple):
     """An image's file, or base64 of it."""
 
     given: bytes | str
-    num_bytes: int  # of the file, at most
+    num_bytes: int  # upper bound of the file's size
 
 
 class _Room(NamedTuple):
-    """The space for the images of a request.
+    """Remaining limits for the images of a request.
 
     Attributes:
-        squares: of pixels. A token of an image has one, and a token of a video one for each frame.
+        squares: token-sized squares of pixels. An image token has one, a video token one per frame.
     """
 
     tokens: int
@@ -294,10 +293,10 @@ class _Room(NamedTuple):
 
 
 class ImageLoader:
-    """Reader of images and videos. For one event loop."""
+    """Fetches and decodes images and videos, and places them in prompts. For one event loop."""
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
-        """Raise ConfigError if no image of the model has as few tokens as configured."""
+        """Raise ConfigError if no image size of the model fits the configured limit of tokens."""
         fixed = files.tokens_per_side**2
         if fixed > config.max_tokens_per_image:
             raise ConfigError(
@@ -307,7 +306,7 @@ class ImageLoader:
         self._files = files
         self._config = config
         self._max_squares = MAX_PIXEL_BYTES // (3 * files.token_side**2)
-        self._placeholders = {files.placeholder: False}  # True: of videos
+        self._placeholders = {files.placeholder: False}  # True: for videos
         if files.video is not None:
             self._placeholders[files.video.placeholder] = True
         self._fetch: ImageFetch = (
@@ -319,7 +318,7 @@ class ImageLoader:
         self.decoding.close()
 
     def check_numbers(self, media: Sequence[MediaInput]) -> None:
-        """Raise InvalidRequest if there are too many, or too many or too few frames."""
+        """Raise InvalidRequest for too many images or videos, or a wrong number of frames."""
         videos = [each for each in media if isinstance(each, VideoInput)]
         if videos and self._files.video is None:
             raise InvalidRequest("messages: this model does not support videos")
@@ -340,13 +339,12 @@ class ImageLoader:
     async def read(
         self, media: Sequence[MediaInput], max_tokens: int, client: Client
     ) -> list[Image]:
-        """Return the images, and the temporal patches of videos, without their positions in a
-        prompt.
+        """Return images, and temporal patches of videos, without positions in a prompt.
 
         Args:
             media: accepted by check_numbers.
             max_tokens: limit of all images together.
-            client: the client whose decoding turns are used.
+            client: client whose decoding turns are used.
 
         Raises:
             InvalidRequest: one cannot be fetched or is invalid, or all together are too large.
@@ -374,13 +372,13 @@ class ImageLoader:
     def placed(
         self, token_ids: Sequence[int], images: Sequence[Image]
     ) -> tuple[list[int], list[Image]]:
-        """Return a prompt with the tokens of its images, and the images with their positions.
+        """Return the prompt with all tokens of its images, and the images with their positions.
 
         Args:
             token_ids: the prompt with one placeholder token for each image.
 
         Raises:
-            InvalidRequest: the placeholders differ from the images in number or in kind.
+            InvalidRequest: the placeholders do not match the images in number or kind.
         """
         found = [at for at, token in enumerate(token_ids) if token in self._placeholders]
         kinds = [self._placeholders[token_ids[at]] for at in found]

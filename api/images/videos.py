@@ -1,7 +1,4 @@
-"""The temporal patches of a video.
-
-A client sends the frames of a video. The encoder sees a few frames at a time, a temporal patch.
-"""
+"""The temporal patches of a video: groups of a few frames that the encoder sees together."""
 
 import math
 import struct
@@ -20,7 +17,7 @@ def num_patches(video: VideoInput, frames: int) -> int:
     """Return the number of temporal patches.
 
     Args:
-        frames: of a temporal patch.
+        frames: number of frames of a temporal patch.
     """
     return math.ceil(len(video.sources) / frames)
 
@@ -28,15 +25,16 @@ def num_patches(video: VideoInput, frames: int) -> int:
 def patches_of(
     decoded: Sequence[Decoded], fps: float, files: VisionFiles, max_positions: int
 ) -> Iterator[Image]:
-    """Yield the temporal patches of a video, without their positions in a prompt. The last frame is
-    repeated to make the last patch whole.
+    """Yield the temporal patches of a video, without positions in a prompt.
+
+    The last frame is repeated to fill the last patch.
 
     Args:
-        decoded: its frames.
+        decoded: frames of the video.
         max_positions: limit on the time axis.
 
     Raises:
-        InvalidRequest: frames differ in size, or the video is too long for its axis of time.
+        InvalidRequest: frames differ in size, or the video is too long for the time axis.
     """
     video, count = files.video, files.frames
     assert video is not None

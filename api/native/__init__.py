@@ -1,1 +1,1 @@
-"""The HTTP API that is neither OpenAI's nor Anthropic's: /generate, /tokenize and /detokenize."""
+"""SGLang's native HTTP API: /generate, /tokenize and /detokenize."""

@@ -1,4 +1,4 @@
-"""SGLang's native API: /generate, and /tokenize and /detokenize, which are as vLLM's too."""
+"""SGLang's native API: /generate, and /tokenize and /detokenize, which vLLM also has."""
 
 import time
 from array import array
@@ -52,10 +52,10 @@ from common.request import NUMBER_BYTES
 from common.requests.sampling import MAX_LOGPROBS
 from router.token_buffer import UNKNOWN_VERSION
 
-_DEFAULT_MAX_TOKENS = 128  # SGLang's
-# Each event of a stream has the whole response so far. Beyond this size, in characters, tokens and
-# log-probabilities, the response grows by a fraction of its size before the next event. A stream
-# therefore has at most about 128 times the size of its response.
+_DEFAULT_MAX_TOKENS = 128  # SGLang's default
+# Each event of a stream repeats the whole response so far. Beyond this size, in characters, tokens
+# and log-probabilities, the response must grow by a fraction before the next event. So a stream has
+# at most about 128 times the size of its response.
 _SIZE_OF_EACH_PIECE = 1024
 _GROWTH = 128
 _encode = msgspec.json.Encoder().encode
@@ -114,7 +114,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
 
 
 class _CommonFields(GenerationFields, kw_only=True):
-    """The sampling fields, by OpenAI's names."""
+    """The sampling fields under OpenAI's names."""
 
     where: ClassVar[str] = "sampling_params."
 
@@ -140,11 +140,11 @@ class MetaInfo(LogprobFields):
     weight_versions: list[WeightVersionSpan] | msgspec.UnsetType = msgspec.UNSET
     cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET  # seconds
-    # A list of the states of the prompt's tokens, then the state of each generated token but the
+    # A list of the states of the prompt's tokens, then the state of each generated token except the
     # last.
     hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
-    sampling_seed: int | msgspec.UnsetType = msgspec.UNSET  # of a batch-invariant response
+    sampling_seed: int | msgspec.UnsetType = msgspec.UNSET  # only for a batch-invariant response
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -153,7 +153,7 @@ class NativeResponse(msgspec.Struct, omit_defaults=True):
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    index: int | None = None  # in a stream with several responses
+    index: int | None = None  # only in a stream with several responses
 
 
 class NativeEndpoint:
@@ -316,7 +316,7 @@ class _Answer:
         self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._size = 0  # characters, tokens and log-probabilities
+        self._size = 0  # in characters, tokens and log-probabilities
         self._sent_size = 0
         self._began = time.monotonic()
         self._end: FinalChunk | None = None
@@ -339,7 +339,7 @@ class _Answer:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the response has ended, or grown enough since the last event."""
+        """Return whether the response has ended, or has grown enough since the last event."""
         sent = self._sent_size
         return (
             self._end is not None
@@ -398,11 +398,10 @@ def _reply(
     request: HttpRequest,
     headers: Headers,
 ) -> EndpointReply:
-    """Return a reply with one JSON object, or a list of them, or a stream.
+    """Return a reply with one JSON object, a list of them, or a stream.
 
-    A stream has events with the whole response so far, as in SGLang. While a response is short,
-    each batch of tokens has an event. The longer it is, the more tokens wait for the next event.
-    With an event for each token, n tokens would produce n² of text.
+    As in SGLang, each event of a stream has the whole response so far. Events become rarer as a
+    response grows: with an event for each token, n tokens would produce n² of text.
     """
 
     def add(index: int, piece: OutputChunk) -> None:
@@ -454,7 +453,7 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
-    text: str  # the same, by SGLang's name
+    text: str  # the same as above, by SGLang's name
 
 
 class TokenizeEndpoint:

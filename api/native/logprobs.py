@@ -7,11 +7,11 @@ import msgspec
 
 from api.requests.answer import LikelyTokenText, OutputChunk, TokenReport
 
-# Log-probability, token id, and the token's text if it is requested. The first token has no
+# Log-probability, token id, and the token's text if requested. The first token has no
 # log-probability.
 TokenLogprob: TypeAlias = tuple[float | None, int, str | None]
 TokenLogprobs: TypeAlias = list[TokenLogprob] | msgspec.UnsetType
-# For each token the likeliest tokens at its position, likeliest first.
+# The most likely tokens at each position, in descending order.
 TopLogprobs: TypeAlias = list[list[TokenLogprob] | None] | msgspec.UnsetType
 
 
@@ -19,10 +19,10 @@ class LogprobOptions(msgspec.Struct, frozen=True):
     """The log-probabilities that a request asks for.
 
     Attributes:
-        requested: whether there are any.
-        prompt_start: index of the first token of the prompt in the response. -1: no prompt.
-        num_top: number of likeliest tokens at each position.
-        with_text: whether tokens have their text.
+        requested: any log-probabilities are returned.
+        prompt_start: index of the first prompt token to include. -1: no prompt.
+        num_top: number of most likely tokens at each position.
+        with_text: tokens have their text.
     """
 
     requested: bool = False
@@ -51,13 +51,13 @@ class CollectedLogprobs:
         self._top: list[list[TokenLogprob] | None] = []
 
     def add(self, piece: OutputChunk) -> int:
-        """Add those of a piece. Return the number of added log-probabilities."""
+        """Add the log-probabilities of a piece. Return their number."""
         if not self._options.requested:
             return 0
         prompt: Sequence[TokenReport] = ()
         if piece.prompt is not None:
             prompt = piece.prompt.tokens[self._options.prompt_start :]
-            # SGLang returns none for the first token, also if tokens precede it.
+            # SGLang returns none for the first token, even if tokens precede it.
             self._prompt = [(None, prompt[0].token, self._text(prompt[0]))]
             self._prompt += map(self._entry, prompt[1:])
             self._prompt_top = [None, *map(self._top_entries, prompt[1:])]
@@ -66,7 +66,7 @@ class CollectedLogprobs:
         return (len(prompt) + len(piece.tokens)) * (1 + self._options.num_top)
 
     def fill(self, fields: LogprobFields) -> None:
-        """Set those of the fields that the request asks for."""
+        """Set the fields that the request asks for."""
         if not self._options.requested:
             return
         fields.output_token_logprobs = self._tokens

@@ -1,1 +1,1 @@
-"""OpenAI's API over the router's Generator: a translation of requests and responses."""
+"""OpenAI's API: translation of requests and responses."""

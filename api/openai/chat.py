@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation, in the model's chat template, and its response."""
+"""/v1/chat/completions: a conversation in the model's chat template, and its response."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -100,10 +100,10 @@ class ChunkChoice(ChoiceEnd):
 
 
 class ChatResponseWriter:
-    """Writer of one choice.
+    """Writes one choice of a chat completion.
 
     Args:
-        returns_ids: whether token ids are returned.
+        returns_ids: token ids are returned.
     """
 
     def __init__(self, index: int, listener: StreamParser, *, returns_ids: bool = False) -> None:
@@ -117,7 +117,7 @@ class ChatResponseWriter:
         heard = self._listener.hear(piece.text, piece.marks, last=last)
         returned = piece.tokens or self._returns_ids
         self._states.add(piece)
-        if not (heard or first or last or returned):  # no text is decided yet
+        if not (heard or first or last or returned):  # no text can be sent yet
             return None
         chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
         if isinstance(piece, FinalChunk):
@@ -173,13 +173,13 @@ def _answer(heard: ParsedText) -> ResponseMessage:
 def _reason(listener: StreamParser, last: FinalChunk) -> str:
     """Return the finish reason.
 
-    A truncated response has its own reason, even if it has tool calls.
+    A truncated response is reported as truncated even if it has tool calls.
     """
     stopped = last.finish_reason == "stop"
     return "tool_calls" if stopped and listener.has_called else last.finish_reason
 
 
-# The special tokens that a response's text keeps, by whether it may have tool calls.
+# Special tokens that a response's text keeps, by whether it may have tool calls.
 Shown = Mapping[bool, frozenset[int]]
 
 
@@ -199,7 +199,7 @@ class ChatFields(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Budget | None = None
-    thinking_budget: Budget | None = None  # the same, by the name of Qwen's service
+    thinking_budget: Budget | None = None  # the same, by the name in Qwen's API
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -218,7 +218,7 @@ class ChatEndpoint:
     def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech: format of reasoning and tool calls.
+            speech: the model's format of reasoning and tool calls.
             shown: special tokens that the text keeps, by whether there may be tool calls.
             ignore_unknown: see BodyReader.
         """
@@ -304,7 +304,7 @@ def _thinking_budget(fields: ChatFields) -> int:
 
 
 def _one_of(fields: ChatFields, name: str, other: str) -> tuple[int | None, str]:
-    """Return the value of two fields that mean the same, and the name of the one that sets it.
+    """Return the value of two fields with the same meaning, and the name of the field that is set.
 
     None and "" if neither is set.
     """

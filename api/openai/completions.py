@@ -35,7 +35,7 @@ from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -58,11 +58,11 @@ class CompletionChoice(ChoiceEnd):
 
 
 class CompletionResponseWriter:
-    """Writer of one choice.
+    """Writes one choice of a text completion.
 
     Args:
-        returns_logprobs: whether log-probabilities are returned, if there are any.
-        returns_ids: whether token ids are returned.
+        returns_logprobs: log-probabilities are returned, if there are any.
+        returns_ids: token ids are returned.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CompletionResponseWriter:
             case FinalChunk():
                 return self.choice([piece], piece)
             case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._returns_ids:
-                chunk = None  # an incomplete character
+                chunk = None  # the text ends within a character
             case _:
                 chunk = self._choice([piece], None)
         self._states.add(piece)
@@ -186,12 +186,10 @@ class CompletionsEndpoint:
 
 
 def _best_of(fields: CompletionFields) -> int:
-    """Return the number of responses to a prompt from which the best are selected.
-
-    1: no selection.
+    """Return the number of responses to a prompt from which the best are selected. 1: no selection.
 
     Raises:
-        ApiError: there are fewer than n, or the response is streamed, before the best are known.
+        ApiError: it is less than n, or the response is streamed, before the best are known.
     """
     best_of, n = fields.best_of or 1, fields.n or 1
     if best_of in (1, n):

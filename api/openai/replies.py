@@ -1,4 +1,4 @@
-"""Construction of responses and log-probabilities: pieces of choices in, OpenAI's JSON out."""
+"""OpenAI responses: combines the pieces of all choices into JSON bodies or streams."""
 
 import codecs
 from array import array
@@ -45,7 +45,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class FingerprintSpan(msgspec.Struct):
-    """Tokens of a choice with one fingerprint, up to the next span."""
+    """Consecutive tokens of a choice with the same fingerprint, up to the next span."""
 
     first_token: int  # index in the choice
     system_fingerprint: str | None
@@ -56,8 +56,7 @@ FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
 
 
 class ChoiceEnd(msgspec.Struct, kw_only=True):
-    """The fields of a choice that are known at its end, in any format. Those not requested are
-    unset."""
+    """Fields known at the end of a choice, for all endpoints. Those not requested are unset."""
 
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
@@ -87,15 +86,15 @@ class ResponseEnvelope(msgspec.Struct):
 
 
 class ResponseWriter(Protocol):
-    """Writer of one choice in its endpoint's format.
+    """Writes one choice in its endpoint's format.
 
-    Its pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
+    Pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
     """
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> msgspec.Struct | None:
         """Return a piece's addition to a streamed response, None if nothing can be sent yet.
 
-        The first piece and the last piece never return None.
+        Never returns None for the first and the last piece.
         """
         ...
 
@@ -105,21 +104,21 @@ class ResponseWriter(Protocol):
 
 
 class ChoiceCollector(msgspec.Struct, frozen=True):
-    """The format of the choices of one request.
+    """Format of the choices of one request.
 
     Attributes:
-        returns_prompt_ids: whether the response has the token ids of its prompt. The first choice
-            brings them.
+        voice: returns the writer of the choice with this index.
+        returns_prompt_ids: the response has the prompt's token ids, from its first choice.
     """
 
     whole_object: str
     chunk_object: str
     num: int
-    num_per_prompt: int  # adjacent
+    num_per_prompt: int  # choices of one prompt, which are adjacent
     stream: bool
     include_usage: bool
-    voice: Callable[[int], ResponseWriter]  # of the choice with this index
-    num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
+    voice: Callable[[int], ResponseWriter]
+    num_kept: int = 0  # best choices of a prompt to return in a whole response. 0: all
     returns_prompt_ids: bool = False
 
     def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
@@ -131,7 +130,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
 
 
 class _Response:
-    """The response with all choices, as one JSON object."""
+    """The whole response with all choices, as one JSON object."""
 
     def __init__(self, choices: ChoiceCollector, origin: RequestOrigin) -> None:
         self._choices = choices
@@ -179,8 +178,8 @@ class _Chunks:
         self._choices = choices
         self._voices = [choices.voice(index) for index in range(choices.num)]
         self._origin = origin
-        # If usage is requested, every chunk has the field, and only the last one has a value. Every
-        # other event consists of this text around its choice.
+        # If usage is requested, every chunk has the field, and only the last one has a value. All
+        # other events consist of this text around their choice.
         self._usage = None if choices.include_usage else msgspec.UNSET
         self._begin(UNKNOWN_VERSION)
         self._ends: dict[int, FinalChunk] = {}
@@ -219,12 +218,12 @@ class _Chunks:
 
 
 def seed_of(last: FinalChunk) -> Seed:
-    """Return the seed that reproduces a batch-invariant choice as the only one of a request."""
+    """Return the seed that reproduces a batch-invariant choice in a request of its own."""
     return msgspec.UNSET if last.seed is None else last.seed
 
 
 def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
-    """Return the fingerprints of a choice, unset if all tokens have the same one."""
+    """Return the fingerprints of a choice, or unset if all tokens have the same one."""
     if len(last.versions) < 2:
         return msgspec.UNSET
     return [
@@ -233,7 +232,7 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
 
 
 def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
-    """Return the fingerprint of the last token, those of all parts if there are several, and the
+    """Return the fingerprint of the last token, the fingerprint spans if there are several, and the
     seed of a batch-invariant response."""
     fields: dict[str, Any] = {
         "system_fingerprint": last.version.system_fingerprint,
@@ -244,12 +243,12 @@ def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
 
 
 class ReturnedStates:
-    """The hidden state of a choice's last token but one, from which the last one was predicted, and
-    the routed experts of all its tokens."""
+    """Collects two things that a choice may return: the hidden state from which its last token was
+    predicted, and the routed experts of all its tokens."""
 
     def __init__(self) -> None:
         self._requested = False
-        self._last = b""  # of generated tokens
+        self._last = b""  # hidden state of the latest generated token
         self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk) -> None:
@@ -258,7 +257,7 @@ class ReturnedStates:
         self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
 
     def end(self, choice: ChoiceEnd, last: FinalChunk) -> None:
-        """Set the fields of a choice that are known with its last piece, which has been added.
+        """Set the returned states of a choice after its last piece was added.
 
         The hidden state is empty if only one token was generated, as in SGLang.
         """
@@ -365,10 +364,9 @@ def of_chat(tokens: Sequence[TokenReport]) -> ChatLogprobs | None:
 
 
 class TextTokens:
-    """Tokens of one completion, in order.
+    """Converts the tokens of one completion to log-probabilities, in order.
 
-    An offset counts the characters of the text before a token. Tokens of the same character share
-    its offset.
+    A text offset counts the characters before a token. Tokens of one character share its offset.
     """
 
     def __init__(self) -> None:
@@ -400,23 +398,23 @@ class TextTokens:
 
 
 def _num_beside(prompt: PromptReport) -> int:
-    """Return the number of characters of a prompt's tokens that precede its text.
+    """Return how many characters of a prompt's tokens precede its text.
 
-    These are the BOS token and a space that the tokenizer puts before a text.
+    These are the BOS token, and a space that the tokenizer puts before a text.
     """
     spelt = b"".join(token.spelt for token in prompt.tokens).decode(errors="replace")
     return len(spelt) - len(prompt.text) if spelt.endswith(prompt.text) else 0
 
 
 def _likeliest(token: TokenReport) -> dict[str, float] | None:
-    """Return the likeliest tokens. The token itself is always among them."""
+    """Return the most likely tokens, which always include the token itself."""
     if token.logprob is None:
         return None
     return {_name(each): each.json_logprob for each in (*token.top, token)}
 
 
 def _name(token: LikelyTokenText) -> str:
-    """Return a token's text. A part of a character is returned as its bytes."""
+    """Return a token's text, or its bytes if it is a part of a character."""
     try:
         return token.spelt.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""An OpenAI response as it grows: its items, and the events or the one body that report them.
+"""The output of /v1/responses as it grows: items, and the events or the body that report them.
 
 An item is a message, a tool call or reasoning. One item at a time is open and grows.
 """
@@ -129,9 +129,9 @@ class _Call:
 
 
 class ResponseOutput:
-    """The output of one response. Iterators that the methods return must be exhausted.
+    """The output of one response. The caller must exhaust the iterators that methods return.
 
-    An item in an event is valid only at the moment when the event is yielded.
+    An event is valid only when it is yielded, because its item changes later.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class ResponseOutput:
             yield from self._add_call(call)
 
     def end(self, *, whole: bool) -> Iterator[Event]:
-        """End the output. `whole`: whether it is complete, not truncated."""
+        """End the output. `whole`: it is complete instead of truncated."""
         yield from self._close("completed" if whole else "incomplete")
 
     def _add_call(self, part: CallPart) -> Iterator[Event]:

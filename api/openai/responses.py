@@ -1,7 +1,4 @@
-"""/v1/responses: the fields of OpenAI's newer chat API.
-
-Nothing is stored, so every request has the whole conversation.
-"""
+"""/v1/responses: the fields of OpenAI's newer chat API, without its stored conversations."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -35,7 +32,7 @@ from api.requests.generate_params import MAX_MESSAGES, MAX_TOOLS, ChatPrompt, Ch
 
 
 class ResponseInputPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message, an output or reasoning: text, or in a message an image."""
+    """A part of a message, an output or reasoning: text, or an image in a message."""
 
     type: str
     text: str | None = None
@@ -223,7 +220,7 @@ def turns(fields: ResponseFields) -> Sequence[ChatTurn]:
     made = [] if fields.instructions is None else [ChatTurn("system", fields.instructions)]
     if isinstance(fields.input, str):
         return [*made, ChatTurn("user", fields.input)]
-    going_on = False  # whether the last turn is the assistant's
+    going_on = False  # the last turn is the assistant's
     for number, item in enumerate(fields.input):
         turn = _turn(f"input[{number}]", item)
         its_own = turn.role == "assistant"
@@ -257,7 +254,7 @@ def _turn(where: str, item: InputItem) -> ChatTurn:
 
 
 def _joined(before: ChatTurn, after: ChatTurn) -> ChatTurn | None:
-    """Return two assistant turns as one, None if that would lose the order of their parts."""
+    """Return two assistant turns as one, or None if that would change the order of their parts."""
     if after.reasoning is not None and (before.content is not None or before.tool_calls):
         return None
     if after.content is not None and (before.content is not None or before.tool_calls):
@@ -297,7 +294,7 @@ def _text_of(where: str, number: int, part: ResponseInputPart) -> str:
 
 
 def _format(text: TextFields | None) -> ResponseFormat | None:
-    """Return the response format as chats have it."""
+    """Return the response format in the form of chat completions."""
     if text is None or text.format is None:
         return None
     schema = text.format.schema

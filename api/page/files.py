@@ -15,8 +15,8 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Protects against content of responses, addresses and request names: the browser loads and runs
-# only these files, and does not convert text to HTML.
+# The browser loads and runs only these files and does not convert text to HTML. This protects
+# against malicious text in responses, addresses and request names.
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"

@@ -1,4 +1,4 @@
-"""Streaming parser of tool calls that are written as JSON."""
+"""Streaming parser of tool calls that models write as JSON."""
 
 import json
 from collections.abc import Container
@@ -10,9 +10,9 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class ToolCallEvents:
-    """Reporter of one call.
+    """Reports one tool call as events.
 
-    Its name is reported before its arguments, whatever their order in the text.
+    The name is reported before the arguments, whatever their order in the text.
     """
 
     def __init__(self, source: ParserSource) -> None:
@@ -34,10 +34,7 @@ class ToolCallEvents:
             self._source.say(ArgumentsEvent(text))
 
     def end(self) -> None:
-        """End the call.
-
-        A call without arguments gets an empty object, because clients decode it.
-        """
+        """End the call. One without arguments gets an empty object, because clients decode them."""
         if self.named and not self._has_arguments:
             self.arguments("{}")
 
@@ -46,8 +43,8 @@ def call_object(source: ParserSource, known: Container[str] | None = None) -> St
     """Parse `{"name": ..., "arguments": {...}}`, with keys in any order, and report the call.
 
     Args:
-        known: names of tools. The object is a call only if it names one of them and has no keys
-            other than a call's. None: any object is a call.
+        known: names of tools. The object is a call only if it names one of them and has only keys
+            of a call. None: any object is a call.
 
     Returns:
         Whether it is a call. If not, nothing has been reported.
@@ -77,7 +74,7 @@ def call_object(source: ParserSource, known: Container[str] | None = None) -> St
 
 
 def json_arguments(source: ParserSource, call: ToolCallEvents) -> Steps[None]:
-    """Parse arguments and report them: an object as it arrives, also one in a JSON string."""
+    """Parse and report arguments: an object, or a JSON string with an object, as it arrives."""
     yield from source.spaces()
     if (yield from source.next_is("{[")):
         yield from source.through(_ValueScan(), call.arguments)

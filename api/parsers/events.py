@@ -1,4 +1,4 @@
-"""The parts of a response's text, the protocol of their parsers, and their listener."""
+"""Events that parsers of a response's text yield, and StreamParser, which collects them."""
 
 import random
 import string
@@ -36,13 +36,13 @@ Said: TypeAlias = ContentEvent | ReasoningEvent | ToolCallEvent | ArgumentsEvent
 
 
 class OutputParser(Protocol):
-    """Parser of one response. The result does not depend on how the text is split."""
+    """Parses one response. The result does not depend on how the text is split."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         """Parse more text and return the parts that no later text can change.
 
         Args:
-            marks: indices in `text` at which a marker begins that is a special token.
+            marks: indices in `text` at which a special token begins that is a marker.
         """
         ...
 
@@ -67,14 +67,14 @@ class CallPart(msgspec.Struct, frozen=True):
 class ParsedText(msgspec.Struct, frozen=True):
     content: str
     reasoning: str
-    calls: Sequence[CallPart]  # at most one part of each call, in order
+    calls: Sequence[CallPart]  # at most one part for each call, in order
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
 
 class StreamParser:
-    """The reader of one response."""
+    """Parses one response as it arrives, into content, reasoning and tool calls."""
 
     def __init__(self, make: Callable[[], OutputParser], *, parallel: bool = True) -> None:
         """
@@ -101,7 +101,7 @@ class StreamParser:
 
         Args:
             marks: see OutputParser.push.
-            last: whether the text is complete.
+            last: the text is complete.
         """
         if self._parser is None:
             self._parser = self._make()
@@ -142,7 +142,7 @@ def _new_id() -> str:
 
 
 class PlainParser:
-    """A Parser for responses that are content only."""
+    """An OutputParser for responses that are content only."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         return (ContentEvent(text),) if text else ()

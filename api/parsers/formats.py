@@ -1,7 +1,7 @@
-"""Tool call formats of model families, one grammar each, and structural tags for them.
+"""Grammars of the tool call formats of model families, and helpers for structural tags.
 
 All other text is content, except reasoning between markers at the start of a response, as in
-DeepSeek-R1 and Qwen3. Another grammar parses the text behind it.
+DeepSeek-R1 and Qwen3. After the reasoning, another grammar parses the text.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ def think(
 
     Args:
         then: grammar of the text that follows.
-        opened: whether the response begins within the reasoning, without an opening marker.
-        reasons: whether reasoning is returned.
+        opened: the response begins within the reasoning, without an opening marker.
+        reasons: reasoning is returned.
     """
     emit: Emit = (lambda text: _say(source, text)) if reasons else discard
     if (yield from source.accept(THINK_OPEN)) or opened:
@@ -51,8 +51,7 @@ def _say(source: ParserSource, text: str) -> None:
         source.say(ReasoningEvent(text))
 
 
-# Takes a ParserSource, and the tools that may be called: the JSON schema of their arguments by
-# name.
+# Called with a ParserSource and the callable tools: the JSON schema of their arguments by name.
 Grammar = Callable[[ParserSource, Mapping[str, Any]], Steps[None]]
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -85,7 +84,7 @@ def hermes(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def llama3(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
-    """Parse `{"name": "f", "parameters": {}}` as the whole response, or behind `<|python_tag|>`.
+    """Parse `{"name": "f", "parameters": {}}` as the whole response, or after `<|python_tag|>`.
 
     Several calls are separated by `;`. A response that is other JSON is content.
     """
@@ -130,10 +129,9 @@ def mistral(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def deepseek(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
-    """Parse DeepSeek's calls, which have their own markers for each part.
+    """Parse DeepSeek's calls, which have markers for each part.
 
-    V3 and R1 write the kind of tool, then its name and a block of JSON. V3.1 writes the name, then
-    JSON.
+    V3 and R1 write the kind of tool, its name and a block of JSON. V3.1 writes the name and JSON.
     """
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     while (yield from source.until(calls_begin, emit=source.content, trim=True)):
@@ -152,7 +150,7 @@ def deepseek(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def forced(source: ParserSource) -> Steps[None]:
-    """Parse `[{"name": "f", "parameters": {}}]`, where a grammar makes the whole response calls."""
+    """Parse `[{"name": "f", "parameters": {}}]`, which a grammar makes the whole response."""
     yield from source.accept("[")
     while (yield from call_object(source)):
         if not (yield from source.accept(",")):
@@ -173,21 +171,19 @@ def _named(source: ParserSource, name: str) -> Steps[None]:
 
 Format = Mapping[str, Any]
 
-ANYTHING: Format = {"type": "regex", "pattern": r"[\s\S]*"}  # works beside tokens, too
+ANYTHING: Format = {"type": "regex", "pattern": r"[\s\S]*"}  # also works beside tokens
 SPACE: Format = {"type": "regex", "pattern": r"\s?"}
 
 
-# Construction of structural tag formats.
-#
-# Text in a tag has no special tokens, so a marker that is a special token is referred to by its
-# id.
+# Text in a structural tag has no special tokens, so a marker that is a special token is referred to
+# by its id.
 class Forms:
-    """Formats for one model."""
+    """Builds structural tag formats for one model."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """
         Args:
-            tokens: markers that are special tokens, with their ids.
+            tokens: ids of the markers that are special tokens.
         """
         self._tokens = tokens
 
@@ -224,6 +220,6 @@ def schema_form(schema: Mapping[str, Any], style: str = "json") -> Format:
     """Return the format of arguments with this schema.
 
     Args:
-        style: how the arguments are written: json, qwen_xml or glm_xml.
+        style: json, qwen_xml or glm_xml.
     """
     return {"type": "json_schema", "json_schema": schema, "style": style}

@@ -1,4 +1,4 @@
-"""Parser and structural tags of Harmony, the format of gpt-oss: messages to channels."""
+"""Parser and structural tags for Harmony, the format of gpt-oss: messages to channels."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ def harmony(source: ParserSource, *, reasons: bool, calls: bool) -> Steps[None]:
     """Parse a Harmony response.
 
     Args:
-        reasons: whether reasoning is returned.
-        calls: whether functions may be called. If not, a call is content.
+        reasons: reasoning is returned.
+        calls: functions may be called. If not, a call is content.
     """
     author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
-    if marker not in (CHANNEL, MESSAGE):  # it begins within a message, or has none
+    if marker not in (CHANNEL, MESSAGE):  # the response begins within a message, or has none
         source.content(author)
     while marker:
         channel = ""
@@ -49,7 +49,7 @@ def harmony(source: ParserSource, *, reasons: bool, calls: bool) -> Steps[None]:
 def _message(
     source: ParserSource, channel: str, recipient: re.Match[str] | None, reasons: bool
 ) -> Steps[str]:
-    """Report one message to its end, and return the marker there."""
+    """Report one message, and return the marker at its end."""
     if recipient is None:
         emit = _thinking(source, reasons) if _THINKING.match(channel) else source.content
         return (yield from source.until(START, *ENDS, emit=emit))
@@ -61,12 +61,12 @@ def _message(
 
 
 def is_open(rendered_end: str) -> bool:
-    """Return whether a response to a prompt with this end begins with a header."""
+    """Return whether a response begins with a message header, after a prompt with this end."""
     return rendered_end.rstrip().endswith(f"{START}assistant")
 
 
 def can_call(name: str) -> bool:
-    """Return whether a tool's name fits into a header."""
+    """Return whether a tool's name can be written in a message header."""
     return re.fullmatch(_NAME, name) is not None
 
 
@@ -81,13 +81,11 @@ def _thinking(source: ParserSource, reasons: bool) -> Emit:
 _FREE_CHANNELS = (THINKING, "commentary", "final")
 
 
-# Constrained Harmony responses as structural tags.
-#
 # Either the reasoning is free and the final message has a given format, or all messages except
-# calls are free. Markers are tokens, so free text cannot contain one, and each stands where it
+# calls are free. Markers are tokens, so free text cannot contain one.
 # must.
 class Channels:
-    """Structural tags for one model."""
+    """Structural tags of constrained Harmony responses, for one model."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """
@@ -119,7 +117,7 @@ class Channels:
         """Return the format of a response with optional reasoning, then calls or a final message.
 
         Args:
-            form: format of the message in the channel `final`.
+            form: format of the final message.
             tools, parallel: see `calls`. Tools whose name does not fit into a header are left out.
         """
         final = self._sequence(CHANNEL, "final", MESSAGE, form)
@@ -130,7 +128,7 @@ class Channels:
     def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
         """Return the format of a free response in which each call is complete.
 
-        The response may begin within a message, where the prompt ends.
+        The response may begin within a message that the prompt has opened.
 
         Args:
             tools, parallel: see `calls`. Tools whose name does not fit into a header cannot be

@@ -1,6 +1,6 @@
-"""Parsers of Qwen3-Coder's and GLM-4.5's tool calls: each argument is plain text between markers.
+"""Parsers of tool calls of Qwen3-Coder and GLM-4.5: each argument is text between markers.
 
-Only the tools' schemas say which arguments are numbers.
+Only the tool's schema says which arguments are numbers.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,13 @@ import msgspec
 from api.parsers.calls import ToolCallEvents
 from api.parsers.source import ParserSource, Steps
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # models that know Python write these
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # written by models that know Python
 _ANY = frozenset({"string", "number", "boolean", "null", "object", "array"})
 
 
-# Conversion of arguments in plain text to JSON, by their tool's schema.
-#
 # If the text is JSON of a type that the schema allows, the value is that JSON, otherwise a string.
-# Independent of tool call formats.
 class ArgumentTypes:
-    """The argument types of one tool."""
+    """Converts one tool's arguments from plain text to JSON, by the tool's schema."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """
@@ -169,7 +166,7 @@ def glm45(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 class _MarkedCall:
-    """Reporter of one call whose arguments come one by one. Reports them as a JSON object."""
+    """Reports one call, whose arguments come one by one, as a JSON object."""
 
     def __init__(self, source: ParserSource, name: str, tools: Mapping[str, Any]) -> None:
         self._source = source
@@ -182,7 +179,7 @@ class _MarkedCall:
     def argument(self, name: str, *ends: str) -> Steps[None]:
         """Parse an argument up to the first of `ends`.
 
-        One that can only be a string is reported as it arrives.
+        An argument that can only be a string is reported as it arrives.
         """
         self._call.arguments(f"{self._separator}{quoted(name)}: ")
         self._separator = ", "

@@ -1,4 +1,4 @@
-"""The served model's format of reasoning and tool calls, by its chat template or configuration."""
+"""Detection of a model's format of reasoning and tool calls, and choice of parser and grammar."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
@@ -13,11 +13,11 @@ from api.parsers.formats import Grammar, one_of
 from api.parsers.harmony import Channels
 from api.parsers.source import GrammarParser, ParserSource, Steps
 
-# The JSON schema of their arguments, by name.
+# JSON schema of the arguments of each tool by name.
 Tools = Mapping[str, Any]
 
 NONE = "none"
-# Grammars for arguments of optional calls: none, any JSON object, the tool's schema.
+# Grammars for arguments of optional calls: free text, any JSON object, the tool's schema.
 FREE, JSON, SCHEMA = "free", "json", "schema"
 _HARMONY = "harmony"
 _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
@@ -28,8 +28,8 @@ _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
     "qwen3-coder": (marked.qwen3_coder, marked.QWEN3_CODER),
     "glm45": (marked.glm45, marked.GLM45),
 }
-# Markers in a chat template that identify its format. The first match decides. Templates that show
-# earlier calls contain markers. Llama 3 templates may have only the marker of its chat format.
+# Markers in a chat template that identify its format, first match first. Templates contain markers
+# in order to show earlier calls. Llama 3 templates may have only the marker of the chat format.
 _SHOWN_BY: Sequence[tuple[str, str]] = (
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
@@ -43,22 +43,21 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
 
 
 class ReasoningFormat(Enum):
-    """The beginning of a response: with or without reasoning."""
+    """How a response begins: with or without reasoning."""
 
     NOT = auto()
     PERHAPS = auto()  # the response itself decides
-    AT_ONCE = auto()  # the prompt has opened it
+    AT_ONCE = auto()  # the prompt has opened the reasoning
 
 
 class ModelFormat(msgspec.Struct, frozen=True):
-    """The format of a model's reasoning and tool calls. NONE: it has none, or it is unknown.
+    """A model's format of reasoning and tool calls. NONE: it has none, or it is unknown.
 
     Attributes:
-        tokens: markers that are special tokens. The same text spelt with other tokens is not a
-            marker.
+        tokens: markers that are special tokens. The same text in other tokens is not a marker.
         arguments: FREE, JSON or SCHEMA: default grammar of arguments.
-        takes_effort: whether the chat template supports a reasoning effort.
-        takes_budget: whether nodes can end reasoning after a number of tokens.
+        takes_effort: the chat template supports a reasoning effort.
+        takes_budget: nodes can end reasoning after a number of tokens.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
@@ -70,10 +69,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
     takes_budget: bool = False
 
     def markers(self, *, calls: bool) -> frozenset[str]:
-        """Return texts that a response must keep, although they may be special tokens.
+        """Return texts that a response must keep although they may be special tokens.
 
         Args:
-            calls: whether the response may call tools.
+            calls: the response may call tools.
         """
         if self._is_harmony:
             return frozenset({*harmony.MARKERS, *harmony.ENDS})
@@ -85,7 +84,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
     def form_of_calls(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
     ) -> Mapping[str, Any] | None:
-        """Return a structural tag format: free text in which each call that has begun is complete.
+        """Return a structural tag format: free text in which each call is complete.
 
         None: no grammar can write this model's calls.
 
@@ -121,7 +120,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> Channels | None:
-        """Return the channels to which responses can be constrained.
+        """Return the Harmony channels to which responses can be constrained.
 
         None: the model has no channels, or their markers are plain text, which reasoning might
         contain.
@@ -139,7 +138,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         return self.reasoning not in (NONE, _HARMONY)
 
     def thinks(self, rendered_end: str) -> ReasoningFormat:
-        """Return how a response begins that follows a prompt with this end."""
+        """Return how a response begins after a prompt with this end."""
         if not self.marks_thought or formats.thought_is_closed(rendered_end):
             return ReasoningFormat.NOT
         opened = self.reasoning == "deepseek-r1" or formats.thought_is_open(rendered_end)
@@ -149,9 +148,9 @@ class ModelFormat(msgspec.Struct, frozen=True):
         """Return the parser of one response.
 
         Args:
-            rendered_end: the end of its prompt.
-            tools: tools that it may call. None: no tools.
-            reasons: whether its reasoning is returned.
+            rendered_end: end of the prompt's text.
+            tools: tools that the response may call. None: no tools.
+            reasons: reasoning is returned.
         """
         if self._is_harmony:
             grammar = partial(harmony.harmony, reasons=reasons, calls=tools is not None)
@@ -161,7 +160,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
     def parser_of_calls(
         self, rendered_end: str, tools: Tools | None, *, reasons: bool
     ) -> OutputParser:
-        """Return the parser of one response that a grammar restricts to calls.
+        """Return the parser of a response that a grammar restricts to calls.
 
         Args:
             tools: see `parser`.
@@ -189,10 +188,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
 
 def speech_of(template: str, reasoning: str, tools: str) -> ModelFormat:
-    """Return how a model writes reasoning and tool calls.
+    """Return a model's format of reasoning and tool calls.
 
     Args:
-        template: source of the model's chat template, "" if it has none.
+        template: source of the model's chat template, or "".
         reasoning, tools: a format, NONE, or "auto" to detect it in the template.
     """
     shown = _shown_by(template)

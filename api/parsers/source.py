@@ -1,14 +1,13 @@
 """Incremental text for grammars that read it as if it were complete.
 
 A grammar is a generator over a ParserSource. It reads with `yield from`, which waits while the text
-is undecided. Its result therefore does not depend on how the text was split. Independent of
-formats.
+is undecided, so its result does not depend on how the text is split.
 
-A Source keeps no more unread text than may be the start of a marker. The cost of a character does
-not depend on the amount of text before it, nor on the size of the pieces.
+A ParserSource keeps no more unread text than may be the start of a marker. The cost of a character
+depends neither on the amount of text before it nor on the size of the pieces.
 
-If the model has a special token for a marker, only that token is the marker. The same text spelt
-with other tokens is plain text, for example a text about markers.
+If the model has a special token for a marker, only that token is the marker. The same text in other
+tokens is plain text, for example in a text about markers.
 """
 
 import re
@@ -22,14 +21,15 @@ T = TypeVar("T")
 
 Steps: TypeAlias = Generator[None, None, T]
 Emit: TypeAlias = Callable[[str], None]
-# Finds the end of a part of a text that begins, or continues, at an index. None: beyond the text.
+# Returns the index at which a part of a text ends that begins or continues at an index. None: it
+# ends later.
 Scan: TypeAlias = Callable[[str, int], int | None]
 
 _SPACES = re.compile(r"\s*")
 
 
 class ParserSource:
-    """The text for one grammar. `heard` returns the parts that the grammar has found."""
+    """The text for one grammar. `heard` returns the events that the grammar has reported."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
         """
@@ -37,14 +37,14 @@ class ParserSource:
             tokens: markers that are special tokens.
         """
         self._tokens = tokens
-        self._marks: set[int] = set()  # their positions, in characters from the start
+        self._marks: set[int] = set()  # positions of marker tokens, in characters from the start
         self._text = ""
-        self._at = 0  # start of the unread text
-        self._taken = 0  # number of characters before it
+        self._at = 0  # index of the unread text
+        self._taken = 0  # number of characters dropped before it
         self._ended = False
         self._said: list[Said] = []
         self._record: list[str] | None = None
-        self.trimmed = ""  # white space that was left out before the last marker
+        self.trimmed = ""  # white space left out before the last marker
 
     # Called by the owner of the text --------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class ParserSource:
         """Add text.
 
         Args:
-            marks: see Parser.push.
+            marks: see OutputParser.push.
         """
         begun = self._taken + len(self)
         self._marks.update(begun + mark for mark in marks)
@@ -67,7 +67,7 @@ class ParserSource:
         self._ended = True
 
     def heard(self) -> Sequence[Said]:
-        """Return the parts that were found since the last call."""
+        """Return the events reported since the last call."""
         said, self._said = self._said, []
         return said
 
@@ -102,9 +102,9 @@ class ParserSource:
             trim: leave out white space before a marker, and keep it in `trimmed`.
 
         Returns:
-            The marker, "" if the text has ended without one.
+            The marker, or "" if the text has ended without one.
         """
-        spaces: list[str] = []  # belongs before the marker, if one is next
+        spaces: list[str] = []  # pending: it is left out if a marker follows
         while not (found := self._first(markers)):
             text = self._take(len(self) if self._ended else self._decided(markers))
             decided = text.rstrip() if trim and not self._ended else text
@@ -132,10 +132,7 @@ class ParserSource:
         return "".join(parts), marker
 
     def accept(self, *markers: str) -> Steps[str]:
-        """Read the marker that is next, and white space before it.
-
-        Returns "" and reads nothing if none is next.
-        """
+        """Skip white space and read the marker that is next. Read nothing if none is next."""
         spaces: list[str] = []
         longest = max(map(len, markers))
         while True:
@@ -152,7 +149,7 @@ class ParserSource:
             yield
 
     def take(self, character: str) -> Steps[None]:
-        """Read that character if it is next."""
+        """Read this character if it is next."""
         if (yield from self.next_is(character)):
             self._take(1)
 
@@ -196,7 +193,7 @@ class ParserSource:
         return taken
 
     def _passed(self, number: int) -> str:
-        """Read that many characters without recording them, or before they are recorded."""
+        """Read that many characters without recording them."""
         taken = self._text[self._at : self._at + number]
         self._at += number
         self._taken += number
@@ -241,7 +238,7 @@ class ParserSource:
         return None
 
     def _may_be(self, marker: str, index: int) -> bool:
-        """Return whether the text of a marker at this position is a marker, not other tokens."""
+        """Return whether the text of a marker at this position is the marker, not other tokens."""
         return marker not in self._tokens or self._taken + index - self._at in self._marks
 
 
@@ -257,7 +254,7 @@ def discard(text: str) -> None:
 
 
 class GrammarParser:
-    """A Parser that runs a grammar."""
+    """An OutputParser that runs a grammar."""
 
     def __init__(
         self, grammar: Callable[[ParserSource], Steps[None]], tokens: Container[str] = ()
@@ -268,7 +265,7 @@ class GrammarParser:
         """
         self._source = ParserSource(tokens)
         self._steps = grammar(self._source)
-        self._reads = True  # until the grammar has ended, which discards all further text
+        self._reads = True  # False once the grammar has ended: later text is discarded
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         if not self._reads:

@@ -1,7 +1,7 @@
 """Tool calls as structural tags, for each format.
 
-Two forms consist of the same blocks: a response of calls only, and free text with calls. In free
-text, a call that has begun can only continue as a complete call of an offered tool.
+A response of calls only and free text with calls use the same blocks. In free text, a call that has
+begun can only continue as a complete call of an offered tool.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +36,10 @@ class Block(msgspec.Struct, frozen=True):
     """One call, or several that share their markers.
 
     Attributes:
-        begin: the text or marker that no other text may begin with.
-        end: "" if nothing follows the last call.
-        separator: the text between two blocks. "": white space, or nothing.
-        repeats: whether a second block may follow.
+        begin: text or marker with which only this block may begin.
+        end: text or marker at the end. "": nothing follows the last call.
+        separator: text between two blocks. "": white space, or nothing.
+        repeats: a second block may follow.
     """
 
     begin: str
@@ -50,7 +50,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class CallForms:
-    """The forms of calls in one format."""
+    """Builds structural tags of calls in one tool call format."""
 
     def __init__(self, name: str, tokens: Mapping[str, int]) -> None:
         """
@@ -64,21 +64,21 @@ class CallForms:
         self._forms = Forms(tokens)
 
     def alone(self, groups: Sequence[Group], *, parallel: bool) -> Format:
-        """Return the form of a response that is one call or, if `parallel`, one or more."""
+        """Return the format of a response of one call or, if `parallel`, one or more."""
         blocks = self._alone(self._forms, groups, parallel)
         block = one_of(*map(self._whole, blocks))
         separator = blocks[0].separator
         if not parallel or not blocks[0].repeats:
             return block
-        if not separator:  # the form has the schemas only once
+        if not separator:  # so that the schemas occur only once
             return plus(self._forms.sequence(block, SPACE))
         return self._forms.sequence(block, star(self._forms.sequence(separator, block)))
 
     def in_text(self, groups: Sequence[Group], *, parallel: bool) -> Format:
-        """Return the form of free text with calls in it. Nothing follows a call unless `parallel`.
+        """Return the format of free text with calls. Nothing follows a call unless `parallel`.
 
         Free text has no special tokens, and the format for text with triggers cannot be combined
-        with tokens. If a token begins a call, the calls therefore end the response.
+        with tokens. So if a token begins a call, the calls end the response.
         """
         blocks = self._in_text(self._forms, groups, parallel)
         if self._marked_by_tokens:
@@ -130,8 +130,8 @@ def _llama3(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[B
 def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
     """Return the blocks of Llama 3 calls in free text.
 
-    Such a call has no marker, and other JSON must stay possible. A call therefore begins with its
-    name, or with its parameters if all tools have the same schema.
+    Such a call has no marker, and other JSON must stay possible. So a call begins with its name, or
+    with its parameters if all tools have the same schema.
     """
     if len(groups) == 1:
         return [Block('", "parameters": ', schema_form(groups[0][1]), "}")]
@@ -143,10 +143,7 @@ def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Se
 
 
 def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the blocks of Mistral calls: a list of JSON objects, or a name and its arguments.
-
-    Newer models write the second form.
-    """
+    """Return the blocks of Mistral calls: a list of JSON objects, or newer names and arguments."""
     begin, call_id, arguments = MISTRAL
     item = _objects(forms, groups, "arguments")
     more = [star(forms.sequence(", ", item))] if parallel else []
@@ -166,10 +163,7 @@ def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[
 
 
 def _deepseek(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the block of DeepSeek calls.
-
-    V3 and R1 have a fence around the arguments, V3.1 has none.
-    """
+    """Return the block of DeepSeek calls. V3 and R1 have a fence around the arguments."""
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     calls = []
     for names, schema in groups:
@@ -207,7 +201,7 @@ def _glm45(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Bl
 
 
 def _objects(forms: Forms, groups: Sequence[Group], word: str) -> Format:
-    """Return the form of one call as a JSON object."""
+    """Return the format of one call as a JSON object."""
     return one_of(
         *(
             forms.sequence("{", _members(forms, names, schema, word), "}")
@@ -217,7 +211,7 @@ def _objects(forms: Forms, groups: Sequence[Group], word: str) -> Format:
 
 
 def _members(forms: Forms, names: Sequence[str], schema: Mapping[str, Any], word: str) -> Format:
-    """Return the content between the braces of such an object."""
+    """Return the content between the braces of a call object."""
     quoted = _names(forms, [_quoted(name) for name in names])
     return forms.sequence('"name": ', quoted, f', "{word}": ', schema_form(schema))
 
@@ -240,7 +234,7 @@ _FORMATS: Mapping[str, _Made] = {
     "qwen3-coder": _qwen3_coder,
 }
 _IN_TEXT: Mapping[str, _Made] = {**_FORMATS, "llama3": _llama3_in_text}
-# Markers that a form contains. xgrammar writes those of one call's arguments as text.
+# Markers that a format contains. xgrammar writes the markers of a call's arguments as text.
 _MARKERS: Mapping[str, Sequence[str]] = {
     "deepseek": DEEPSEEK,
     "glm45": GLM45,
@@ -253,10 +247,10 @@ _INSIDE: Mapping[str, Sequence[str]] = {"glm45": GLM45[1:5], "qwen3-coder": QWEN
 
 
 def call_forms(name: str, tokens: Mapping[str, int]) -> CallForms | None:
-    """Return the forms of calls in a format, None if no grammar can write it.
+    """Return the builder for a format, or None if no grammar can write its calls.
 
     Args:
-        tokens: markers of any format that are special tokens.
+        tokens: ids of the markers that are special tokens, of any format.
     """
     if name not in _FORMATS:
         return None

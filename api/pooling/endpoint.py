@@ -1,4 +1,4 @@
-"""One HTTP request for embeddings or scores, from its body to its response, and /v1/embeddings."""
+"""HTTP endpoints for embeddings and scores, and /v1/embeddings."""
 
 import asyncio
 import base64
@@ -65,7 +65,7 @@ class PoolingEndpoint(Generic[F]):
     ) -> None:
         """
         Args:
-            answer: called with `vectors`.
+            answer: called with `vectors`. Returns the response body.
             begin, names: see GenerationEndpoint.
         """
         self._reader = reader
@@ -105,7 +105,7 @@ class PoolingEndpoint(Generic[F]):
             return problems.of_error(error, self._reader.names).response(headers)
 
 
-_AT_ONCE = 16  # vectors encoded before other tasks get a turn
+_AT_ONCE = 16  # vectors encoded before other tasks of the event loop run
 
 
 class EmbeddingFields(PoolingFields, kw_only=True):
@@ -119,7 +119,7 @@ class EmbeddingFields(PoolingFields, kw_only=True):
 class Embedding(msgspec.Struct):
     object: str
     index: int
-    embedding: Sequence[float] | str  # base64: of little-endian float32
+    embedding: Sequence[float] | str  # base64 of little-endian float32, or numbers
 
 
 class EmbeddingList(msgspec.Struct):
@@ -145,10 +145,7 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
 
 
 async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: bool) -> bytes:
-    """Return the response body.
-
-    It may have millions of numbers, so other tasks get turns meanwhile.
-    """
+    """Return the response body. It may have millions of numbers, so other tasks run meanwhile."""
     parts = []
     for index, vector in enumerate(pooled.vectors):
         encoded: Sequence[float] | str
@@ -158,6 +155,6 @@ async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: boo
             await asyncio.sleep(0)
     num_tokens = sum(pooled.num_tokens)
     head = EmbeddingList("list", [], origin.model, PoolingUsage(num_tokens, num_tokens))
-    # The record is encoded with empty data, and the data is inserted in its place.
+    # The record is encoded with empty data, and then the data is inserted in its place.
     before, _, after = msgspec.json.encode(head).partition(b"[]")
     return b"".join((before, b"[", b",".join(parts), b"]", after))

@@ -20,14 +20,14 @@ from router.cluster.pooling_nodes import PoolingNodes
 from router.policy.load import PlacementKey, RequestDue
 from router.record import RequestRecords
 
-# Limits of one call to a node. The prompts of one request may be computed on several nodes.
+# Limits of one call to a node. Prompts of one request may be computed on several nodes.
 MAX_CALL_PROMPTS = 32
 MAX_CALL_TOKENS = 1 << 14
 _MAX_TRIES = 3  # nodes that are tried for one call
 
 
 class Pooler:
-    """Dispatcher of pooling requests to prefill nodes. For one event loop."""
+    """Runs pooling requests on prefill nodes. For one event loop."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Pooler:
 
 
 def _calls(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Split prompts into calls, in order. Each call has as many prompts as the limits allow."""
+    """Split prompts into calls, in order, each with as many prompts as the limits allow."""
     calls: list[list[Sequence[int]]] = []
     num_tokens = 0
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""/v1/rerank, and /v1/score as vLLM's similarity or SGLang's next-token likelihood."""
+"""/v1/rerank, and /v1/score for vLLM's similarity and SGLang's next-token likelihood."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -87,7 +87,7 @@ async def _labels(
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
-    """Return pairs of texts: one text with each of the others, or texts paired by index."""
+    """Return pairs of texts: one text with each other text, or texts paired by index."""
     first = fields.text_1 if fields.text_1 is not None else fields.queries
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
@@ -104,7 +104,7 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
 
 
 def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
-    """Return prompts of the query before or behind each item: both texts, or both token ids."""
+    """Return prompts that join the query and each item, as texts or as token ids."""
     query, given = fields.query, fields.items
     items = [given] if isinstance(given, str) else given
     if not query or not items:
@@ -126,9 +126,8 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
     return prompts
 
 
-# /rerank and /v1/rerank: documents by relevance to a query.
-#
-# Compatible with Jina, Cohere and vLLM.
+# /rerank and /v1/rerank order documents by relevance to a query, compatible with Jina, Cohere and
+# vLLM.
 class Document(msgspec.Struct):
     text: str
 

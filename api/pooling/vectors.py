@@ -1,6 +1,6 @@
-"""Embeddings, scores of text pairs and token probabilities.
+"""Embeddings, scores of text pairs, and next-token probabilities, for all client protocols.
 
-Requests for which the checkpoint was not made are rejected by name before any work.
+Requests that the checkpoint does not support are rejected by name before any work.
 """
 
 import math
@@ -28,7 +28,7 @@ from api.text.tokenizer import RouterTokenizer
 from common.errors import ConfigError, InvalidRequest, RequestFailed
 from common.requests.pooling import PoolingMode, PoolingParams
 
-# The training format of Qwen3-Reranker.
+# Prompt format with which Qwen3-Reranker was trained.
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -40,7 +40,7 @@ _TASK = "Given a web search query, retrieve relevant passages that answer the qu
 
 @dataclass(frozen=True, slots=True)
 class YesNoReranker:
-    """Prompt format of a reranker. `labels`: token ids of "yes" and "no"."""
+    """Prompt format of a reranker that answers yes or no. `labels`: token ids of "yes" and "no"."""
 
     labels: tuple[int, int]
 
@@ -48,7 +48,7 @@ class YesNoReranker:
         """Return the prompt for one document.
 
         Args:
-            task: the purpose of documents. None: the model's default.
+            task: purpose of the documents. None: the model's default.
         """
         asked = f"<Instruct>: {task or _TASK}\n<Query>: {query}\n<Document>: {document}"
         return TextPrompt(f"{_BEFORE}{asked}{_BEHIND}", add_special_tokens=False)
@@ -62,7 +62,7 @@ def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
     return YesNoReranker((yes, no))
 
 
-MAX_NUMBERS = 1 << 21  # of one response: 8 MiB
+MAX_NUMBERS = 1 << 21  # numbers in one response: 8 MiB
 
 _POOLS: dict[Way, PoolingMode] = {
     "last": PoolingMode.LAST,
@@ -72,8 +72,7 @@ _POOLS: dict[Way, PoolingMode] = {
 
 
 class PoolingCaller(msgspec.Struct, frozen=True):
-    """The client of a pooling request, and the request's names. For other fields see
-    GenerateParams."""
+    """The client of a pooling request, and the request's ids. Other fields: see GenerateParams."""
 
     client: Client
     label: str = ""
@@ -96,7 +95,7 @@ class LabelScores(msgspec.Struct, frozen=True):
 
 
 class PoolingService:
-    """Embeddings and scores of the served model. For one event loop."""
+    """Computes embeddings and scores of the served model. For one event loop."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class PoolingService:
         Args:
             reranker: prompt format of a generative reranker. None: the model is not one.
             way: pooling of embeddings. auto: as the checkpoint says.
-            has_nodes: whether there can ever be a prefill node.
+            has_nodes: False: the router has no prefill nodes.
         """
         self._pooler = pooler
         self._files = files
@@ -125,10 +124,10 @@ class PoolingService:
         """Return embeddings, by default in the checkpoint's full length.
 
         Args:
-            dimensions: 0: all.
+            dimensions: number of leading dimensions to keep. 0: all.
 
         Raises:
-            InvalidRequest: among other reasons, the model does not make embeddings.
+            InvalidRequest: for example, the model does not make embeddings.
         """
         if self._files.classifies:
             raise InvalidRequest("model: it scores pairs of texts and does not compute embeddings")
@@ -160,14 +159,14 @@ class PoolingService:
         """Return how well the texts of each pair match.
 
         The score is the output of a classification head with one class, or a reranker's probability
-        of yes. Other models score the cosine similarity of embeddings, from -1 to 1.
+        of yes. For other models it is the cosine similarity of embeddings, from -1 to 1.
 
         Args:
-            task: the purpose of second texts, for a reranker.
+            task: purpose of the second texts, for a reranker.
 
         Raises:
-            InvalidRequest: see `embed`. Also, the head has several classes, or a task is given and
-                the model does not support one.
+            InvalidRequest: see `embed`. Also, the head has several classes, or the model does not
+                support a task.
         """
         if task and self._reranker is None:
             raise InvalidRequest("instruct is not supported by this model: include it in query")
@@ -192,10 +191,10 @@ class PoolingService:
         *,
         softmax: bool = False,
     ) -> LabelScores:
-        """Return the probability of each of these tokens to follow each prompt.
+        """Return the probability of each of these tokens as the next token of each prompt.
 
         Args:
-            softmax: whether to normalise over these tokens instead of the whole vocabulary.
+            softmax: normalise over these tokens instead of the whole vocabulary.
         """
         pooled = await self._pooled(
             PoolingRequest(

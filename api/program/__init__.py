@@ -1,1 +1,1 @@
-"""The router process: its construction and its worker processes."""
+"""The router process: construction, worker processes, start and graceful shutdown."""

@@ -37,10 +37,10 @@ class AdminParts:
     """The parts of a router that serve operators.
 
     Attributes:
-        service: the methods of the gRPC service.
+        service: methods of the gRPC service.
         paths: HTTP handlers by path and method.
-        paths_below: the same for every path that begins with this one.
-        recent: must run.
+        paths_below: the same for all paths that begin with a key.
+        recent: counts of recent requests. The caller runs it.
     """
 
     service: AdminService
@@ -58,11 +58,11 @@ def make_admin(
     keeper: OtherProcesses,
     on_drain: Callable[[], None],
 ) -> AdminParts:
-    """Make these parts. `others.handlers` then has the answers for the other processes.
+    """Make the operators' parts, and register this process's answers in `others.handlers`.
 
     Args:
-        registry: of the router's metrics.
-        others, keeper: the other processes of this router.
+        registry: the router's metrics.
+        others, keeper: clients of the other worker processes, and of their parent process.
         on_drain: called when an operator drains a router with one process.
     """
     shared = place.is_shared

@@ -1,6 +1,7 @@
-"""Construction of a router, its requests' parts and its ports for clients.
+"""Construction of a router and its ports for clients.
 
-It runs the parts and stops them in an order that protects clients."""
+Runs the parts, and stops them in an order that lets requests finish.
+"""
 
 import asyncio
 import logging
@@ -42,7 +43,7 @@ from router.workers import ProcessSlot, alone, other_processes, serving_handlers
 
 log = logging.getLogger(__name__)
 
-# Idle HTTP connections and probes. Each live request has one more.
+# Idle HTTP connections and probes, in addition to one connection for each live request.
 _SPARE_CONNECTIONS = 1024
 
 
@@ -51,7 +52,7 @@ class GrpcServer:
     """A gRPC server that is bound to its port and not started.
 
     Attributes:
-        shares_port: whether other processes of this router listen on the same port.
+        shares_port: other processes of this router listen on the same port.
     """
 
     server: grpc.aio.Server
@@ -126,8 +127,8 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
     return HttpServer(shared, HttpService(shared, routes, checks), contexts)
 
 
-FIRST_LOOK_S = 5.0  # for nodes to respond to a replacement process, before it listens
-_LAST_WORDS_S = 1.0  # time for the ends of calls to reach their clients
+FIRST_LOOK_S = 5.0  # seconds for nodes to respond to a replacement process before it listens
+_LAST_WORDS_S = 1.0  # seconds for the ends of calls to reach their clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ class RunningRouter:
     """A running router.
 
     Attributes:
-        following: keep the streams of the nodes. Requests end with them.
-        readiness: report the readiness to health checks.
+        following: tasks that keep the nodes' streams. Requests end with them.
+        readiness: tasks that report the readiness to health checks.
     """
 
     base: RouterBase
@@ -168,10 +169,9 @@ class RunningRouter:
     async def drain(self, longest_s: float, hurry: asyncio.Event) -> None:
         """Drain the router: accept no new requests and let live ones finish.
 
-        Requests that have not finished after `longest_s`, or when `hurry` is set, end with
-        UNAVAILABLE. If other processes listen on the same ports, new connections go to them, and
-        requests on existing connections of this process are served. Otherwise new requests are
-        rejected.
+        After `longest_s` seconds, or when `hurry` is set, remaining requests end with UNAVAILABLE.
+        If other processes listen on the same ports, new connections go to them, and this process
+        still serves requests on its existing connections. Otherwise it rejects new requests.
         """
         for task in self.readiness:
             task.cancel()
@@ -191,11 +191,11 @@ class RunningRouter:
         self.http.drain()
         await _first_of(self._none_live(), hurry.wait(), longest_s)
         for task in self.following:
-            task.cancel()  # a request ends with the stream of its node
+            task.cancel()  # requests end with the stream of their node
         await _first_of(self._none_live(), hurry.wait(), _LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
-        """Wait for connections, too: a request that is still being received is not live yet."""
+        """Wait for requests and connections: a request is not live while it is received."""
         self.http.drain()
         await self._none_live()
         await self.http.wait_until_all_gone(_LAST_WORDS_S)
@@ -218,10 +218,10 @@ async def run_router(
     It listens immediately, and is healthy once it can place a request of any model.
 
     Args:
-        files: of the models, in the order of `config.each_model`.
-        place: this process among the worker processes that share the router's ports, see
-            api/program/processes.py. None: it is the whole router.
-        on_drain: called when an operator drains the router, if this process is the whole router.
+        files: files of the models, in the order of `config.each_model`.
+        place: position of this process among the worker processes (api/program/processes.py). None:
+            it is the only one.
+        on_drain: called when an operator drains a router with one process.
 
     Raises:
         ConfigError: a port is taken, an entry of --prefill or --decode is invalid, or the tokenizer
@@ -302,7 +302,7 @@ async def _report_health(grpc: GrpcServer, ready: Mapping[str, bool]) -> None:
 async def _serve_health_and_metrics(
     base: RouterBase, registry: CollectorRegistry, grpc: GrpcServer, opened: AsyncExitStack
 ) -> int | None:
-    """Open the ports for metrics and health checks. Return the port for metrics, None: none."""
+    """Open the ports for metrics and health checks. Return the port for metrics, or None."""
     server = base.config.server
     metrics_port = opened.enter_context(served_metrics(registry, server.host, server.metrics_port))
     await grpc.health.set_serving(False)

@@ -1,5 +1,4 @@
-"""Construction of a router's base with its clients, and of each model's pool: its limits, nodes and
-readiness, and the parts that serve its requests."""
+"""Construction of the parts that a router's models share, and of each model's pool of nodes."""
 
 import asyncio
 import logging
@@ -53,7 +52,7 @@ class Clients:
     """Authentication and limits of clients.
 
     Attributes:
-        has_secret: whether the router has the cluster secret.
+        has_secret: the router has the cluster secret.
     """
 
     guard: ApiKeyGuard
@@ -115,10 +114,10 @@ def _is_operator(held: SecretStore | None) -> IsOperator:
 
 @dataclass(frozen=True, slots=True)
 class RouterBase:
-    """The parts of a router that know no model and no nodes.
+    """The parts of a router that all models share.
 
     Attributes:
-        certificates: of the ports for clients. None: no TLS.
+        certificates: certificates of the ports for clients. None: no TLS.
         tracer: None: requests are not traced.
         make_channel: opens a channel to the node at an address.
     """
@@ -132,7 +131,7 @@ class RouterBase:
 
 
 def make_base(config: RouterConfig, resources: ExitStack) -> RouterBase:
-    """Make these parts.
+    """Make the parts that all models share.
 
     Args:
         resources: closes them.
@@ -143,7 +142,7 @@ def make_base(config: RouterConfig, resources: ExitStack) -> RouterBase:
     certificates = tls.certificates(config.server.tls, "--server.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--node-tls")
     _report_expiry(metrics.trust, certificates, for_nodes)
-    name = f"router-{secrets.token_hex(4)}@{socket.gethostname()}"  # in the logs of nodes
+    name = f"router-{secrets.token_hex(4)}@{socket.gethostname()}"  # shown in the logs of nodes
     identity = identity_of("router", name, config.server.secret_file, metrics.trust.refused)
     asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
     program.check_exposure(config.server.host, asked=asked, insecure=config.server.insecure)
@@ -169,14 +168,14 @@ def _report_expiry(
 
 @dataclass(frozen=True, slots=True)
 class ModelBase:
-    """The parts of one served model that know no nodes.
+    """The parts of one served model that need no nodes.
 
     Attributes:
-        name: by which clients request it.
-        config: the router's, with the values of this model.
-        metrics: of its requests and nodes. Those of the router if it has no other model.
-        admission: limit of its requests, so that one model never takes the slots of another.
-        is_only: whether the router has no other model.
+        name: name by which clients request it.
+        config: the router's configuration, with the values of this model.
+        metrics: metrics of its requests and nodes. The router's own if this is the only model.
+        admission: limit of its requests, so that one model never takes another one's slots.
+        is_only: the router has no other model.
     """
 
     name: str
@@ -191,7 +190,7 @@ class ModelBase:
 def make_model(
     base: RouterBase, config: RouterConfig, files: ModelFiles, resources: ExitStack
 ) -> ModelBase:
-    """Make these parts.
+    """Make the parts of one model that need no nodes.
 
     Args:
         config: see ModelBase.
@@ -220,7 +219,7 @@ def make_model(
 
 @dataclass(frozen=True, slots=True)
 class ModelNodes:
-    """The parts of one served model that know its nodes.
+    """The parts of one served model that need its nodes.
 
     Attributes:
         changed: set when `ready` may have changed.
@@ -269,7 +268,7 @@ class ModelNodes:
 
 
 async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
-    """Make these parts.
+    """Make the parts of one model that need its nodes.
 
     Raises:
         ConfigError: an entry of the model's nodes is invalid.
@@ -344,7 +343,7 @@ async def make_pool(
     """Make the pool of one model.
 
     Args:
-        config: the router's, with the values of this model.
+        config: the router's configuration, with the values of this model.
         resources: closes it.
     Raises:
         ConfigError: the tokenizer, the chat template or an entry of its nodes is invalid, or the
@@ -378,7 +377,7 @@ async def make_pool(
     answers = IdempotencyCache(
         generator,
         keep_s=config.idempotency_ttl_s,
-        max_bytes=MAX_BYTES // len(base.config.each_model),  # of all models together
+        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
     )
     names = ModelNames(of_model.name, nodes.cluster.adapters.by_name)
     return ModelPool(nodes, answers, vectors, names)

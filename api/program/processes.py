@@ -1,8 +1,8 @@
 """Several router processes on the same ports, under a parent process that serves no requests.
 
 Each worker process is a whole router, with its own streams to every node. The kernel distributes
-connections, and limits apply to each process. Reports cover all processes: a process that is asked
-for running requests asks the others, and the parent adds up their metrics.
+connections, and limits apply to each process. Reports cover all processes: a process queries the
+others for running requests, and the parent adds up their metrics.
 """
 
 import asyncio
@@ -40,23 +40,20 @@ from router.workers import (
 
 log = logging.getLogger(__name__)
 
-_LONGEST_S = 600.0  # for one process: its drain, its start and its first ready state
+_LONGEST_S = 600.0  # seconds for one process to drain, start and become ready
 _LOOK_S = 0.1
 
 
-# Operator-requested end of a router's processes: all at once, or as a rolling restart.
-#
-# In a rolling restart each process is started again before the next one ends. Independent of how
-# processes are run.
+# In a rolling restart, each process is started again before the next one stops.
 class RenewableProcess(Protocol):
     """A process that can be restarted."""
 
     async def renew(self) -> None:
-        """Drain the process, and return when its successor listens."""
+        """Drain the process, and return when its replacement listens."""
 
 
 class CertificateRenewal:
-    """Restarts of the processes of a router. For one event loop."""
+    """Operator-requested shutdown of a router's processes: all together, or a rolling restart."""
 
     def __init__(
         self,
@@ -66,7 +63,8 @@ class CertificateRenewal:
     ) -> None:
         """
         Args:
-            routers: client of the same processes, by their numbers in `processes`.
+            processes: the worker processes.
+            routers: client of the same processes, by their index in `processes`.
             end_all: drains all processes and thereby the router.
         """
         self._processes = processes
@@ -76,7 +74,7 @@ class CertificateRenewal:
 
     @property
     def handlers(self) -> Mapping[str, ProcessHandler]:
-        """Return the handler for requests of the processes."""
+        """Return the handler for requests from worker processes."""
 
         async def handle(query: Mapping[str, str]) -> bytes:
             if query[IN_TURN] == "no":
@@ -93,10 +91,7 @@ class CertificateRenewal:
             self._turns.cancel()
 
     async def _take_turns(self) -> None:
-        """Restart one process after the other.
-
-        Stop at one that does not come back, and leave the others as they are.
-        """
+        """Restart one process after the other. Stop at one that does not become ready again."""
         for number, process in enumerate(self._processes):
             log.info("router process restarted %s", kv(process=number))
             try:
@@ -122,11 +117,11 @@ T = TypeVar("T")
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
-_END_S = 10.0  # in addition to the drain time
+_END_S = 10.0  # seconds in addition to the drain time
 
 
 async def keep(config: RouterConfig) -> int:
-    """Run `config.processes` routers until SIGTERM or SIGINT, and restart any that ends.
+    """Run `config.processes` worker processes until SIGTERM or SIGINT, and restart any that ends.
 
     Signals are forwarded to them.
 
@@ -134,7 +129,7 @@ async def keep(config: RouterConfig) -> int:
         The exit code: not 0 if a process could not be started at first, or did not end cleanly.
 
     Raises:
-        ConfigError: a port is taken, or there is no directory for the sockets of the processes.
+        ConfigError: a port is taken, or the directory for the processes' sockets cannot be made.
     """
     async with _kept(config) as (processes, end):
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,9 +147,9 @@ async def keep(config: RouterConfig) -> int:
 
 
 class _End:
-    """The end of all processes, by a signal, which is forwarded, or by a call.
+    """Shutdown of all processes, by a forwarded signal or by a call.
 
-    A signal after a call does not count as a second one: Kubernetes calls in preStop, then sends
+    A signal after a call does not count as a second signal: Kubernetes calls in preStop, then sends
     SIGTERM.
     """
 
@@ -188,17 +183,17 @@ async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
 
 
 class _Process:
-    """A worker process. It is never restarted after a request to end."""
+    """A worker process. It is not restarted after a request to stop."""
 
     def __init__(self, place: ProcessSlot, config: RouterConfig) -> None:
         self._place = place
         self._config = config.model_dump_json()
         self._child: ChildProcess | None = None
         self._stopping = False
-        self._renewing: asyncio.Event | None = None  # set when the successor listens
+        self._renewing: asyncio.Event | None = None  # set when the replacement listens
 
     async def start(self, *, again: bool = False) -> bool:
-        """Start the process, and return whether it listens. Otherwise it has ended.
+        """Start the process. Return whether it listens. Otherwise it has ended.
 
         Args:
             again: see ProcessSlot.
@@ -234,7 +229,7 @@ class _Process:
                 renewing.set()
 
     async def renew(self) -> None:
-        """Drain the process, and return when its successor listens. `keep` starts the successor."""
+        """Drain the process, and return when its replacement, started by `keep`, listens."""
         if self._child is not None:
             renewed = self._renewing = asyncio.Event()
             self._child.send(signal.SIGTERM)
@@ -249,7 +244,7 @@ class _Process:
     async def end(self, patience_s: float) -> int:
         """Wait for the end of the process.
 
-        Send SIGTERM unless that was done, and kill it after `patience_s`.
+        Sends SIGTERM unless that was done, and SIGKILL after `patience_s` seconds.
 
         Returns:
             0 if it ended cleanly, its exit code if it ended by itself, else 1.
@@ -270,7 +265,7 @@ class _Process:
 
 @contextlib.asynccontextmanager
 async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
-    """Yield the processes, not started yet, and their end, within the parent's services."""
+    """Yield the processes, not started yet, and their shutdown, within the parent's services."""
     with _reserved(config) as shared, _directory() as directory:
         keeper = ProcessSlot(config.processes, config.processes, directory, time.monotonic())
         places = [replace(keeper, number=number) for number in range(config.processes)]
@@ -308,7 +303,7 @@ def _directory() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
-    """Reserve the shared ports for the worker processes, and yield the configuration of each."""
+    """Reserve the shared ports for the worker processes, and yield their configuration."""
     server = config.server
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(server.host, server.port))
@@ -337,9 +332,9 @@ async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None
 
 
 async def _first_byte(descriptor: int) -> bool:
-    """Return whether a byte arrives before the end.
+    """Return whether a byte arrives before the end of file.
 
-    There is no deadline: a process may fetch a model.
+    There is no deadline: a process may download a model.
     """
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()

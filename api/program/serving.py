@@ -1,4 +1,4 @@
-"""A router from its start to its end by a signal: the only process, or one of several."""
+"""Runs a router from start to shutdown: the only process, or one of several worker processes."""
 
 import asyncio
 import gc
@@ -22,8 +22,8 @@ from router.workers import ProcessSlot
 
 log = logging.getLogger(__name__)
 
-# Allocations before the collector looks at the youngest objects. Requests have few reference
-# cycles: the default of 700 would inspect the objects of a request twenty times in vain.
+# Allocations before the garbage collector checks the youngest objects. Requests have few reference
+# cycles: the default of 700 would check the objects of a request twenty times in vain.
 _COLLECT_EVERY = 50_000
 
 
@@ -38,7 +38,7 @@ async def serve(
     A second signal cuts the drain short.
 
     Args:
-        place: this process among those of its router. None: it is the only one.
+        place: position of this process among the worker processes. None: it is the only one.
         on_up: called when the router listens.
     """
     resources.hold_little()
@@ -66,7 +66,9 @@ def main(up: str, place_json: str, config_json: str) -> None:
     """Run a worker process.
 
     Args:
-        up: a file descriptor that is written to when this process listens.
+        up: file descriptor, written to when this process listens.
+        place_json: a ProcessSlot.
+        config_json: a RouterConfig.
     """
     place = msgspec.json.decode(place_json, type=ProcessSlot)
     config = RouterConfig.model_validate_json(config_json)

@@ -1,4 +1,4 @@
-"""Metrics of all processes of a router as one, gathered by the parent process.
+"""Metrics of all worker processes merged into one exposition, by the parent process.
 
 They are served on the parent's metrics port, and to each worker process for the shared HTTP port.
 """
@@ -20,7 +20,7 @@ from common.metrics.program import MetricFamilies
 from router.metrics import DECLARED, PROCESSES
 from router.workers import LONGEST_S, OtherProcesses, ProcessHandler
 
-_START = "process_start_time_seconds"  # distinguishes a process from its predecessor
+_START = "process_start_time_seconds"  # distinguishes a process from its replacement
 
 Series = tuple[str, tuple[tuple[str, str], ...]]  # name and labels of a sample
 _TOGETHER: Mapping[Together, Callable[[Iterable[float]], float]] = {
@@ -40,22 +40,22 @@ class _ProcessMetrics:
 
 @dataclass(slots=True)
 class _Place:
-    """Metrics of the successive processes with one number."""
+    """Metrics of one worker process and the processes that it replaces."""
 
     last: _ProcessMetrics | None = None
     answered: bool = False
-    ended: dict[Series, float] = field(default_factory=dict)  # sums of those before the last
+    ended: dict[Series, float] = field(default_factory=dict)  # sums of ended processes
 
 
 class MergedMetrics:
-    """Metrics of all processes. For one thread."""
+    """Merges the metrics of all worker processes. For one thread."""
 
     def __init__(self, declared: Iterable[MetricDeclaration]) -> None:
         self._declared = tuple(declared)
         self._places: dict[int, _Place] = {}
 
     def take(self, texts: Mapping[int, str]) -> None:
-        """Record the metrics of each process, in the text format. Missing processes are silent."""
+        """Record the metrics of each process, as text. Missing processes did not respond."""
         for place in self._places.values():
             place.answered = False
         for number, text in texts.items():
@@ -75,9 +75,9 @@ class MergedMetrics:
             yield metric
 
     def _growing(self, declared: MetricDeclaration) -> Mapping[Series, float]:
-        """Return sums.
+        """Return the sums of a counter or histogram.
 
-        A series that only ended processes have is dropped, such as that of a deleted key.
+        Series that only ended processes have are dropped, such as those of a deleted key.
         """
         sums: dict[Series, float] = {}
         for place in self._places.values():
@@ -121,7 +121,10 @@ _KEEPER = -1  # the parent's number among the sources
 
 
 class MetricsAggregator:
-    """Merged metrics. For one event loop. `registry` may be used on any thread but the loop's."""
+    """Queries worker processes and serves their merged metrics. For one event loop.
+
+    `registry` may be used on any thread but the loop's.
+    """
 
     def __init__(self, routers: OtherProcesses) -> None:
         """
@@ -148,7 +151,7 @@ class MetricsAggregator:
 
     @property
     def handlers(self) -> Mapping[str, ProcessHandler]:
-        """Return the handler for requests of worker processes."""
+        """Return the handler for requests from worker processes."""
 
         async def handle(query: Mapping[str, str]) -> bytes:
             families = await self._families()

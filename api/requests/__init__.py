@@ -1,1 +1,1 @@
-"""Client requests: validation, admission, recording and responses."""
+"""Client requests: parameters, validation, prompts, idempotency and responses."""

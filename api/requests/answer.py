@@ -1,4 +1,4 @@
-"""The response of one request: tokens in, pieces of text, log-probabilities and usage out."""
+"""The response of one request: converts tokens to pieces of text, log-probabilities and usage."""
 
 from array import array
 from base64 import b64encode
@@ -15,7 +15,7 @@ from common.requests.logprobs import TokenLogprobs
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput, StreamEnd
 
 Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token
-_LEAST = -9999.0  # JSON has no -inf
+_LEAST = -9999.0  # used for -inf, which JSON lacks
 
 
 class LikelyTokenText(msgspec.Struct, frozen=True):
@@ -25,24 +25,25 @@ class LikelyTokenText(msgspec.Struct, frozen=True):
 
     @property
     def json_logprob(self) -> float:
-        """The log-probability as a number that JSON has."""
+        """The log-probability as a number that JSON can represent."""
         return _LEAST if self.logprob is None else max(self.logprob, _LEAST)
 
 
 class TokenReport(LikelyTokenText, frozen=True):
     """A token of a response or its prompt.
 
-    `top`: likeliest tokens at its position, likeliest first.
+    Attributes:
+        top: most likely tokens at its position, in descending order.
     """
 
     top: Sequence[LikelyTokenText]
 
 
 class PromptReport(msgspec.Struct, frozen=True):
-    """The prompt within the first piece of a response, if the client requests it.
+    """The prompt, in the first piece of a response, if requested.
 
     Attributes:
-        tokens: none, or all. Those before the first requested log-probability have none.
+        tokens: none, or all. Tokens before the first requested log-probability have none.
     """
 
     text: str
@@ -63,10 +64,10 @@ def prompt_report(
     num_top: int,
     spell: Spell,
 ) -> PromptReport:
-    """Return the prompt of a response.
+    """Return the prompt for the first piece of a response.
 
     Args:
-        logprobs: of all tokens from index `first` on, or none.
+        logprobs: log-probabilities of all tokens from index `first` on, or none.
     """
     if not logprobs and num_top < 0:
         return PromptReport(text, ())
@@ -85,22 +86,22 @@ class TokenUsage(msgspec.Struct, frozen=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Tokens of a response with one version, up to the next span."""
+    """Consecutive tokens of a response with the same version, up to the next span."""
 
     first_token: int  # index in the response
     version: ModelVersion
 
 
 class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
-    marks: Sequence[int] = ()  # indices in the text of special tokens that mark parts
+    marks: Sequence[int] = ()  # indices in the text of special tokens that are markers
     tokens: Sequence[
         TokenReport
     ] = ()  # all tokens of the piece, if log-probabilities are requested
     prompt: PromptReport | None = None  # in the first piece, if requested
     prompt_token_ids: bytes = b""  # in the first piece, little-endian int32
     version: ModelVersion = UNKNOWN_VERSION  # of the last token so far
-    # Hidden states, if requested, as float32 each. Those of the prompt come once, with the first
-    # token. After that, each token comes with the state of the generated token before it.
+    # Hidden states, if requested, each as float32. The states of the prompt come once, with the
+    # first token. After that, each token comes with the state of the generated token before it.
     prompt_hidden_states: Sequence[bytes] = ()
     hidden_states: Sequence[bytes] = ()
     # Routed experts in the same way, as int16 [any, layers, experts per token].
@@ -119,13 +120,11 @@ class FinalChunk(OutputChunk, frozen=True):
     """The end of a response."""
 
     finish_reason: str  # "stop" | "length"
-    stop_reason: (
-        str | int | None
-    )  # the stop string that was found, or the stop token of the request, that ended the response
+    stop_reason: str | int | None  # the stop string or requested stop token that ended the response
     usage: TokenUsage
-    cached_tokens: int  # prompt tokens, for the router's own metrics
-    versions: Sequence[VersionSpan] = ()  # of all tokens, at least one
-    seed: int | None = None  # of sampling, if all tokens are batch-invariant
+    cached_tokens: int  # cached prompt tokens, for the router's metrics
+    versions: Sequence[VersionSpan] = ()  # at least one
+    seed: int | None = None  # seed of sampling, if all tokens are batch-invariant
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,13 +132,13 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt_token_ids: little-endian int32.
-        min_tokens: text of that many first tokens completes no stop.
-        returns_cached_tokens: whether usage has the cached tokens of the prompt.
+        min_tokens: number of first tokens whose text cannot complete a stop.
+        returns_cached_tokens: usage has the number of cached prompt tokens.
         report_token: makes the report of a token. None: not requested.
         report_prompt: makes the report of the prompt, for the first piece. None: not requested.
-        silent: whether to discard the one token that is generated.
-        predicts: whether the request has a prediction.
-        returns_states: whether hidden states or routed experts are returned.
+        silent: the one generated token is discarded.
+        predicts: the request has a prediction.
+        returns_states: hidden states or routed experts are returned.
     """
 
     num_prompt_tokens: int
@@ -156,10 +155,10 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseBuilder:
-    """Builder of one response.
+    """Builds one response.
 
-    Text may lag behind its tokens while a character or a stop is undecided. The last piece has the
-    rest. Tokens after the one that completes a stop are discarded.
+    Text is held back while a character or a stop is undecided. The last piece has the rest. Tokens
+    after the one that completes a stop are discarded.
     """
 
     def __init__(
@@ -170,19 +169,19 @@ class ResponseBuilder:
     ) -> None:
         """
         Args:
-            stops: stop rules. None: only tokens end the response.
+            stops: stop strings and expressions. None: only tokens end the response.
         """
         self._detokenizer = detokenizer
         self._stops = stops
         self._options = options
-        self._report_prompt = options.report_prompt  # None after it is returned
-        self._prompt_token_ids = options.prompt_token_ids  # empty after they are returned
-        self._returns_prompt_states = options.returns_states  # False after they are returned
+        self._report_prompt = options.report_prompt  # None once it is returned
+        self._prompt_token_ids = options.prompt_token_ids  # empty once they are returned
+        self._returns_prompt_states = options.returns_states  # False once they are returned
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
         self._versions: list[VersionSpan] = []
-        self._length = 0  # of the text so far
+        self._length = 0  # length of the text so far, in characters
 
     @property
     def version(self) -> ModelVersion:
@@ -190,10 +189,10 @@ class ResponseBuilder:
         return self._versions[-1].version if self.token_ids else UNKNOWN_VERSION
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
-        """Keep the first report. A replay finds the KV that the first attempt computed.
+        """Keep the first report: a replay counts KV from the first attempt as cached.
 
         Args:
-            cached_tokens: prompt tokens that were cached. None: not reported yet.
+            cached_tokens: number of cached prompt tokens. None: not reported yet.
         """
         if self._cached_tokens is None:
             self._cached_tokens = cached_tokens
@@ -229,10 +228,9 @@ class ResponseBuilder:
     def _with_states(
         self, piece: OutputChunk | FinalChunk, output: NodeOutput
     ) -> OutputChunk | FinalChunk:
-        """Return the piece with the hidden states that its tokens were predicted from, and with the
-        experts that computed them.
+        """Return the piece with the hidden states that predicted its tokens, and their experts.
 
-        The first token was predicted from the state of the last token of the prompt.
+        The first token was predicted from the state of the last prompt token.
         """
         num_tokens = max(len(piece.token_ids), int(self._options.silent))
         generated, prompt = output.logprobs[:num_tokens], list[TokenLogprobs]()
@@ -248,7 +246,7 @@ class ResponseBuilder:
         )
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:
-        """Return the marks within the next characters of the text, relative to their start."""
+        """Return the markers within the next characters of the text, relative to their start."""
         begun, marks = self._length, self._detokenizer.marks
         self._length += num_characters
         taken = []
@@ -281,12 +279,12 @@ class ResponseBuilder:
         return last if last in self._options.stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Return these tokens' text, how many of them count, and whether a stop matched."""
+        """Return the text of these tokens, how many of them count, and whether a stop matched."""
         if self._stops is None:
             text = self._detokenizer.push(token_ids) if token_ids else ""
             return text, len(token_ids), False
         text = ""
-        # One at a time, because usage must count up to the token that completed the stop.
+        # One at a time, because usage counts up to the token that completes the stop.
         for number, token in enumerate(token_ids, start=1):
             decided, stopped = self._detokenizer.push((token,)), False
             if len(self.token_ids) + number > self._options.min_tokens:
@@ -330,12 +328,12 @@ class ResponseBuilder:
         return PredictionUsage(accepted, self._predicted.rejected)
 
 
-# Base64 of int32 [prompt and generated tokens but the last, layers, experts per token].
+# Base64 of int32 [prompt and generated tokens except the last, layers, experts per token].
 RoutedExperts: TypeAlias = str | msgspec.UnsetType
 
 
 class CollectedExperts:
-    """The experts of the tokens of a response so far, after those of its prompt."""
+    """Collects the routed experts of a response's prompt and tokens."""
 
     def __init__(self) -> None:
         self._ids = array("h")
@@ -346,5 +344,5 @@ class CollectedExperts:
 
     @property
     def encoded(self) -> RoutedExperts:
-        """The experts for JSON. Unset if they were not requested."""
+        """The experts for JSON. Unset if not requested."""
         return b64encode(array("i", self._ids)).decode() if self._ids else msgspec.UNSET

@@ -1,7 +1,6 @@
-"""Parameters of client requests, independent of the protocol, the model's limits, and the jobs made
-from them.
+"""Parameters of client requests, independent of protocol, with the model's limits and parsed forms.
 
-Only types are checked, and the length of lists that would have to be copied.
+Only types are checked here, and the length of lists that would have to be copied.
 """
 
 import asyncio
@@ -27,27 +26,27 @@ from common.rpc import MAX_MESSAGE_BYTES
 
 # Limit of one conversation. A template takes 3 us for each message and blocks the event loop.
 MAX_MESSAGES = 4096
-MAX_SETTINGS_BYTES = 16 << 10  # of a template's own settings, as JSON
+MAX_SETTINGS_BYTES = 16 << 10  # JSON of a template's own settings
 MAX_TOOLS = 1024
-MAX_CHOICES = 128  # of one HTTP request
-MAX_FIELDS = 1 << 15  # of a gRPC message. A conversation has three for each message
+MAX_CHOICES = 128  # choices of one HTTP request
+MAX_FIELDS = 1 << 15  # fields of a gRPC message; a conversation has three for each message
 
-_TEXT_BYTES_PER_TOKEN = 32  # upper limit. English and code have four to five, an emoji as many
-_ROOM_BYTES = 1 << 20  # of a message, beside its prompts: names, tools, stop strings
-_BYTES_PER_TOKEN = 8  # of prompts in an HTTP body with many. Ids have up to seven
+_TEXT_BYTES_PER_TOKEN = 32  # upper limit; English and code have four to five, an emoji as many
+_ROOM_BYTES = 1 << 20  # of a message in addition to its prompts: names, tools, stop strings
+_BYTES_PER_TOKEN = 8  # in an HTTP body with many prompts; ids have up to seven
 
 
-# A prompt is rejected by its bytes before its tokens are counted. No text that fits the context has
-# more bytes than as many of the longest tokens. For vocabularies with very long tokens, such as a
-# hundred spaces, the limit is lower. Text of such tokens only is not a useful prompt. Text counts
-# in full, even if the tokenizer drops it or encodes it as one token of any length.
+# A prompt is rejected by its bytes before its tokens are counted. Text that fits the context has at
+# most `context_length` times the bytes of the longest token. For vocabularies with very long
+# tokens, such as a hundred spaces, the limit is lower, because text of only such tokens is not
+# useful. All text counts, even if the tokenizer drops it or encodes it as one token.
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of the model."""
+    """Limits of the served model."""
 
-    context_length: int  # tokens of prompt and response together
+    context_length: int  # prompt and response together, in tokens
     vocabulary_size: int
-    longest_token_bytes: int  # of the text of one token
+    longest_token_bytes: int  # text of one token
     sees_images: bool = False
 
     @property
@@ -72,7 +71,7 @@ class ModelLimits:
 
 
 def check_prompt(token_ids: Sequence[int], limits: ModelLimits, field: str) -> None:
-    """Raise InvalidRequest unless the prompt has tokens, all known, and leaves room for one."""
+    """Raise InvalidRequest unless the prompt has known tokens and leaves room for another one."""
     if not token_ids:
         raise InvalidRequest(f"{field} is empty: a prompt has at least one token")
     check_length(token_ids, limits, field)
@@ -113,7 +112,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
         shown: special tokens that the text keeps.
         echo: text of the prompt, with which the response begins.
         silent: see GenerateParams.
-        asked: the client's parameters. Those in `spec` also have what hidden states need.
+        asked: the client's parameters. `spec` also has what hidden states need.
     """
 
     spec: RequestSpec
@@ -126,10 +125,10 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """Checked parameters that all responses of a request share, independent of their prompts.
+    """Checked parameters that all responses to one request share, whatever their prompts.
 
     Attributes:
-        sampling: its seed belongs to one of the responses.
+        sampling: parameters, with the seed of one of the responses.
     """
 
     sampling: SamplingParams
@@ -144,7 +143,7 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """A result that is computed once. For one event loop."""
+    """A result that is computed once for several callers. For one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -154,8 +153,8 @@ class Once(Generic[T]):
     async def get(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of the first `work` that completes. All other callers wait for it.
 
-        If the caller is cancelled, the next one does the work. Work that fails is not tried again,
-        so 128 choices cost no more than one.
+        If the caller is cancelled, the next one does the work. Failed work is not tried again, so
+        128 choices cost no more than one.
 
         Raises:
             ServingError: the error of that work.
@@ -177,7 +176,7 @@ class TextPrompt(msgspec.Struct, frozen=True):
     field: ClassVar[str] = "text"  # name in errors
 
     text: str
-    add_special_tokens: bool = True  # special tokens that the tokenizer adds to a text
+    add_special_tokens: bool = True  # the tokenizer adds its special tokens
 
 
 class TextPairPrompt(msgspec.Struct, frozen=True):
@@ -193,18 +192,18 @@ class PastToolCall(msgspec.Struct, frozen=True):
     """A tool call of an earlier turn."""
 
     name: str
-    arguments: str  # a JSON object, or other text by the model. "": none
+    arguments: str  # a JSON object, or other text by the model; "": none
     id: str = ""
 
 
 class ChatTurn(msgspec.Struct, frozen=True):
     role: str
-    content: str | None  # None: no content, or content in `parts`
-    name: str | None = None  # of the speaker, if the template uses it
+    content: str | None  # None: none, or the content is in `parts`
+    name: str | None = None  # name of the speaker, if the template uses it
     reasoning: str | None = None  # reasoning before the content, if the template uses it
     tool_calls: Sequence[PastToolCall] = ()
-    tool_call_id: str | None = None  # the call of this result
-    parts: Sequence[str | MediaInput] = ()  # in order, if there are not only texts
+    tool_call_id: str | None = None  # call to which this is the result
+    parts: Sequence[str | MediaInput] = ()  # content in order, if it is not only text
 
 
 class PromptEnding(Enum):
@@ -216,7 +215,7 @@ class PromptEnding(Enum):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """A conversation, for the model's chat template."""
+    """A conversation for the model's chat template."""
 
     field: ClassVar[str] = "messages"
 
@@ -245,7 +244,7 @@ class EmbeddingsPrompt(msgspec.Struct, frozen=True):
 
 
 class PredictionPrompt(msgspec.Struct, frozen=True):
-    """Predicted text of a response."""
+    """Expected text of a response, for speculative decoding."""
 
     field: ClassVar[str] = "prediction"
 
@@ -253,7 +252,7 @@ class PredictionPrompt(msgspec.Struct, frozen=True):
 
 
 class NoPrompt(msgspec.Struct, frozen=True):
-    """A missing prompt."""
+    """A missing prompt, which is rejected later with the names of the possible fields."""
 
     field: ClassVar[str] = "prompt"
 
@@ -272,21 +271,18 @@ Prompt: TypeAlias = (
 
 
 class RenderedPrompt(msgspec.Struct):
-    """The result of rendering a prompt, for parsers of its response.
-
-    Empty before there are token ids.
-    """
+    """The rendered and tokenized prompt, for parsers of its response. Empty until then."""
 
     num_tokens: int = 0
-    end: str = ""  # of a conversation: the text before the response
+    end: str = ""  # the last part of a conversation's text
 
 
 class SharedPrompt(msgspec.Struct):
-    """A prompt, possibly of several responses.
+    """A prompt that several responses may share.
 
     Attributes:
-        token_ids: made by the first response.
-        images, embeddings: of the prompt, once there are token ids.
+        token_ids: set by the first response.
+        images, embeddings: set together with the token ids.
         job: the request of any of its responses, without its own id and seed.
     """
 
@@ -299,10 +295,10 @@ class SharedPrompt(msgspec.Struct):
 
 
 class RequestGroup(msgspec.Struct):
-    """The responses to one request of a client.
+    """All responses to one request of a client.
 
     Attributes:
-        terms: their common parameters, checked by the first response.
+        terms: common parameters, checked by the first response.
         counted: done when the first response has counted the client's tokens.
     """
 
@@ -322,38 +318,36 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt: SharedPrompt  # one of the prompts of the request
     together: RequestGroup
     sampling: SamplingParams
-    max_tokens_field: str = (
-        ""  # the client's name of max_tokens in its request, "" if the client left it to a default
-    )
-    drawn: bool = False  # whether the seed is random, not given by the client
+    max_tokens_field: str = ""  # name of the client's max_tokens field, "" if unset
+    drawn: bool = False  # the seed is random, not given by the client
     stop: Sequence[str] = ()
     stop_regex: Sequence[str] = ()
     bad_words: Sequence[str] = ()
     echo: bool = False  # the response begins with its prompt
-    silent: bool = False  # only the prompt is wanted, and the one generated token is discarded
-    request_id: str = ""  # this router's own, unique. "": not made yet
-    label: str = ""  # the client's name for it, not unique
+    silent: bool = False  # only the prompt is wanted: the one generated token is discarded
+    request_id: str = ""  # the router's own unique id; "": not made yet
+    label: str = ""  # the client's id for it, not unique
     session_id: str = ""  # "": no session
-    cache_salt: str | None = None  # None: the cache is shared with all requests without a salt
+    cache_salt: str | None = None  # None: the cache is shared by all requests without a salt
     priority: int | None = None  # on the client's scale. None: not set
-    adapter: str = ""  # its name, "": the base model
-    timeout_s: float | None = None  # None: the router's own limit
+    adapter: str = ""  # name of the adapter; "": the base model
+    timeout_s: float | None = None  # None: the router's limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
-    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenized as prompts are
+    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenized like prompts
     whole: bool = False  # the response is not streamed
-    stream_interval: int = 0  # tokens of an event. 0: the router's
+    stream_interval: int = 0  # tokens of an event; 0: the router's setting
 
 
 def any_seed() -> int:
-    """Return a random seed for a request without one.
+    """Return a random seed for a request without one, so that replays sample the same tokens.
 
-    A continuation must sample with the same seed. It has 53 bits, which every reader of JSON keeps.
+    It has 53 bits, which every JSON reader keeps.
     """
     return random.getrandbits(53)
 
 
 MAX_PROMPTS = 2048
-MAX_TOKENS = 1 << 20  # of all prompts of one request
+MAX_TOKENS = 1 << 20  # tokens in all prompts of one request
 
 PooledPrompt: TypeAlias = TextPrompt | TextPairPrompt | TokenIdsPrompt
 
@@ -361,7 +355,7 @@ PooledPrompt: TypeAlias = TextPrompt | TextPairPrompt | TokenIdsPrompt
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[PooledPrompt]
     pooling: PoolingParams
-    dimensions: int = 0  # number of leading dimensions to keep. 0: all
+    dimensions: int = 0  # number of leading dimensions to keep; 0: all
     normalize: bool = False
     request_id: str = ""  # see GenerateParams
     label: str = ""
@@ -378,7 +372,7 @@ class PoolingResult(msgspec.Struct, frozen=True):
 
 
 def floats(vector: bytes) -> "array[float]":
-    """Return a vector's numbers. Raise ValueError if the bytes are not float32."""
+    """Convert a vector to numbers. Raise ValueError if the bytes are not float32."""
     found = array("f")
     found.frombytes(vector)
     if sys.byteorder == "big":

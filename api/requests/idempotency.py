@@ -1,12 +1,12 @@
-"""Responses that a client can fetch again with the idempotency key of its request.
+"""Idempotency keys: a client that repeats a request with the same key gets the same response.
 
-    asked with a key -> running, its clients follow it -> ended, kept for `keep_s`
+    request with a key -> running, clients follow it -> ended, kept for `keep_s`
                           `--all clients left--> runs for `keep_s`, then cancelled
 
-A client that repeats a request with the same key meanwhile gets the same response from its
-beginning: the existing part immediately, and the rest as it is generated. A response belongs to its
-client, key and request. Other clients never get it, and the same key with another request is
-rejected. A failed response is forgotten, and a repeated request is computed again.
+A repeated request gets the response from its beginning: the existing part immediately, and the rest
+as it is generated. A response belongs to its client, key and request. Other clients never get it,
+and the same key with another request is rejected. A failed response is dropped, so a repeated
+request is computed again.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from api.requests.generate_params import GenerateParams, RenderedPrompt, SharedP
 from common.errors import InvalidRequest, RequestAborted, check_at_most
 
 MAX_KEY_CHARACTERS = 256
-MAX_BYTES = 64 << 20  # of all responses, as estimated
-_ANSWER_BYTES = 4000  # of one without a piece
-_PIECE_BYTES = 400  # in addition to its text and tokens
+MAX_BYTES = 64 << 20  # estimated size of all responses
+_ANSWER_BYTES = 4000  # estimated size of a response without pieces
+_PIECE_BYTES = 400  # estimated size of a piece, without its text and tokens
 _TOKEN_BYTES = 36
 
 Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
@@ -53,14 +53,11 @@ class IdempotentRetry(NamedTuple):
 
     client: str
     key: str
-    digest: bytes  # of the request
+    digest: bytes  # hash of the request
     request_id: str
 
     def seed(self, index: int) -> int:
-        """Return the seed of one response.
-
-        It is the same at every router for the same key and request.
-        """
+        """Return the seed of one response, the same at every router for one key and request."""
         content = f"{self.key} {index}".encode() + self.digest
         return int.from_bytes(hashlib.sha256(content).digest()[:8])
 
@@ -72,8 +69,8 @@ class IdempotencyCache:
         generator: serves requests without a key.
 
     Args:
-        keep_s: how long a response is kept after its end, or continues after its clients have left.
-            0: keys are ignored.
+        keep_s: seconds for which a response is kept after its end, or continues without clients. 0:
+            keys are ignored.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class IdempotencyCache:
     def retry(
         self, client: Client, key: str, asked: Callable[[], bytes], request_id: str
     ) -> IdempotentRetry | None:
-        """Return the retry state of a request with a key, None if keys are ignored.
+        """Return the state of a request with a key, or None if keys are ignored.
 
         Args:
             asked: returns the content of the request.
@@ -160,7 +157,7 @@ class IdempotencyCache:
         return answer
 
     def _grown(self, name: Name, answer: "_Answer", num_bytes: int) -> None:
-        """Count memory of a response, and free memory.
+        """Add `num_bytes` to a response's size, and free memory beyond the limit.
 
         The responses that ended first are dropped. If that is not enough, this one is no longer
         kept, and only its current followers receive it.
@@ -197,7 +194,7 @@ class IdempotencyCache:
 
 
 class _Answer:
-    """One response so far, and the positions of its followers."""
+    """One response so far, and how far each follower has read it."""
 
     task: "asyncio.Task[None]"
 
@@ -209,12 +206,12 @@ class _Answer:
     ) -> None:
         self.retry = retry
         self._rendering = rendering  # without the rest of the prompt, which may be large
-        self.num_bytes = 0  # as counted by IdempotencyCache
+        self.num_bytes = 0  # estimated size, see IdempotencyCache
         self._grown = grown
         self._request_id = retry.request_id
         self._pieces: deque[OutputChunk | FinalChunk] = deque()
-        self._num_dropped = 0  # pieces that all followers have
-        self._places: dict[int, int] = {}  # pieces written, by follower
+        self._num_dropped = 0  # pieces dropped because all followers have them
+        self._places: dict[int, int] = {}  # number of pieces written, by follower
         self._next_follower = 0
         self._kept = True
         self._news = asyncio.Event()
@@ -261,7 +258,7 @@ class _Answer:
 
         Args:
             prompt: the follower's own prompt. Receives the rendering.
-            keep_s: how long the response continues after its last follower has left.
+            keep_s: seconds for which the response continues after its last follower has left.
         """
         self._next_follower += 1
         follower, place = self._next_follower, 0

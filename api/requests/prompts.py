@@ -1,7 +1,7 @@
-"""Conversion of prompts of every form to token ids. Prompts that cannot fit are rejected.
+"""Conversion of all kinds of prompts to token ids: chat templates, tokenization, images.
 
-Size is checked before any work: bytes before a template is rendered, bytes before tokens are
-counted, and the number of tokens before any token.
+Prompts that cannot fit are rejected before work: by bytes before a template is rendered or tokens
+are counted, and by the number of tokens before the tokens are validated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,13 +46,13 @@ from common.requests.sampling import GuidedDecoding, ReasoningTokens, as_form, t
 # Bytes of text for each token of the context. Longer text rarely fits, and encoding it as a whole
 # could take a hundred times its bytes in memory.
 _DOUBTFUL_BYTES_PER_TOKEN = 4
-# Characters at the end of a rendered conversation: enough for the beginning of a response in
-# templates.
+# Characters at the end of a rendered conversation, enough to contain how templates begin a
+# response.
 _END_CHARACTERS = 256
 
 
 class PromptEncoder:
-    """Converter of prompts. For one event loop."""
+    """Converts prompts to token ids. For one event loop."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class PromptEncoder:
     ) -> None:
         """
         Args:
-            speech: format of the model's reasoning.
-            pictures: reader of images. None: the model does not support images.
-            marks: None: the chat template writes the marks that the model needs.
+            speech: the model's format of reasoning and tool calls.
+            pictures: loader of images. None: the model does not support images.
+            marks: None: the chat template already writes the model's placeholders.
         """
         self._pictures = pictures
         self._marks = marks
@@ -76,11 +76,11 @@ class PromptEncoder:
         self._limits = limits
         self._speech = speech
         opens, closes = map(tokenizer.token_of, formats.THOUGHT)
-        # Markers of more than one token each cannot be found among tokens.
+        # Markers that consist of several tokens cannot be found among token ids.
         self._markers = None if opens is None or closes is None else (opens, closes)
 
     def close(self) -> None:
-        """End the helper process."""
+        """Stop the image decoder's helper process."""
         if self._pictures is not None:
             self._pictures.close()
 
@@ -88,7 +88,7 @@ class PromptEncoder:
         """Return token ids that are in the vocabulary and leave room for a response.
 
         Args:
-            client: the client whose image decoding turns are used.
+            client: client whose image decoding turns are used.
 
         Raises:
             InvalidRequest: there is no prompt, the model does not support its form, or it does not
@@ -110,9 +110,9 @@ class PromptEncoder:
         return known and isinstance(prompt, ChatPrompt)
 
     def thought(self, prompt: SharedPrompt) -> ReasoningTokens | None:
-        """Return the reasoning that a response to a tokenized prompt may begin with.
+        """Return the delimiters of the reasoning with which a response to a prompt may begin.
 
-        None: there is none, or nodes cannot detect it.
+        None: there is no reasoning, or nodes cannot detect it.
         """
         if self._markers is None or not self.may_think(prompt.prompt):
             return None
@@ -126,7 +126,7 @@ class PromptEncoder:
                 return ReasoningTokens(closes)
 
     def guide(self, prompt: SharedPrompt, guide: GuidedDecoding) -> GuidedDecoding:
-        """Return the guide of a response to a tokenized prompt, whose content has this form."""
+        """Return the guide of a response whose content has this form, with optional reasoning."""
         channels = self._speech.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
@@ -146,9 +146,9 @@ class PromptEncoder:
                 return await self._tokenizer.decode_any(list(token_ids))
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that may write each word.
+        """Return the token sequences with which each word may be written.
 
-        A word may be written at the start of a response or after a space.
+        A word may be at the start of a response or after a space.
 
         Raises:
             Overloaded: too much text waits to be tokenized.
@@ -159,10 +159,7 @@ class PromptEncoder:
         return tuple(written)
 
     async def encode(self, prompt: Prompt, client: Client) -> Sequence[int]:
-        """Return token ids.
-
-        They may be empty or outside the vocabulary. Raises as `checked` does.
-        """
+        """Return token ids, possibly none or outside the vocabulary. Raises as `checked` does."""
         match prompt:
             case TextPrompt():
                 return await self._encode(
@@ -222,10 +219,10 @@ class PromptEncoder:
         return token_ids, images
 
     def _with_marks(self, media: Sequence[MediaInput], text: str) -> str:
-        """Return a rendered conversation with the marks of its images and videos.
+        """Return a rendered conversation with the placeholders of its images and videos.
 
         Raises:
-            InvalidRequest: the model does not support its media, or these are too many.
+            InvalidRequest: the model does not support them, or there are too many.
         """
         if self._pictures is None:
             raise InvalidRequest("messages: this model does not support images, only text")
@@ -269,8 +266,8 @@ class PromptEncoder:
         return render_conversation(messages, self._chat_template, self._limits.text_bytes)
 
 
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names in templates
-# Marks the end of the last turn in the rendered text. It is removed before tokenization.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names that templates use
+# Marks the end of the last turn in the rendered text. Removed before tokenization.
 _CUT = "\x00baton: cut here\x00"
 
 

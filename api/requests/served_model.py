@@ -1,6 +1,6 @@
-"""The router's data of a served model: its files, and what is made of them once.
+"""A served model as the router has it: tokenizer, chat template and formats, from its files.
 
-Independent of requests. `ByModel` finds the parts of one of several models.
+`ByModel` finds the parts of one of several models.
 """
 
 from collections.abc import Mapping
@@ -115,8 +115,10 @@ def served_model(
 
 
 def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:
-    """Return None if the chat template writes all marks, or if the tokenizer has no tokens for
-    them. In that case, media are rejected because they have no places in the prompt."""
+    """Return None if the chat template writes all placeholders, or the tokenizer lacks them.
+
+    Without tokens, media are rejected because they have no place in the prompt.
+    """
     match files:
         case VisionFiles(surrounded=(begin, end)):
             names = tokenizer.names((begin, files.placeholder, end))

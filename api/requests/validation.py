@@ -1,7 +1,4 @@
-"""Validation of request parameters: makes a checked job, or names the invalid field.
-
-Knows the model's limits. Independent of nodes.
-"""
+"""Validation of request parameters against the model's limits. Errors name the invalid field."""
 
 import asyncio
 import math
@@ -36,8 +33,8 @@ from common.requests.namespace import (
 from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024
-MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all words of a request: 10 ms, on another thread
-MAX_STATE_ANSWERS = 8  # to one request
+MAX_BAD_WORDS_CHARACTERS = 16 << 10  # all words of a request: 10 ms, on another thread
+MAX_STATE_ANSWERS = 8  # responses to one request that returns states
 MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on the way through the nodes
 # Tokens that nodes send at a time for a response that is not streamed, as in SGLang.
 WHOLE_INTERVAL = 50
@@ -55,7 +52,7 @@ async def parse(
     adapter: AdapterId = NO_ADAPTER,
     stream_interval: int = 1,
 ) -> TokenizedRequest:
-    """Check prompt and sampling parameters, and return the job.
+    """Check prompt and sampling parameters, and return the tokenized request.
 
     The responses to one request differ only in their prompts, ids and seeds. Everything else is
     checked, compiled and encoded once, by the first response.
@@ -63,7 +60,7 @@ async def parse(
     Args:
         client: the authenticated client.
         adapter: the adapter that `wanted` names.
-        stream_interval: tokens of an event, unless `wanted` has its own.
+        stream_interval: default number of tokens of an event.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -85,11 +82,11 @@ async def parse(
 def _interval(wanted: GenerateParams, default: int) -> int:
     """Return how many tokens nodes send at a time.
 
-    If they are not streamed, fewer messages are better. But a node that sends each token is
-    cancelled at a stop string at once.
+    Without streaming, fewer messages cost less. With stop strings, a node sends each token, so that
+    it is cancelled at a stop without delay.
     """
     if wanted.sampling.hidden_states:
-        return 1  # they are much larger than the messages that are saved
+        return 1  # states are much larger than the messages that an interval would save
     if not wanted.whole:
         return wanted.stream_interval or default
     return 1 if wanted.stop or wanted.stop_regex else WHOLE_INTERVAL
@@ -128,7 +125,7 @@ async def _job(
     limits: ModelLimits,
     client: Client,
 ) -> TokenizedRequest:
-    """Return the request of any response to this prompt."""
+    """Return the request for any response to this prompt."""
     params = terms.sampling
     token_ids = await prompts.checked(wanted.prompt, client)
     if params.guide is not None or params.thinking_budget >= 0:
@@ -164,7 +161,7 @@ async def _job(
 
 
 def _routing_key(session_id: str) -> int:
-    """Return the key by which nodes know a session, 0 without one."""
+    """Return the routing key of a session, or 0."""
     return (xxh3_64_intdigest(session_id.encode()) or 1) if session_id else 0
 
 
@@ -174,10 +171,10 @@ def fit_context(
     """Reduce a default max_tokens to the rest of the context.
 
     Args:
-        field: the client's name of max_tokens, empty for a default.
+        field: name of the client's max_tokens field, "" for a default.
 
     Raises:
-        InvalidRequest: the client set max_tokens or min_tokens, and it does not fit.
+        InvalidRequest: max_tokens or min_tokens from the client does not fit.
     """
     context_left = context_length - num_prompt_tokens
     asked = {field: params.max_tokens, "sampling.min_tokens": params.min_tokens}
@@ -207,10 +204,10 @@ def check_tokens(params: SamplingParams, limits: ModelLimits) -> None:
 
 
 def _check_ids_unused(params: SamplingParams, inputs: str) -> None:
-    """Raise InvalidRequest for parameters that need ids of all tokens of the prompt.
+    """Raise InvalidRequest for parameters that need the token ids of the prompt.
 
     Args:
-        inputs: the inputs without ids.
+        inputs: description of the prompt's inputs that have no ids, for errors.
     """
     if params.prompt_logprobs >= 0:
         raise InvalidRequest(f"sampling.prompt_logprobs is not supported for prompts with {inputs}")
@@ -219,13 +216,12 @@ def _check_ids_unused(params: SamplingParams, inputs: str) -> None:
 
 
 def _states_field(params: SamplingParams) -> str:
-    """Return the field that asks for hidden states or routed experts."""
+    """Return the name of the field that requests hidden states or routed experts."""
     return "return_hidden_states" if params.hidden_states else "return_routed_experts"
 
 
 def with_states(params: SamplingParams) -> SamplingParams:
-    """Return the parameters for nodes, where hidden states and routed experts travel with
-    log-probabilities."""
+    """Return the parameters for nodes, which send states and experts with log-probabilities."""
     if not params.returns_states:
         return params
     logprobs, prompt_logprobs = max(params.logprobs, 0), max(params.prompt_logprobs, 0)
@@ -242,7 +238,7 @@ def check_thinking(params: SamplingParams, prompts: PromptEncoder, prompt: Promp
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
-    """Check the number of log-probabilities of prompts.
+    """Check the number of prompt log-probabilities.
 
     Args:
         num_tokens: total tokens of the prompts of all responses to one request.
@@ -304,12 +300,12 @@ def check_stop_regex(texts: Sequence[str]) -> None:
 
 
 async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules | None:
-    """Compile the stop rules of a response. None: it has none.
+    """Compile the stop strings and expressions of a response. None: it has none.
 
     Expressions take milliseconds, on another thread.
 
     Raises:
-        InvalidRequest: a text is not an expression, or all of them cost too much to search for.
+        InvalidRequest: an expression is invalid, or all of them cost too much to search for.
     """
     if not texts:
         return StopRules(strings) if strings else None
@@ -325,7 +321,7 @@ def check_label(label: str) -> None:
 
 
 def budget_s(timeout_s: float | None, longest_s: float) -> float:
-    """Return the request's total budget: its timeout_s, or `longest_s` if unset or longer.
+    """Return the request's total budget in seconds: timeout_s, but at most `longest_s`.
 
     Raises:
         InvalidRequest: timeout_s is not a positive number of seconds.
@@ -344,11 +340,11 @@ def decide_namespace(salt: str | None, owner: str) -> Namespace:
     """Return the namespace of a salt. Requests of one owner without a salt share a namespace.
 
     Args:
-        owner: owner of the namespaces. The salts of other owners cannot reach them. "": shared by
+        owner: owner of the namespaces, which the salts of other owners cannot reach. "": shared by
             all clients.
 
     Raises:
-        InvalidRequest: the salt is too long, or empty, which would silently isolate nothing.
+        InvalidRequest: the salt is too long, or empty, which would isolate nothing.
     """
     if salt == "":
         raise InvalidRequest("cache_salt is empty: omit it to share the cache")

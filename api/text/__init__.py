@@ -1,1 +1,1 @@
-"""Tokenization and detokenization for the served model."""
+"""Tokenization, detokenization, chat templates and stop strings."""

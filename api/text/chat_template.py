@@ -1,7 +1,7 @@
 """Rendering of conversations with the model's chat template.
 
-Templates come with the model and are programs. They run in jinja2's sandbox, with the helpers that
-common templates use. Independent of tokens.
+A template is a program that comes with the model. It runs in jinja2's sandbox, with the helpers
+that common templates use.
 """
 
 import json
@@ -19,18 +19,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, InvalidRequest
 
-MAX_VALUES = 1 << 16  # of JSON that is written in a text
+MAX_VALUES = 1 << 16  # values in JSON that is written in a text
 
 
-# Arguments of an earlier call for chat templates: an object that is also the client's text.
-#
-# Any text is accepted, because models write broken calls and clients send them back.
+# Any text is accepted, because models write invalid calls and clients send them back.
 class CallArguments(dict[str, Any]):
-    """Arguments of a call. Some templates print them as an object, others join them to text.
+    """Arguments of an earlier call. Some templates print them as an object, others as text.
 
     Attributes:
-        verbatim: the text if it is not a JSON object. Templates that print an object then print
-            this text. Templates that print each argument see it as an argument called "arguments".
+        verbatim: the text, if it is not a JSON object. Templates that print an object print this
+            text. Templates that print each argument print it as an argument called "arguments".
     """
 
     def __init__(self, text: str, values: Mapping[str, Any] | None) -> None:
@@ -60,7 +58,7 @@ def call_arguments(text: str) -> CallArguments:
         text: any text. "" is an empty object.
     """
     text = text or "{}"
-    # A value costs more than its bytes, and the body's count does not include values within a text.
+    # A value costs more than its bytes, and the limit for the body does not count values in a text.
     if sum(map(text.count, "[{,")) > MAX_VALUES:
         return CallArguments(text, None)
     try:
@@ -70,7 +68,7 @@ def call_arguments(text: str) -> CallArguments:
     return CallArguments(text, values if isinstance(values, dict) else None)
 
 
-# Errors that a template can raise for messages that it was not written for.
+# Errors that a template can raise for messages that it does not support.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -125,15 +123,14 @@ class ChatTemplate:
         opens: bool = True,
         max_characters: int,
     ) -> str:
-        """Return the prompt, which has all special tokens as text.
+        """Return the prompt, with all special tokens as text.
 
         Args:
-            messages: objects with "role" and "content", and other fields of Hugging Face's
-                templates.
+            messages: objects with "role", "content" and other fields of Hugging Face templates.
             tools: tools that the model may call, in OpenAI's form. Only if the template
                 `takes_tools`.
             settings: values for variables of the template, named in `self.settings`.
-            opens: whether the prompt ends with the beginning of the assistant's next message.
+            opens: the prompt ends with the beginning of the assistant's next message.
             max_characters: limit of the prompt. Rendering stops beyond it.
 
         Raises:

@@ -19,19 +19,17 @@ _MODES: dict[str, Way] = {
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-# A checkpoint's configuration of embeddings and scores.
-#
-# It comes from the model configuration and from the files of sentence-transformers beside it.
+# Read from the model's configuration and the files of sentence-transformers beside it.
 @dataclass(frozen=True, slots=True)
 class PoolingFiles:
-    """Configuration of pooling.
+    """Configuration of embeddings and scores.
 
     Attributes:
-        way: how hidden states become a vector.
-        normalize: whether vectors have length 1.
+        way: pooling of hidden states to a vector.
+        normalize: vectors have length 1.
         dimensions: lengths to which a vector may be cut. Empty: any.
-        classifies: whether the model has a classification head, and none for tokens.
-        unsupported: reason why its vectors would be wrong, "" if they are correct.
+        classifies: the model has a classification head and no language model head.
+        unsupported: reason why its vectors would be wrong, or "".
     """
 
     way: Way = "last"
@@ -78,7 +76,7 @@ def pooling_files(read: Callable[[str], Any], config: dict[str, Any]) -> Pooling
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The parts of a Hugging Face checkpoint that text needs."""
+    """The files of a Hugging Face checkpoint that the router needs."""
 
     name: str
     tokenizer_json: bytes
@@ -92,7 +90,7 @@ class ModelFiles:
 
 
 def load(model: str) -> ModelFiles:
-    """Read `model`, a directory or a hub id. A hub id is downloaded unless the hub's cache has it.
+    """Read `model`, a directory or a hub id, which is downloaded unless it is cached.
 
     Raises:
         ConfigError: a file is missing or has unusable values. The message names it.

@@ -1,6 +1,6 @@
-"""Regular expressions as sets of characters at positions with successors (Glushkov 1961).
+"""Regular expressions as automata: sets of characters at positions with successors (Glushkov 1961).
 
-Independent of text: `stops.py` follows a text along the positions.
+`stops.py` follows a text along the positions.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ _LINE_END = ord("\n")
 class Alphabet:
     """The positions that accept a character, looked up for all character sets at once.
 
-    Each range of characters toggles its positions at its start and behind its end. A lookup is one
+    Each range of characters toggles its positions at its start and after its end. A lookup is one
     binary search among these places.
     """
 
@@ -125,22 +125,22 @@ _CATEGORIES: Mapping[str, Callable[[str], bool]] = {
 }
 
 
-MAX_POSITIONS = 256  # of all expressions of a request, with repetitions written out
-_MAX_DEPTH = 64  # of nested groups
+MAX_POSITIONS = 256  # all expressions of a request, with repetitions expanded
+_MAX_DEPTH = 64  # nested groups
 
-# The place before a character. Indices into the tuples below.
+# The context before a character, as indices into the tuples below.
 MIDDLE, LINE_START, TEXT_START = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of an expression.
+    """A part of an expression, with an entry for each context.
 
     Attributes:
-        empty: by place: whether it matches there without a character.
-        first: by place: the positions that it may begin with there.
-        last: by the place after it, which is never a text's start: the positions that it may end
-            with.
+        empty: whether it matches there without a character.
+        first: positions with which it may begin there.
+        last: positions with which it may end, by the context after it, which is never a text's
+            start.
     """
 
     empty: tuple[bool, ...]
@@ -158,11 +158,11 @@ class Positions:
         self.characters: list[CharacterSet] = []
         self._written: dict[tuple[str, int, int], CharacterSet] = {}  # of one expression
         self.first: tuple[int, ...] = (0, 0, 0)
-        # By place after (before) a position, and by its number: the positions that follow (precede)
-        # it.
+        # Positions that follow (precede) a position, by the context after (before) it, and by its
+        # number.
         self.after: tuple[list[int], ...] = ([], [])
         self.before: tuple[list[int], ...] = ([], [])
-        self._end = self._position()  # it accepts no character
+        self._end = self._position()  # accepts no character
         self.end = self._end.first[MIDDLE]
 
     def add(self, text: str) -> None:
@@ -188,7 +188,7 @@ class Positions:
         return self._joined([self._one(str(kind), value, flags) for kind, value in parsed])
 
     def _joined(self, parts: Sequence[_Part]) -> _Part:
-        """Join parts, in halves of equal length: each position then takes part in few unions."""
+        """Join parts, in halves of equal length, so that each position takes part in few unions."""
         match parts:
             case []:
                 return _EMPTY
@@ -261,7 +261,7 @@ class Positions:
         return self._joined([*parts[:least], *map(_optional, parts[least:])])
 
     def _set(self, kind: str, value: Any, flags: int) -> CharacterSet:
-        """Return the set of a node. A repetition copies its positions, not the set."""
+        """Return the character set of a node. A repetition copies its positions, not the set."""
         key = kind, id(value) if kind == "IN" else value, flags
         if key not in self._written:
             self._written[key] = parsed_set(kind, value, flags)
@@ -293,7 +293,7 @@ def _numbers(positions: int) -> Iterator[int]:
 
 
 def _num_positions(parsed: Any, depth: int = 0) -> int:
-    """Count positions before any of them is made. Raise RecursionError for deep nesting."""
+    """Count positions before any are made. Raise RecursionError for deep nesting."""
     if depth > _MAX_DEPTH:
         raise RecursionError
     total = 0

@@ -1,7 +1,7 @@
-"""Detection of stop strings and expressions in a response's text as it arrives.
+"""Detection of stop strings and stop expressions in a response's text as it arrives.
 
-Text that may be the start of a match is held back. Stop rules are compiled once per request, into a
-`StopRules`. Each response has a `StopConditions` of its own, which holds only a state.
+Text that may be the start of a match is held back. Stops are compiled once per request, into
+`StopRules`. Each response has its own `StopConditions`, which hold its state.
 """
 
 from collections.abc import Sequence
@@ -11,33 +11,31 @@ from api.text.positions import LINE_START, MIDDLE, TEXT_START, Alphabet, Positio
 from common.errors import InvalidRequest, check_at_most
 
 MAX_EXPRESSION_CHARACTERS = 1024
-MAX_ALL_CHARACTERS = 4096  # of all expressions of a request
+MAX_ALL_CHARACTERS = 4096  # characters of all expressions of a request
 _MAX_KNOWN = 4096  # characters whose accepting positions are cached
 
 
-# Regular expressions that are searched in text as it arrives, character by character.
-#
 # All expressions of a request become one automaton. Each character or character set in them is a
 # position, and each position has the positions that may follow it. A set of positions is one
 # integer, and the successors of eight positions are looked up at once (Navarro and Raffinot 2001).
-# A character costs at most one lookup for each eight positions, for any expression and any text,
+# A character costs at most one lookup for each eight positions, whatever the expression and text,
 # and an automaton never grows beyond its tables.
 #
 # Expressions have Python's syntax. Lookaround and backreferences are rejected.
 class Automaton:
-    """All expressions of one request. Shared by its responses, and constant except for its caches.
+    """All expressions of one request. Shared by its responses, and constant except for caches.
 
     Attributes:
-        first: positions that a match may read first, by place of its beginning.
-        end: the position that marks a complete match.
+        first: positions that a match may read first, by the context where it begins.
+        end: position that marks a complete match.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Compile expressions.
 
         Raises:
-            InvalidRequest: one of them is invalid or matches an empty text, or all of them are too
-                long. The message begins with its index.
+            InvalidRequest: an expression is invalid or matches an empty text, or all of them are
+                too long. The message begins with its index.
         """
         check_characters(texts)
         graph = Positions()
@@ -81,8 +79,7 @@ def check_characters(texts: Sequence[str]) -> None:
 class _Steps:
     """The union of the successors of positions.
 
-    Most positions of a long expression lead to their neighbour, and one shift computes all of
-    these.
+    Most positions of a long expression lead to their neighbour. One shift computes all of these.
     """
 
     def __init__(self, to: Sequence[int], neighbour: int) -> None:
@@ -156,11 +153,11 @@ class StopWatcher(Protocol):
 class StopConditions:
     """Cuts one response's text at the first complete match.
 
-    Of two matches that end at the same character, the longer one counts. The result does not depend
-    on how the text is split.
+    If two matches end at the same character, the longer one counts. The result does not depend on
+    how the text is split.
 
     Attributes:
-        found: the text of the match, if there was one.
+        found: text of the match, if there was one.
     """
 
     def __init__(self, watchers: Sequence[StopWatcher]) -> None:
@@ -171,7 +168,7 @@ class StopConditions:
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that is decided now, and whether a match is complete.
 
-        Nothing may be pushed after a complete match.
+        Do not call this after a complete match.
         """
         self._held += text
         start = len(self._held) - len(text)
@@ -217,7 +214,7 @@ class _Prefix:
     most one state per character.
 
     Attributes:
-        length: of the prefix.
+        length: length of the prefix in characters.
         found: length of the longest stop string that the prefix ends with. 0: none.
     """
 
@@ -229,7 +226,7 @@ class _Prefix:
         """
         Args:
             strings: stop strings that begin with the prefix.
-            shorter: the longest other prefix that this one ends with. None: this one is empty.
+            shorter: longest other prefix that this one ends with. None: this one is empty.
         """
         self.length = length
         self._strings = strings
@@ -261,7 +258,7 @@ class _Prefix:
 
 
 class StopStrings:
-    """A Watcher for stop strings."""
+    """A StopWatcher for stop strings."""
 
     def __init__(self, nothing: _Prefix) -> None:
         self._prefix = nothing
@@ -276,22 +273,21 @@ class StopStrings:
 
 
 class StopExpressions:
-    """A Watcher for stop expressions.
+    """A StopWatcher for stop expressions.
 
-    It follows the positions of all matches that have begun, but not their beginnings. Those are
-    found by following the text backwards: when a match is complete, and whenever the number of
-    characters has doubled since the last search, so that a character costs few steps.
+    It follows the positions of all begun matches, but not where they began. Beginnings are found by
+    following the text backwards: when a match is complete, and whenever the text has doubled since
+    the last search, so that a character costs few steps.
     """
 
     def __init__(self, wanted: Automaton) -> None:
         self._wanted = wanted
         self._live = 0  # positions of begun matches that may read the next character
-        self._place = TEXT_START  # before the next character
+        self._place = TEXT_START  # context before the next character
         self._length = 0  # of the text
-        # The end of the text, from the first character at which a live match may have begun. Until
-        # the next search it may begin earlier than the oldest live match.
+        # The end of the text, from the earliest character at which a live match may have begun.
         self._recent: list[str] = []
-        self._first_place = TEXT_START  # before that character
+        self._first_place = TEXT_START  # context before that character
         self._search_at = 0  # size of `_recent` at which the next search runs
 
     @property
@@ -346,7 +342,7 @@ class StopExpressions:
         del self._recent[:count]
 
     def _followed(self) -> int:
-        """Return the live positions, of matches that have begun in `_recent`."""
+        """Return the live positions of matches that have begun within `_recent`."""
         wanted, live = self._wanted, 0
         for index, character in enumerate(self._recent):
             read = (live | wanted.first[self._place_before(index)]) & wanted.accepting(character)

@@ -1,8 +1,8 @@
-"""Text to token ids with the `tokenizers` library, and back as a response grows.
+"""Tokenization with the `tokenizers` library, and incremental detokenization of responses.
 
-A short text takes less time than waking a thread, and is encoded by the caller. Longer texts run on
-the library's threads without the GIL, and wait for a core by length. A long text therefore does not
-delay shorter ones.
+A short text takes less time than waking a thread, so its caller encodes it. Longer texts run on the
+library's threads without the GIL. They wait for a core, short texts first, so that long ones do not
+delay others.
 """
 
 import asyncio
@@ -25,12 +25,10 @@ _GAINED_BYTES_PER_S = 256 << 10
 _Waiting = tuple[float, int, asyncio.Future[None]]
 
 
-# A queue of texts to tokenize: the shortest is next, but no text waits forever.
-#
-# Each second of waiting counts like a fixed number of bytes less. All texts gain alike, so their
-# order never changes while they wait. Independent of the tokenizer.
+# The shortest text is next, but no text waits forever: each second of waiting counts like a fixed
+# number of bytes less. All waiting texts gain alike, so their order never changes.
 class LengthBatcher:
-    """A queue for a limited number of concurrent texts. For one event loop."""
+    """Queue of texts to tokenize, for a limited number of concurrent texts. For one event loop."""
 
     def __init__(self, places: int, *, max_waiting_bytes: int) -> None:
         self._free = places
@@ -49,7 +47,7 @@ class LengthBatcher:
             arrived: arrival time of the text in seconds, on any clock that all callers share.
 
         Raises:
-            Overloaded: immediately, if too much text waits already.
+            Overloaded: immediately, if too much text is waiting.
         """
         if self._free:
             self._free -= 1
@@ -76,7 +74,7 @@ class LengthBatcher:
         """Give the place to the next text."""
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():  # may have been cancelled just now
+            if not turn.done():  # it may have been cancelled just now
                 turn.set_result(None)
                 return
         self._free += 1
@@ -92,18 +90,18 @@ class LengthBatcher:
 
 R = TypeVar("R")
 
-_SHORT = 1024  # characters: a quarter of a millisecond
-_SHORT_TOKENS = 1024  # to decode: also a quarter of a millisecond
+_SHORT = 1024  # characters: takes a quarter of a millisecond
+_SHORT_TOKENS = 1024  # tokens to decode: also takes a quarter of a millisecond
 _LONG_BYTES = 32 << 10  # texts that take 30 ms and more
-_PIECE = 64 << 10  # characters of a long text that are encoded at once: 70 ms, 10 MB
-_CUT_TOKENS = 64  # most additional tokens of a piece that was cut out of a text
+_PIECE = 64 << 10  # characters of a long text to encode at once: 70 ms, 10 MB
+_CUT_TOKENS = 64  # largest number of tokens that a cut can add to a piece
 _MAX_WAITING_BYTES = 32 << 20
-# All real tokenizers have a longer token. In tests, a text of few tokens is no burden.
+# All real tokenizers have a longer token. In tests, a text of few tokens costs little.
 _LEAST_LONGEST_TOKEN_BYTES = 16
 
 
 class RouterTokenizer:
-    """The model's fast tokenizer. For one event loop."""
+    """The model's tokenizer. For one event loop."""
 
     def __init__(self, tokenizer_json: bytes, cores: int | None = None) -> None:
         """
@@ -127,8 +125,8 @@ class RouterTokenizer:
         self.spelling = TokenSpelling(self._tokenizer, self.some_text)
         self.longest_token_bytes = _longest_token_bytes(self._tokenizer)
         cores = cores or len(os.sched_getaffinity(0))
-        # Two queues: long texts must not occupy all cores, because their encoding cannot be
-        # interrupted.
+        # Two queues: the encoding of long texts cannot be interrupted, so they must not occupy all
+        # cores.
         self._brief = LengthBatcher(cores, max_waiting_bytes=_MAX_WAITING_BYTES)
         self._long = LengthBatcher(max(1, cores - 1), max_waiting_bytes=_MAX_WAITING_BYTES)
 
@@ -169,7 +167,7 @@ class RouterTokenizer:
         """Return the token ids of a text or pair. Raises as `encode` does.
 
         Args:
-            text: the whole text.
+            text: the whole text, for its length.
         """
         if len(text) <= _SHORT:
             # The fast form omits the character offsets of tokens.
@@ -185,14 +183,13 @@ class RouterTokenizer:
         return ids
 
     async def surely_exceeds(self, text: str, num_tokens: int) -> bool:
-        """Return whether `text` certainly has more tokens. If not, it may still have a few more.
+        """Return True if `text` certainly has more tokens. If False, it may still have a few more.
 
-        The cost is that of about `num_tokens` tokens, however long the text is. The text is encoded
-        in pieces, which limits the memory. A cut within a word adds a few tokens, which are not
-        counted.
+        Costs about as much as `num_tokens` tokens, however long the text is. The text is encoded in
+        pieces, which limits memory. Cuts within words add a few tokens, which do not count.
 
         Raises:
-            Overloaded: too much text waits already.
+            Overloaded: too much text is waiting.
         """
         if len(text) <= _PIECE:
             return False
@@ -250,7 +247,7 @@ class RouterTokenizer:
         *,
         add_special_tokens: bool,
     ) -> Encoding:
-        # The batch form releases the GIL. `encode` would hold it, 2 ms per thousand tokens.
+        # The batch form releases the GIL. `encode` would hold it for 2 ms per thousand tokens.
         encodings: list[Encoding] = await self._run(
             total_bytes,
             arrived,
@@ -287,7 +284,7 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int:
 
 _BROKEN = "\ufffd"  # decoded from bytes that are not a character, or not yet
 _MAX_WINDOW = 48
-_HARD_WINDOW = 256  # limit of the window, if tokens have no text
+_HARD_WINDOW = 256  # limit of the window if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
 
 
@@ -298,18 +295,18 @@ class TokenDecoder(Protocol):
 
 
 class Detokenizer:
-    """The text of one request's generated tokens, never with an incomplete character.
+    """The text of one request's generated tokens, without incomplete characters.
 
-    For each new token only the last few tokens are decoded again: a window that starts where the
-    text was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is
-    included. Some special tokens are marks. They are returned as text, and are distinguishable from
-    the same text spelt with other tokens.
+    For each new token only the last few tokens are decoded again. This window starts where the text
+    was last complete, so it contains everything that joins tokens (UTF-8 bytes, leading spaces).
+    Special tokens that are marks are returned as text. Only their positions in `marks` distinguish
+    them from the same text in other tokens.
 
     All `push`es and one `flush` together return the text that `decode` returns for `context` and
     all tokens at once, however they were split.
 
     Attributes:
-        marks: positions in that text at which a mark begins, in order. Readers remove them.
+        marks: positions in the text at which a mark begins, in order. Readers remove them.
     """
 
     def __init__(
@@ -320,15 +317,15 @@ class Detokenizer:
     ) -> None:
         """
         Args:
-            context: tokens of complete text before the first token. A decoder that drops a space at
-                the start of a text then keeps it at the start of a response.
+            context: tokens of complete text before the first token. Without it, a decoder that
+                drops a space at the start of a text would drop it at the start of a response.
             spelt: text of the tokens that are marks. Marks are never decoded.
         """
         self._decoder = decoder
         self._context = context
         self._spelt = spelt or {}
         self.marks: deque[int] = deque()
-        self._length = 0  # of all returned text
+        self._length = 0  # characters of all returned text
         self._begin()
 
     def _begin(self) -> None:
@@ -337,7 +334,7 @@ class Detokenizer:
         self._num_returned = len(
             self._decoder.decode(self._context)
         )  # its characters that were returned
-        self._settled = True  # all of them were returned
+        self._settled = True  # True: all of them were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens add and that no later token can change."""
@@ -373,10 +370,7 @@ class Detokenizer:
         return "" if self._settled else self._decoder.decode(self._window)[self._num_returned :]
 
     def _slide(self, text: str) -> None:
-        """Move the start of the window to the previous complete point.
-
-        Only if decoding from there agrees.
-        """
+        """Move the window to the previous complete point, if decoding from there agrees."""
         later = self._window[self._clean :]
         later_text = self._decoder.decode(later)
         if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:

@@ -31,7 +31,7 @@ from bench.traffic.workload import Lengths, Workload
 from common.settings import add_options
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-MOST = 1 << 30  # more tokens than any prompt has
+MOST = 1 << 30  # longer than any prompt
 MIN_PROBES, MAX_RATE = 8, 20.0
 _UNLOADED_PROBES = 3
 
@@ -66,7 +66,7 @@ class BreakEvenCommand:
         self._remote = replace(remote, decode_flags=(*own, f"{FLAG}=0"))
         self._local = replace(remote, name=LOCAL, decode_flags=(*own, f"{FLAG}={MOST}"))
         self._lengths: list[int] = options.prompt_tokens or []
-        self._rates: dict[int, float] = {}  # of probes, by their length
+        self._rates: dict[int, float] = {}  # rate of probes by their length
         self._others = Workload(
             Lengths.fixed(options.stream_prompt_tokens),
             Lengths.fixed(options.stream_output_tokens),
@@ -111,7 +111,7 @@ class BreakEvenCommand:
     async def _calibrate(self, session: Session, ready: SystemsReady) -> None:
         """Set the rate of probes for each length.
 
-        At that rate, their prefills take the share --load of all nodes' time, measured on the
+        At that rate, their prefills take the share --load of all nodes' time, as measured on the
         otherwise idle first system. Every system then receives the same probes at the same times.
         """
         with session.show.doing(f"{ready.system.name}, to calibrate", len(self._lengths)) as tick:

@@ -43,8 +43,8 @@ DEFINITIONS = {
 @dataclass(frozen=True, slots=True)
 class BreakEvenSetting:
     colocated: ComparedSystem
-    remote: ComparedSystem  # disaggregated; every prompt is handed over
-    local: ComparedSystem  # the same nodes; no prompt is handed over
+    remote: ComparedSystem  # disaggregated; every prompt is handed off
+    local: ComparedSystem  # the same nodes; no prompt is handed off
     lengths: Sequence[int]
     rates: Mapping[int, float]
     shared_cores: int | None = None  # cores of all nodes; None: they have CUDA devices
@@ -59,7 +59,7 @@ def _ttft(which: str) -> Value:
 
 
 def _itl(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
-    """Return the p99 gap during the probes' prefills, or of all gaps in a run without probes."""
+    """Return the p99 ITL during the probes' prefills, or of the whole run without probes."""
     others, probes = _of(one, "background"), _of(one, "probe")
     gaps = summary.gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
     p99: float | None = distribution(gaps)["p99"]
@@ -96,7 +96,7 @@ class BreakEvenResult:
     ) -> "BreakEvenResult":
         """Find the length from which the first system of the pair is better.
 
-        Only lengths and repeats that both systems have count.
+        Only lengths and repeats that both systems have are used.
         """
         sign = 1.0 if metric.lower_is_better else -1.0
         logs: dict[float, dict[int, float]] = {}
@@ -147,7 +147,7 @@ class BreakEvenResult:
     def advice(self) -> int | None:
         """Return the recommended local_prefill_max_tokens, or None if too little was measured.
 
-        It is the longest measured length at which remote prefill is not better yet.
+        It is the longest measured length for which remote prefill is not better yet.
         """
         return int(self.found.below or 0) if self.lengths else None
 
@@ -216,7 +216,7 @@ def _advice(local: Sequence[BreakEvenResult]) -> str:
 
 
 def _shared_cores(view: Comparison, setting: BreakEvenSetting) -> list[str]:
-    """Return the warning for prefill and decode nodes that share the same cores."""
+    """Return the warning that prefill and decode nodes share the same cores."""
     if setting.shared_cores is None:
         return []
     cost = view.ratio(UNDISTURBED, view.pairs[0], 0)

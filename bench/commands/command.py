@@ -1,5 +1,4 @@
-"""The interface of a subcommand, the common options, and the output of measurements: a report, a
-file of raw numbers, one line of JSON.
+"""The interface, common options and outputs (report, raw data, JSON) of subcommands.
 
 An interrupted or failed session reports the measurements so far.
 """
@@ -23,13 +22,13 @@ from bench.summary import Objectives
 from common.settings import add_options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-_BUSY_SHARE = 0.5  # of the cores, in use by other processes
-_OUTPUTS = ("html", "json")  # not part of the configuration: they do not affect measurements
+_BUSY_SHARE = 0.5  # share of the cores that other processes use, above which a warning is shown
+_OUTPUTS = ("html", "json")  # not part of the configuration: these do not affect measurements
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The results of a session, as a page and as a machine-readable summary."""
+    """Results of a session, as a page and as a machine-readable summary."""
 
     page: ReportPage
     summary: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class CommandInfo:
-    """The facts at the end of every page."""
+    """Facts at the end of every page."""
 
     configuration: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -49,11 +48,11 @@ class BenchCommand(Protocol):
     objectives: Objectives
 
     async def measure(self, session: Session) -> None:
-        """Fill the session. May be cancelled at any moment, and leaves nothing behind."""
+        """Fill the session with measurements. May be cancelled, and leaves nothing running."""
         ...
 
     def findings(self, session: Session, about: CommandInfo) -> Findings:
-        """Return the findings of a session that may have ended early."""
+        """Return the findings of a session, which may have ended early."""
         ...
 
 
@@ -78,7 +77,7 @@ def not_negative(text: str) -> int:
 
 
 def numbers(kind: type[int] | type[float], below: float = 1e6) -> Callable[[str], Any]:
-    """Return a parser of a list of numbers above 0 and below `below`. It returns them in order."""
+    """Return a parser of lists of numbers above 0 and below `below`, which sorts them."""
 
     def read(text: str) -> list[int] | list[float]:
         found = sorted({kind(part) for part in text.split(",")})
@@ -134,7 +133,7 @@ async def run(command: BenchCommand, options: argparse.Namespace) -> int:
 
 
 async def _measure(command: BenchCommand, session: Session) -> int:
-    """Fill the session. Returns the exit code, and notes why it ended early."""
+    """Fill the session. Returns the exit code, and records why it ended early."""
     work = asyncio.ensure_future(command.measure(session))
 
     def interrupt() -> None:
@@ -199,7 +198,7 @@ def _configuration(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, value in sorted(vars(options).items()):
         if name not in _OUTPUTS:
-            value = getattr(value, "text", value)  # of lengths
-            value = getattr(value, "limits", value)  # of objectives
+            value = getattr(value, "text", value)  # of Lengths
+            value = getattr(value, "limits", value)  # of Objectives
             found[name] = str(value) if isinstance(value, Path) else value
     return found

@@ -26,8 +26,8 @@ from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.workload import HELP, Lengths, Workload
 from common.settings import add_options
 
-SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
-STREAMS_PER_NODE = 8  # in that closed loop
+SHARES = (0.3, 0.6, 0.9)  # of the colocated system's closed-loop throughput
+STREAMS_PER_NODE = 8  # in the closed loop
 OBJECTIVE_FACTOR = 3.0
 PROMPTS, OUTPUT = "mix:128=0.85,2048=0.15", "64"
 _ALONE_SEED, _FULL_SEED = WARM_UP_SEED + 1, WARM_UP_SEED + 2
@@ -99,8 +99,7 @@ class CompareCommand:
         return findings(session, about, setting)
 
     async def _calibrate(self, session: Session, ready: SystemsReady) -> None:
-        """Measure the throughput of the first, colocated system and the latency of a single
-        request.
+        """Measure the colocated system's throughput and the latency of a single request.
 
         The derived rates and objectives apply to both systems.
         """

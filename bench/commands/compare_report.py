@@ -25,7 +25,7 @@ class CompareSetting:
     colocated: ComparedSystem
     disaggregated: ComparedSystem
     rates: Sequence[float]
-    capacity: float | None  # requests/s of the colocated system, where it was measured
+    capacity: float | None  # requests/s of the colocated system, if measured
     objectives_given: bool
 
 

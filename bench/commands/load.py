@@ -33,7 +33,7 @@ _TRACE = "JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load: a rate, a number of streams, or a trace's own times."""
+    """One load level: a rate, a number of streams, or the times of a trace."""
 
     name: str
     x: float
@@ -117,7 +117,7 @@ class LoadCommand:
         return findings(session, about, open_loop=self._points[0].streams is None)
 
     async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
-        """Send warm-up requests. Their prompts occur in no run."""
+        """Send warm-up requests. Their prompts do not occur in any run."""
         requests = self._options.warm_up
         with session.show.doing("warm-up", requests) as tick:
             load = LoadGenerator(client.ask, lambda _: tick())

@@ -32,16 +32,16 @@ MAX_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, slots=True)
 class SystemsReady:
-    """A running system with a client of it."""
+    """A running system with its client."""
 
     system: ComparedSystem
     client: OpenAiClient
-    context_tokens: int | None  # of the model, if the server reports it
+    context_tokens: int | None  # context length of the model, if the server reports it
 
 
 Block = Callable[
     [SystemsReady, list[int]], Awaitable[None]
-]  # a system, and the repeats to run on it
+]  # called with a system and the repeats to run on it
 
 
 def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -72,9 +72,9 @@ class ComparedPair:
         """Check the options and the nodes' flags.
 
         Args:
-            node_flags: for every node of every system.
+            node_flags: flags for every node of every system.
         Raises:
-            InvalidInput: an option is wrong. Exits if a node would reject its flags.
+            InvalidInput: an option is invalid. Exits if a node would reject its flags.
         """
         self._options = options
         self._model = _directory(options.model)
@@ -94,7 +94,7 @@ class ComparedPair:
 
     @property
     def shared_cores(self) -> int | None:
-        """The number of cores that all nodes of a system share, or None with CUDA devices."""
+        """Number of cores that all nodes of a system share, or None with CUDA devices."""
         if self._options.device != "cpu" and plan.cuda_devices():
             return None
         return len(os.sched_getaffinity(0))
@@ -102,10 +102,10 @@ class ComparedPair:
     async def each(
         self, session: Session, systems: tuple[ComparedSystem, ...], block: Block
     ) -> None:
-        """Run `block` on every system for every repeat, in turns.
+        """Run `block` on every system for every repeat, in alternating order.
 
-        If a process of a system dies in a block, this is noted and the next block starts a new
-        system.
+        If a process of a system ends during a block, this is recorded and the next block starts a
+        new system.
         """
         blocks = abba(systems, self._options.repeats)
         done = session.show.plan("systems", len(blocks))
@@ -163,7 +163,7 @@ def check_context(ready: SystemsReady, tokens: int) -> None:
 def seed_of(seed: int, repeat: int, point: int) -> int:
     """Return the seed of one run's prompts and arrivals.
 
-    It is the same for every system and differs between repeats, so that no run finds its prompts
+    It is the same for every system. It differs between repeats, so that no run finds its prompts
     cached.
     """
     return seed * 1_000_000 + repeat * 1000 + point

@@ -1,1 +1,1 @@
-"""A report as one self-contained HTML file. Independent of the measurements."""
+"""Reports as self-contained HTML files. Independent of the measurements."""

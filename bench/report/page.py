@@ -1,4 +1,4 @@
-"""The report as a record, and the template that renders it."""
+"""The content of a report, and the template that renders it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bench.report.svg import Plot, render
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table with `rows` as text. `emphasis` holds the indices of rows to point out."""
+    """A table of texts. `emphasis` has the indices of rows to highlight."""
 
     title: str
     columns: Sequence[str]

@@ -1,7 +1,7 @@
-"""Line plots as SVG text.
+"""Line plots as SVG text, for reports.
 
-Colours are CSS classes that the page's style sheet defines, so that one plot works in light and
-dark mode. Plot libraries would add their own colours, fonts or external scripts.
+Colours are CSS classes of the page's style sheet, so that a plot works in light and dark mode. Plot
+libraries would add their own colours, fonts or external scripts.
 """
 
 import math
@@ -12,14 +12,14 @@ from html import escape
 WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 44
 _ASIDE = 3.0  # pixels between the spreads of two lines, which would hide each other
-_ROOM = 2.0  # times the extremes of all points: how far a spread may stretch an axis
-_OF_ZERO = 0.08  # of a logarithmic axis: how far zero is from the smallest value above it
+_ROOM = 2.0  # how far a spread may stretch an axis, as a multiple of the extremes of all points
+_OF_ZERO = 0.08  # share of a logarithmic axis between zero and the smallest positive value
 _NUM_COLOURS = 8  # classes c0 to c7
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line. `low` and `high`, where given, are the ends of each point's spread."""
+    """One line of a plot. `low` and `high` are the ends of each point's spread, if given."""
 
     name: str
     xs: Sequence[float]
@@ -39,14 +39,14 @@ class Plot:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
-    level: float | None = None  # a horizontal line
-    mark: float | None = None  # a vertical one
-    note: str = ""  # a sentence below it
+    level: float | None = None  # position of a horizontal line
+    mark: float | None = None  # position of a vertical line
+    note: str = ""  # a sentence below the plot
 
 
 class _Axis:
-    """Values to pixels. A logarithmic axis has a place for zero only where there is one: below all
-    others, and not to scale."""
+    """Converts values to pixels. A logarithmic axis has a place for zero, below all others and not
+    to scale, if a value is zero."""
 
     def __init__(
         self, values: Sequence[float], pixels: tuple[float, float], *, log: bool, zero: bool
@@ -62,7 +62,7 @@ class _Axis:
             self.ticks = _log_ticks(low, high)
         else:
             low = min(0.0, low) if zero else low
-            if low == high:  # a single value stands in the middle
+            if low == high:  # a single value is in the middle
                 around = abs(low) / 2 or 0.5
                 low, high = (0.0, 1.0) if zero else (low - around, high + around)
             self.ticks = _ticks(low, high)
@@ -84,7 +84,7 @@ class _Axis:
         return start + share * (end - start)
 
     def within(self, value: float) -> float:
-        """The nearest place on the axis."""
+        """Return the nearest value on the axis."""
         if self._has_zero and value <= 0:
             return self._zero
         return self(min(max(value, self._low), self._high))
@@ -98,12 +98,12 @@ class _Axis:
 
 
 def render(plot: Plot) -> str:
-    """The whole <svg> element."""
+    """Return the whole <svg> element."""
     xs = [x for one in plot.series for x in one.xs]
     ys = [y for one in plot.series for y in one.ys if math.isfinite(y)]
     if plot.level is not None:
         ys.append(plot.level)
-    # A spread far beyond all points would leave them no room: it runs out of the picture.
+    # A spread far beyond all points would squeeze them, so it is cut off at the edge.
     most = _ROOM * max(ys, default=1.0)
     least = min(ys, default=0.0) / _ROOM
     spread = [v for one in plot.series for v in (*one.low, *one.high) if v is not None]
@@ -177,7 +177,7 @@ def _line(series: Series, across: _Axis, up: _Axis, aside: float) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Short, for people: 0.025, 1.5, 12, 3.2k."""
+    """Format a number briefly: 0.025, 1.5, 12, 3.2k."""
     size = abs(value)
     if size >= 1e6:
         return f"{value / 1e6:.3g}M"
@@ -189,7 +189,7 @@ def number(value: float) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers from at most `low` to at least `high`."""
+    """Return about five round numbers that cover [low, high]."""
     raw = (high - low) / 5
     magnitude = 10 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
@@ -198,7 +198,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each decade, or powers of ten where those are too many."""
+    """Return 1, 2 and 5 of each decade, or powers of ten if that is too many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [m * 10.0**power for power in range(first, last + 1) for m in steps]

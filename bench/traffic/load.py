@@ -1,7 +1,7 @@
 """Load generation in a closed or an open loop, with the outcome of each request.
 
-An open loop never waits for the server. Each request has a due time, and any delay of its sending
-is part of its latency. Independent of HTTP.
+An open loop never waits for the server: each request has a due time, and a late sending counts as
+latency. Independent of HTTP.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from bench.traffic.workload import WorkloadRequest
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Times are seconds from the start of the run.
+    """The outcome of one request. Times are seconds from the start of the run.
 
-    A chunk is an event of the stream that stands for at least one token.
+    A chunk is an event of the stream with at least one token.
     """
 
     group: str
-    prompt_tokens: int  # as requested, then as the server's usage reports
-    due: float  # scheduled sending time: latencies count from here
+    prompt_tokens: int  # as requested, later as in the server's usage
+    due: float  # scheduled sending time, from which latencies count
     sent: float  # actual sending time
     chunks: list[float] = field(default_factory=list)  # arrival times
-    chunk_tokens: list[int] = field(default_factory=list)  # of each chunk, if reported
-    output_tokens: int = 0  # by the server's usage; without it, the number of chunks
-    cached_tokens: int = 0  # of the prompt, if the server reports them
+    chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk, if reported
+    output_tokens: int = 0  # from the server's usage, or the number of chunks
+    cached_tokens: int = 0  # cached prompt tokens, if the server reports them
     usage_reported: bool = False
     ended: float = 0.0
     error: str = ""  # kind of error, from a small set; "": success
@@ -56,12 +56,12 @@ class RequestOutcome:
 
     @property
     def gaps(self) -> Sequence[float]:
-        """Seconds between neighbouring chunks, as a reader of the stream sees them."""
+        """Seconds between adjacent chunks, as a reader of the stream sees them."""
         return [b - a for a, b in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds of a token after the first chunk, or None if nothing came after it."""
+        """Mean seconds per token after the first chunk, or None if nothing came after it."""
         after = self.output_tokens - (self.chunk_tokens[0] if self.chunk_tokens else 1)
         if len(self.chunks) < 2 or after < 1:
             return None
@@ -85,7 +85,7 @@ class LoadRun:
     begun: int = 0  # requests; those without an outcome were cancelled
     ended: float | None = None  # seconds from its start
     client_cpu: float = 0.0  # share of one core
-    client_lag: dict[str, Any] = field(default_factory=dict)  # seconds; delay of our own timers
+    client_lag: dict[str, Any] = field(default_factory=dict)  # delay of its timers, seconds
 
     @property
     def wall_s(self) -> float:
@@ -94,10 +94,10 @@ class LoadRun:
 
 
 class LoadGenerator:
-    """A load that sends jobs and collects outcomes into `run`.
+    """Sends jobs and collects their outcomes into `run`.
 
-    Outcomes are added as they arrive, so that a cancelled load keeps them. The loops run inside
-    `measuring`, several at once if needed. Not thread-safe: one event loop only.
+    Outcomes are added as they arrive, so that a cancelled run keeps them. The loops run inside
+    `measuring`, several at the same time if needed. For one event loop.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LoadGenerator:
 
     @contextlib.asynccontextmanager
     async def measuring(self) -> AsyncIterator[None]:
-        """Measure the run's time and the client's own cost until the block ends."""
+        """Measure the run's duration and the client's own cost until the block ends."""
         self._start, cpu = time.perf_counter(), time.process_time()
         lags: list[float] = []
         ticking = asyncio.create_task(_tick(lags))
@@ -133,8 +133,8 @@ class LoadGenerator:
     ) -> None:
         """Run `concurrency` callers with one request in flight each.
 
-        No request starts after `requests`, after `duration_s`, or once `ends` returns True. Waits
-        for the requests in flight.
+        No request starts after `requests` requests, after `duration_s`, or once `ends` returns
+        True. Waits for the requests in flight.
         """
         last = math.inf if duration_s is None else duration_s
         jobs = itertools.islice(jobs, requests)
@@ -155,7 +155,7 @@ class LoadGenerator:
     ) -> None:
         """Send each job at its due time (seconds from the start) and wait for all responses.
 
-        A job is sent late while `max_in_flight` requests are in flight.
+        While `max_in_flight` requests are in flight, jobs are sent late.
         """
         room = asyncio.Semaphore(max_in_flight)
 
@@ -172,8 +172,7 @@ class LoadGenerator:
                 calls.create_task(call(job, at))
 
     async def _until(self, at: float) -> None:
-        """Sleep until `at`. Never returns early, unlike one sleep: uvloop rounds to
-        milliseconds."""
+        """Sleep until `at`. Never returns early, although uvloop rounds to milliseconds."""
         left = at - self._now()
         while left > 0:
             await asyncio.sleep(left)
@@ -197,7 +196,7 @@ async def _tick(lags: list[float]) -> None:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Yield due times of arrivals at `rate` a second, without end. The seed determines them."""
+    """Yield due times of Poisson arrivals at `rate` per second, without end."""
     rng, at = np.random.default_rng((seed, 1)), 0.0
     while True:
         at += float(rng.exponential(1.0 / rate))

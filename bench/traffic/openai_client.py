@@ -1,4 +1,4 @@
-"""Client of the OpenAI API: sends a WorkloadRequest and notes the time of every event.
+"""Client of the OpenAI API: sends a WorkloadRequest and records the time of every event.
 
 Works with any server that streams completions or chat with usage. Failures are outcomes, never
 exceptions.
@@ -22,7 +22,7 @@ Send = Literal["ids", "text", "chat"]
 SENDS: tuple[Send, ...] = ("ids", "text", "chat")
 
 _CONNECT_S = 10.0
-_MODELS_S = 10.0  # timeout for the list of models
+_MODELS_S = 10.0  # seconds for the list of models
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "was", "for", "on", "are", "with", "as")
 _MAX_DETAIL = 300
 _MAX_EVENT_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class _Models(msgspec.Struct):
 
 
 def base_url(url: str) -> str:
-    """Return the URL without /v1 and slashes at its end. Raises InvalidInput."""
+    """Return the URL without a final /v1 and slashes. Raises InvalidInput."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -80,8 +80,7 @@ def base_url(url: str) -> str:
 
 
 class OpenAiClient:
-    """A client of one model of one server. Not thread-safe: one event loop only. The owner closes
-    it."""
+    """Client for one model of one server. For one event loop. The owner closes it."""
 
     def __init__(
         self,
@@ -96,10 +95,10 @@ class OpenAiClient:
 
         Args:
             url: as `base_url` returns it.
-            send: prompts as token ids or as words to /v1/completions, or to /v1/chat/completions. A
-                word is about a token. Reports use the server's count.
-            timeout_s: timeout of a whole response.
-            extra: more fields of every request's body.
+            send: prompts as token ids or as words to /v1/completions, or as words to
+                /v1/chat/completions. A word is about a token. Reports use the server's count.
+            timeout_s: timeout of a whole response, in seconds.
+            extra: additional fields of every request's body.
         """
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -144,11 +143,11 @@ class OpenAiClient:
         raise UnusableRun(f"there is no model {name!r} (the server has {there})")
 
     async def ask(self, job: WorkloadRequest, start: float, due: float) -> RequestOutcome:
-        """Send one request and return its outcome.
+        """Send one request immediately and return its outcome.
 
         Args:
             start: time.perf_counter() of the run's start.
-            due: seconds from `start`. This method does not wait for it.
+            due: scheduled sending time, in seconds from `start`.
         """
         body = self._body(job)
         outcome = RequestOutcome(job.group, len(job.prompt), due, time.perf_counter() - start)
@@ -201,14 +200,14 @@ def _reason(error: aiohttp.ClientError) -> str:
 
 
 class _EventStream:
-    """A parser of one response's server-sent events, which fills its outcome."""
+    """Parses one response's server-sent events into its outcome."""
 
     def __init__(self, outcome: RequestOutcome, start: float, *, counts_empty: bool) -> None:
         """Parse into `outcome`.
 
         Args:
-            counts_empty: count a choice without text as a token: it may be half a character. In
-                chat it is the role, which comes before any token.
+            counts_empty: count a choice without text as a token, because it may be a part of a
+                character. In chat it is the role, which comes before any token.
         """
         self._outcome = outcome
         self._start = start
@@ -276,7 +275,7 @@ class _EventStream:
 
 
 def _error_message(body: bytes) -> str:
-    """Return the message of an error body, in OpenAI's form or any other."""
+    """Return the message of an error body, in OpenAI's or any other form."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):

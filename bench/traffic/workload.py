@@ -1,7 +1,7 @@
 """Workloads and their length distributions: prompts as token ids, determined by the seed.
 
-Ids are from a small range that every vocabulary has, so that lengths are exact with any tokenizer.
-Only traces define sending times.
+Ids are from a small range that every vocabulary has, so lengths are exact with any tokenizer. Only
+traces define sending times.
 """
 
 import json
@@ -21,7 +21,7 @@ _Draw = Callable[[np.random.Generator], int]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens. Every draw is from `smallest` to `largest`."""
+    """A distribution of lengths in tokens. Every draw is in [smallest, largest]."""
 
     text: str  # as given on the command line
     smallest: int
@@ -79,12 +79,12 @@ def _mixture(text: str, parts: str) -> Lengths:
 
 
 VOCABULARY = (3, 250)  # every vocabulary has at least the bytes; the first ids may be special
-TRACE_BLOCK_TOKENS = 512  # tokens for one entry of hash_ids
+TRACE_BLOCK_TOKENS = 512  # tokens of one entry of hash_ids
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request: greedy, without stop tokens."""
+    """One request, greedy and without stop tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -95,8 +95,8 @@ class WorkloadRequest:
 class Workload:
     """A kind of traffic.
 
-    Prompts of one prefix group begin with the same `prefix_tokens` tokens, which are part of the
-    prompt's length. Prompts share nothing else.
+    Prompts of one prefix group begin with the same `prefix_tokens` tokens, which count in the
+    prompt's length. Other prompts share nothing.
     """
 
     prompt_tokens: Lengths
@@ -117,13 +117,13 @@ class Workload:
 
     @property
     def largest(self) -> int:
-        """Return the maximum tokens of a prompt and its response."""
+        """Return the maximum number of tokens in a prompt and its response."""
         return self.prompt_tokens.largest + self.output_tokens.largest
 
     def jobs(self, seed: int) -> Iterator[WorkloadRequest]:
         """Yield jobs without end.
 
-        The seed also determines the prefixes: runs of another seed find none cached.
+        The seed also determines the prefixes, so runs with another seed find none cached.
         """
         rng = np.random.default_rng(seed)
         prefixes = rng.integers(*VOCABULARY, (self.prefix_groups, self.prefix_tokens)).tolist()
@@ -141,7 +141,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    at_s: float  # from the trace's start
+    at_s: float  # seconds from the trace's start
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
@@ -149,17 +149,17 @@ class TraceLine:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTrace:
-    """The requests of a file, sent once in the order of their times."""
+    """The requests of a trace file, sent once in the order of their times."""
 
     name: str
     lines: tuple[TraceLine, ...]
 
     @classmethod
     def read(cls, file: Path) -> "WorkloadTrace":
-        """Read one JSON object a line, in the format of Mooncake's traces.
+        """Read one JSON object per line, in the format of Mooncake's traces.
 
         The fields are timestamp (ms), input_length, output_length and hash_ids (one for each 512
-        tokens; equal ids are equal tokens). All but the lengths may be absent.
+        tokens; equal ids are equal tokens). All but the lengths are optional.
 
         Raises:
             InvalidInput: names the line.
@@ -189,7 +189,7 @@ class WorkloadTrace:
             yield WorkloadRequest((*shared, *rest), line.output_tokens)
 
     def times(self) -> list[float]:
-        """Return the due time of each request in seconds, from the first."""
+        """Return the due time of each request in seconds from the first."""
         return [line.at_s - self.lines[0].at_s for line in self.lines]
 
 

@@ -1,1 +1,1 @@
-"""`baton check`: whether a configuration and a model run on this machine."""
+"""`baton check`: checks that a configuration and a model run on this machine."""

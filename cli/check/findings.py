@@ -1,4 +1,4 @@
-"""Findings of `baton check` about a process. This module imports the libraries of a node."""
+"""Findings of `baton check` about one process. Imports the libraries of a node."""
 
 import importlib.util
 import os
@@ -48,19 +48,19 @@ from engine.sizing import resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-SOON = timedelta(days=14)  # a certificate that is not renewed should be noticed before this
+SOON = timedelta(days=14)  # warning time for a certificate that is not renewed
 STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     what: str
-    verdict: str  # "ok" | "note": runs, but you may want to know | "fails"
+    verdict: str  # "ok" | "note": runs, but may surprise | "fails"
     remark: str
 
 
 def fail(findings: Iterable[Finding]) -> bool:
-    """Return whether one of the findings keeps a process from running."""
+    """Return whether any of the findings prevents a process from running."""
     return any(finding.verdict == "fails" for finding in findings)
 
 
@@ -75,7 +75,7 @@ def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
 
 
 def node_findings(config: NodeConfig) -> Iterator[Finding]:
-    """Check model, KV transfer, server, and callers of a node, in the order in which it starts."""
+    """Check a node's model, KV transfer, server and callers, in the order of its start."""
     yield from _model(config.engine)
     yield from _transfer(config.transfer)
     yield from _front(config.server)
@@ -127,7 +127,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("device", "ok", _device(devices, config))
         if device.type == "cpu":
             yield _operations(config)
-            if spec.stored != NOT_QUANTISED:  # the form of its matrices depends on them
+            if spec.stored != NOT_QUANTISED:  # the format of its matrices depends on them
                 use_cpu(torch.get_num_threads(), config.cpu_kernels)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
@@ -199,7 +199,7 @@ def _drafter(config: SpeculativeConfig, spec: ModelSpec) -> Iterator[Finding]:
 
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
-    """Report the format of the stored weights and the conversion at load time."""
+    """Report the format of the stored weights, and their conversion when they are loaded."""
     rounding = rounding_of(device, config.quantize, spec.format)
     if rounding == "none":
         kept = spec.stored == NOT_QUANTISED or stays_stored(device, spec.format)
@@ -267,7 +267,7 @@ def _front(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
-    """Check who may call this process and how Baton processes authenticate each other."""
+    """Check which callers a process accepts, and how Baton's processes authenticate."""
     try:
         identity = identity_of(role, "baton check", server.secret_file)
         asked = identity is not None or mutual

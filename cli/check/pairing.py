@@ -14,7 +14,7 @@ from engine.models.checkpoint import content
 from engine.models.choice import stored_of
 from kvtransfer.pairing import PairHello, PoolRegion, compare
 
-Reads = Sequence[Sequence[Slice]]  # by table, and of the state at the end
+Reads = Sequence[Sequence[Slice]]  # by table, with the slices of the recurrent state last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class _Side:
 
     @classmethod
     def of(cls, name: str, node: NodeConfig) -> "_Side":
-        """Raise ConfigError if there is no such node."""
+        """Describe a configured node. Raises ConfigError if it could not run."""
         config = node.engine
         model = opened(config)
         sizes = rank_sizes(config, model)
@@ -38,7 +38,7 @@ class _Side:
         return cls(name, config, model, sizes, pages)
 
     def hello(self, instance: int, weights: dict[str, str]) -> PairHello:
-        """Return the node's Hello, without its pages' addresses."""
+        """Return the node's Hello message, without the addresses of its pages."""
         whole = layout_of(self.config, self.model)
         fields = {**model_fields(self.config, self.model), **layout_fields(whole), **weights}
         num_pages = max(1, self.pages[0].state_pages)
@@ -59,8 +59,8 @@ class Pair:
     Attributes:
         findings: whether they can pair, and the sizes of their ranks.
         producers, consumers: sizes of the ranks of the prefill node and of the decode node.
-        reads: by rank of the decode node. Empty: they cannot pair.
-        windows: of each table, in tokens.
+        reads: slices by rank of the decode node. Empty: they cannot pair.
+        windows: window of each table, in tokens.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Pair:
         """Compare two nodes as they do when they connect.
 
         Args:
-            names: of the prefill node and of the decode node.
+            names: names of the prefill node and of the decode node.
         """
         pair = cls()
         pair.findings += _settings(prefill, decode)
@@ -102,7 +102,7 @@ class Pair:
         return pair
 
     def plain(self) -> dict[str, Any]:
-        """Return values of JSON."""
+        """Return the pair as JSON values."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "ranks": {
@@ -140,7 +140,7 @@ class Pair:
 
 
 def _settings(prefill: PrefillConfig, decode: DecodeConfig) -> Iterator[Finding]:
-    """Check the settings that no Hello has."""
+    """Check the settings that a Hello message does not contain."""
     if decode.mode == "colocated":
         yield Finding("mode", "fails", "a decode node in mode colocated reads from no prefill node")
     backends = {prefill.transfer.backend, decode.transfer.backend}
@@ -160,18 +160,18 @@ def _compare(producer: _Side, consumer: _Side) -> None:
 
 
 def _reads(rank: int, producer: _Side, consumer: _Side) -> Reads:
-    """Return what a rank reads. Raise LayoutMismatch if the producer does not have it."""
+    """Return what a rank reads. Raise LayoutMismatch if the producer lacks it."""
     mine = consumer.pages[rank]
     if len(producer.pages) != len(consumer.pages):
         return copy_map(rank, mine, producer.pages)
-    # Between equal numbers of ranks, each one reads whole pages of its counterpart.
+    # With equal numbers of ranks, each rank reads whole pages of its counterpart.
     whole = [Slice(rank, 0, 0, 0, 0, mine.page_bytes)]
     state = [Slice(rank, page, 0, page, 0, mine.page_bytes) for page in range(mine.state_pages)]
     return [*([whole] * (len(mine.atoms) - 1)), state]
 
 
 def _described(slices: Sequence[Slice]) -> tuple[str, str, str]:
-    """Return where the bytes are, where they are read to, and how many they are."""
+    """Return the position of the bytes, their destination, and their number, as text."""
     num_bytes = f"{sum(each.size for each in slices)}"
     if len(slices) > 1:
         there, here = (

@@ -1,4 +1,4 @@
-"""The model of a node and the sizes of its ranks, without loading it."""
+"""The model of a node and the memory sizes of its ranks, without loading the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ _SETTING = "engine.parallel"
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """The sizes of one rank.
+    """Memory sizes of one rank.
 
     Attributes:
-        weight_bytes: of its part of the weights.
-        page_bytes: of its part of a page.
-        state_pages: pages of the state of a request. 0: its layers keep no state.
-        token_bytes: of its part of a token's KV, in all layers.
+        weight_bytes: its part of the weights.
+        page_bytes: its part of a page.
+        state_pages: pages of the recurrent state of a request. 0: its layers have none.
+        token_bytes: its part of a token's KV, in all layers.
     """
 
     weight_bytes: int
@@ -47,7 +47,7 @@ class RankSizes:
 
 
 def opened(config: EngineConfig) -> OpenedModel:
-    """Read the configuration of a model. Does not set up this process for its device.
+    """Read the configuration of a model. Does not set up the device.
 
     Raises:
         ConfigError: the model or the device is not supported.
@@ -68,8 +68,8 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     """Return the sizes by rank.
 
     Raises:
-        ConfigError: this number of ranks cannot have equal parts of the model, or do not support a
-            configured feature. The error has the numbers.
+        ConfigError: the model cannot be divided equally by this number of ranks, or the ranks do
+            not support a configured feature.
     """
     parallel, whole = config.parallel, layout_of(config, model)
     node = NodeShape(parallel.tp, parallel.pp)
@@ -101,7 +101,7 @@ def _sizes(config: EngineConfig, model: OpenedModel, whole: KVLayout, share: Sha
 
 
 def sentence(sizes: Sequence[RankSizes]) -> str:
-    """Return the sizes as text. Adjacent ranks of equal sizes are named together."""
+    """Return the sizes as text. Adjacent ranks of equal size are combined."""
     if len(sizes) == 1:
         return f"one rank: {sizes[0]}"
     parts, first = [], 0

@@ -1,6 +1,6 @@
-"""The demo model: two million parameters at most, trained to recall, copy, reverse and add.
+"""The demo model: at most two million parameters, trained to recall, copy, reverse and add.
 
-`tasks` and `structured` make what it learns and is asked, `train` makes the weights in `weights/`,
+`tasks` and `structured` make its training and test prompts, `train` writes `weights/`, and
 `evaluate` measures them. Importing this package loads none of that.
 """
 

@@ -1,1 +1,1 @@
-"""The processes of a system on this machine: their flags, and their restarts."""
+"""A whole system as processes on this machine: its plan, start, restarts and shutdown."""

@@ -1,4 +1,4 @@
-"""Plan the processes and flags of a whole system on one machine. Starts nothing."""
+"""Plans the processes and flags of a whole system on one machine. Starts nothing."""
 
 import ctypes
 import json
@@ -23,7 +23,7 @@ _PORT_FLAGS = {
     "decode_node": "--decode-port",
     "encode_node": "--encode-port",
 }
-# An idle thread sleeps at once, so that another engine can use its core.
+# An idle thread sleeps immediately, so that another engine can use its core.
 _PASSIVE_WAITS = (("OMP_WAIT_POLICY", "passive"),)
 NODE_SERVICE, ROUTER_SERVICE = "baton.v1.Node", "baton.v1.Router"
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT, ENCODE_PORT = 8000, 50050, 50100, 50200, 50400
@@ -32,24 +32,24 @@ ROLES = ("prefill", "decode", "encode")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One process to start."""
+    """One process to start, with its flags."""
 
     name: str  # "router", "prefill-0", "decode-1": also the name of its log
     module: str
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...] = ()  # for its environment, where ours lacks them
-    models: tuple[str, ...] = ()  # that a router serves, if there are several
-    nodes: "tuple[Program, ...]" = ()  # that the process consists of, in a fleet
+    variables: tuple[tuple[str, str], ...] = ()  # set in its environment if unset there
+    models: tuple[str, ...] = ()  # models that a router serves, if there are several
+    nodes: "tuple[Program, ...]" = ()  # simulated nodes that run in this process, if it is a fleet
 
     @property
     def servers(self) -> "Sequence[Program]":
-        """Return the programs whose gRPC servers this process has."""
+        """Return the programs whose gRPC servers run in this process."""
         return self.nodes or (self,)
 
     @property
     def services(self) -> Sequence[str]:
-        """Return the gRPC services whose health checks say that the process is ready."""
+        """Return the gRPC services whose health checks show that the process is ready."""
         if self.module != "router":
             return [NODE_SERVICE]
         return [ROUTER_SERVICE, *(f"{ROUTER_SERVICE}/{name}" for name in self.models)]
@@ -65,11 +65,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class RequestedNodes:
-    """The nodes of one role and one model."""
+    """The nodes of one role for one model."""
 
-    count: int  # of nodes, or of their groups
+    count: int  # number of nodes, or of their data-parallel groups
     ranks: NodeShape = ONE_RANK
-    dp: int = 1  # nodes of each group, which share experts
+    dp: int = 1  # nodes in each group, which share experts
 
     @property
     def total(self) -> int:
@@ -87,7 +87,7 @@ class RequestedModel:
     prefill: RequestedNodes
     decode: RequestedNodes
     served_model_name: str = ""  # "": the name in `model`
-    router_model: str = ""  # of which the router reads the files. "": `model`
+    router_model: str = ""  # model whose files the router reads; "": `model`
     encode: RequestedNodes = NO_NODES
 
     @property
@@ -101,33 +101,33 @@ class RequestedModel:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSystem:
-    """The system that the user of `baton up` requested."""
+    """The system that a user of `baton up` requested."""
 
     models: tuple[RequestedModel, ...]
     host: str
-    port: int  # the router's
-    http_port: int  # the router's
-    prefill_port: int  # of the first prefill node; the others use the next ones
+    port: int  # gRPC port of the router
+    http_port: int  # HTTP port of the router
+    prefill_port: int  # port of the first prefill node; others use the next ports
     decode_port: int
-    metrics_port: int | None  # of the router; the nodes use the next ones
+    metrics_port: int | None  # metrics port of the router; nodes use the next ones
     device: str  # auto | cpu | cuda | sim:GPU
-    node_flags: tuple[str, ...] = ()  # for every node
+    node_flags: tuple[str, ...] = ()  # flags for every node
     router_flags: tuple[str, ...] = ()
-    # cert, key and ca for every process, or nothing
+    # cert, key and ca for every process, or nothing.
     tls: TlsConfig = field(default_factory=TlsConfig)
-    secret_file: Path | None = None  # for every process; None: they have the variable
-    groups: Path = Path("groups")  # directory of the groups
+    secret_file: Path | None = None  # for every process; None: they get the environment variable
+    groups: Path = Path("groups")  # directory for data-parallel groups
     encode_port: int = ENCODE_PORT
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedNode:
-    """A node before its flags are known."""
+    """A node before its flags are decided."""
 
     model: RequestedModel
     role: str  # one of ROLES
-    number: int  # among all nodes of this role
-    group: int  # among all groups of this role
+    number: int  # index among all nodes of this role
+    group: int  # index among all groups of this role
     group_rank: int
 
     @property
@@ -142,13 +142,12 @@ def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, decode nodes and encode nodes.
 
     The decode nodes of a model without prefill nodes are colocated. CUDA devices are assigned to
-    the ranks of all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of
-    a role share its cores. The two roles overlap on the same cores, because they rarely compute at
-    the same time.
+    the ranks of all nodes in turn, and nodes on one device share its memory. On a CPU, the ranks of
+    a role share all cores. Both roles use the same cores, because they rarely compute at the same
+    time.
 
     Raises:
-        ConfigError: CUDA is requested but not available, or a node has more ranks than there are
-            devices.
+        ConfigError: CUDA is requested but not available, or a node has more ranks than devices.
     """
     planned = [node for role in ROLES for node in _planned(wish, role)]
     nodes = [
@@ -187,7 +186,7 @@ def _is_simulated(wish: RequestedSystem) -> bool:
 
 
 def _fleet(nodes: Sequence[Program]) -> Program:
-    """Return one process for all of these simulated nodes."""
+    """Return one process that runs all of these simulated nodes."""
     listed = [(node.module.removesuffix("_node"), node.flags) for node in nodes]
     return Program(
         "fleet", "simulation.fleet", nodes[0].address, (json.dumps(listed),), nodes=tuple(nodes)
@@ -208,7 +207,7 @@ def _planned(wish: RequestedSystem, role: str) -> Iterator[_PlannedNode]:
 def _node(
     wish: RequestedSystem, node: _PlannedNode, number: int, device_flags: Sequence[str]
 ) -> Program:
-    """Return the process of a node. `number`: among all processes."""
+    """Return the process of a node. `number`: its index among all processes."""
     module = f"{node.role}_node"
     first = {"prefill": wish.prefill_port, "decode": wish.decode_port, "encode": wish.encode_port}
     port = first[node.role] + node.number
@@ -236,10 +235,10 @@ def _node(
 def _model_flags(
     models: Sequence[RequestedModel], nodes: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> list[str]:
-    """Return the flags of the router for its models.
+    """Return the router's flags for its models.
 
     Args:
-        nodes: addresses by model and role.
+        nodes: node addresses by model and role.
     """
     if len(models) == 1:
         (model,) = models
@@ -264,7 +263,7 @@ def refuse_busy_ports(plan: Sequence[Program]) -> None:
     """Check that the ports of `plan` are free.
 
     Raises:
-        ConfigError: a port of the plan is in use. Names the flag of `baton up` that changes it.
+        ConfigError: a port is in use. The error names the flag of `baton up` that changes it.
     """
     for program in (server for process in plan for server in process.servers):
         host, _, port = program.address.rpartition(":")
@@ -277,7 +276,7 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     Args:
         flag: flag that chooses another port.
     Raises:
-        ConfigError: cannot listen on `port` now. Names the port, the purpose and the flag.
+        ConfigError: the port is in use. The error names the port, its purpose and the flag.
     """
     if reason := busy(host, port):
         raise ConfigError(
@@ -286,7 +285,7 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
 
 
 def busy(host: str, port: int) -> str | None:
-    """Return the reason why listening on `port` fails now, or None if it works."""
+    """Return why listening on `port` fails, or None if it works."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -317,8 +316,7 @@ def _flags(wish: RequestedSystem, port: int, number: int) -> list[str]:
 
 
 def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
-    """Give other nodes any free data port if one is requested: only a prefill node here can have
-    it."""
+    """Give all but prefill nodes any free data port, if a data port is requested."""
     asked = any(flag.startswith(_DATA_PORT) for flag in node_flags)
     return [f"{_DATA_PORT}=0"] if asked and module != "prefill_node" else []
 
@@ -330,7 +328,7 @@ def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:
 
 
 def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
-    """Return the flags of a node in a group of `dp` nodes. A node alone has none."""
+    """Return the flags of a node in a group of `dp` nodes, or none for a single node."""
     if dp == 1:
         return []
     flag = "--engine.parallel.dp"
@@ -355,7 +353,7 @@ def _device_flags(wish: RequestedSystem, planned: Sequence[_PlannedNode]) -> lis
 
 
 def _gpu_flags(nodes: Sequence[NodeShape], num_devices: int) -> list[list[str]]:
-    """Return the flags of nodes with such ranks."""
+    """Return the device flags of nodes with these ranks."""
     ranks = [math.prod(node) for node in nodes]
     if max(ranks) > num_devices:
         raise ConfigError(
@@ -374,7 +372,7 @@ def _gpu_flags(nodes: Sequence[NodeShape], num_devices: int) -> list[list[str]]:
 
 
 def rank_flags(ranks: NodeShape) -> list[str]:
-    """Return the flags of a node with such ranks."""
+    """Return the flags for these numbers of ranks."""
     return [
         f"--engine.parallel.{name}={count}" for name, count in ranks._asdict().items() if count > 1
     ]

@@ -1,5 +1,4 @@
-"""The processes of a system on this machine, as children of this process: started, watched,
-restarted and ended in order. Independent of the requests they serve."""
+"""Runs a system's processes as children: start, health checks, restarts, shutdown."""
 
 import asyncio
 import signal
@@ -20,7 +19,7 @@ STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node", "enco
 
 
 class LocalSystem:
-    """The processes of one machine, as children of this process."""
+    """The processes of a system, as children of this process."""
 
     def __init__(
         self,
@@ -31,7 +30,7 @@ class LocalSystem:
         """Start all processes at once.
 
         Args:
-            certificates: for health checks.
+            certificates: TLS certificates for health checks.
         """
         self._programs = programs
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -45,8 +44,7 @@ class LocalSystem:
         return [program.name for program in self._programs]
 
     async def until_ready(self, report: Callable[[str, str], None]) -> None:
-        """Wait until every process is healthy. The router is healthy when it can serve a
-        request."""
+        """Wait until every process is healthy, and the router can place a request."""
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
@@ -83,7 +81,7 @@ class LocalSystem:
         await asyncio.gather(*(keep(program) for program in self._programs))
 
     async def stop(self, patience_s: float) -> list[str]:
-        """End all processes. Returns the failures."""
+        """Stop all processes. Returns a description of each failure."""
         wrong = []
         for module in STOP_ORDER:
             group = [c for program, c in self._children.items() if program.module == module]
@@ -92,7 +90,7 @@ class LocalSystem:
             wrong += [
                 f"{child.name} ended with code {child.code}"
                 for child in alive
-                if child.code not in (0, -signal.SIGTERM)  # SIGTERM: the process had hardly begun
+                if child.code not in (0, -signal.SIGTERM)  # SIGTERM: the process had hardly started
             ]
         return wrong
 
@@ -120,9 +118,9 @@ class LocalSystem:
 class RestartTimes:
     """Restart delays in seconds."""
 
-    first_s: float = 1.0  # from a crash to the restart; doubles with every crash in a row
+    first_s: float = 1.0  # delay after a crash; doubles with every further crash
     longest_s: float = 30.0
-    steady_s: float = 60.0  # uptime after which a crash no longer counts as one in a row
+    steady_s: float = 60.0  # uptime after which earlier crashes no longer count
 
 
 async def keep_running(
@@ -132,11 +130,11 @@ async def keep_running(
     say: Callable[[str], None],
     times: RestartTimes | None = None,
 ) -> None:
-    """Watch a running process and restart it after each crash, until cancelled.
+    """Restart a running process after each crash, until cancelled.
 
     Args:
-        start_again: called after the previous process has ended.
-        until_serving: returns once the newest process serves; cancelled if that one dies before.
+        start_again: starts the process. Called after the previous one has ended.
+        until_serving: returns once the newest process serves. Cancelled if the process ends first.
         say: receives a line about each crash and each recovery.
     """
     times = times or RestartTimes()
@@ -157,7 +155,7 @@ async def keep_running(
 
 
 async def _serves(child: ChildProcess, until_serving: Callable[[], Awaitable[None]]) -> bool:
-    """Wait until the process serves. Returns False if it died first."""
+    """Wait until the process serves. Returns False if it ended first."""
     serving = asyncio.ensure_future(until_serving())
     ended = asyncio.ensure_future(child.ended())
     tasks: tuple[asyncio.Future[None] | asyncio.Future[int], ...] = (serving, ended)

@@ -1,1 +1,1 @@
-"""Shared parts of commands that drain processes: calls, order of restarts, exit codes."""
+"""Operators' commands for running routers and nodes: calls, drains, restarts, lists."""

@@ -1,5 +1,5 @@
-"""Commands that are one call of a router, which most of them forward to all nodes, or of one node.
-They differ only by their entries in CALLS."""
+"""Operators' commands that are one call of a node, or of a router, which forwards most of them to
+all nodes. They differ only by their entries in CALLS."""
 
 import asyncio
 from argparse import Namespace
@@ -19,7 +19,7 @@ MODES = {
     "retract": "they are recomputed from their tokens afterwards",
     "in_place": "they keep their KV",
 }
-_MEMORY_S = 1500.0  # to copy or read all weights
+_MEMORY_S = 1500.0  # seconds to copy or read all weights
 _PROFILE_S = 90.0
 
 
@@ -35,8 +35,8 @@ def _call(
     """Describe a command that is one call.
 
     Args:
-        method: of the router, and of a node if the command may name one.
-        longest_s: timeout for all nodes of one role, then of the other.
+        method: method of the router, and of a node if the command may name one.
+        longest_s: timeout in seconds, for all nodes of one role and then for the other role.
         request: makes the request from the options.
         text: makes the output from the response.
         flags: add the arguments.
@@ -169,7 +169,7 @@ async def _profile(options: Namespace, fleet: Fleet) -> Result:
 
 
 def _traces(written: Any) -> str:
-    if not isinstance(written, pb.ProfilesResponse):  # of one node
+    if not isinstance(written, pb.ProfilesResponse):  # otherwise: a single node's response
         return str(written.path)
     return "\n".join(f"{each.role} {each.address}: {each.path}" for each in written.profiles)
 

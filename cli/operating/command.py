@@ -31,8 +31,8 @@ class Result:
     """The output of a command.
 
     Attributes:
-        text: without --json.
-        data: with --json. A protobuf message, or values of JSON.
+        text: output without --json.
+        data: output with --json: a protobuf message, or JSON values.
         code: exit code.
     """
 
@@ -43,13 +43,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A command of an operator.
+    """An operator's command.
 
     Attributes:
         details: sentences of its help after the summary.
-        undone: condition under which it exits with EXIT_UNDONE.
-        flags: add its own arguments and those of the router.
-        work: raises UnfinishedRestart.
+        undone: condition under which it exits with EXIT_UNDONE, for the help.
+        flags: adds its arguments and those of the router.
+        work: runs it. Raises UnfinishedRestart.
     """
 
     details: str = ""
@@ -86,7 +86,7 @@ def add_drain_flags(parser: settings.ConfigArgumentParser) -> None:
 
 
 def add_one_or_all(parser: settings.ConfigArgumentParser) -> None:
-    """Add the address of commands for one node or for all nodes of a router."""
+    """Add the address argument of commands for one node or for all nodes of a router."""
     parser.add_argument(
         "address",
         nargs="?",
@@ -106,11 +106,11 @@ def add_router_and_model(parser: settings.ConfigArgumentParser) -> None:
 async def call(
     options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
 ) -> Any:
-    """Call `method` of the node that the options name, or else of the router, and return the
-    response. Raises UnfinishedRestart.
+    """Call `method` of the node in the options, or else of the router. Returns the response.
 
     Raises:
-        ConfigError: the options name a node and a model.
+        UnfinishedRestart: the call failed.
+        ConfigError: the options name both a node and a model.
     """
     if getattr(options, "address", None) is not None:
         if options.model:
@@ -120,7 +120,7 @@ async def call(
 
 
 def report(options: argparse.Namespace, sentence: str) -> None:
-    """Print the progress of a command. With --json, standard output is for the result alone."""
+    """Print progress. Not on standard output with --json, which is for the result only."""
     if options.json:
         print(sentence, file=sys.stderr, flush=True)
     else:
@@ -174,7 +174,7 @@ async def with_fleet(
 
 
 def json_text(data: Any, indent: int | None = _INDENT) -> str:
-    """Return a protobuf message or values of JSON as text."""
+    """Return a protobuf message or JSON values as text."""
     if isinstance(data, Message):
         data = MessageToDict(
             data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -183,7 +183,7 @@ def json_text(data: Any, indent: int | None = _INDENT) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return aligned columns. The last one is as wide as its text."""
+    """Return aligned columns. The last column is not padded."""
     lines = [[safe(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -193,10 +193,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Format a size in MiB, or in GiB from a quarter of one on."""
+    """Format a size in MiB, or in GiB from a quarter of a GiB on."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def safe(text: str) -> str:
-    """Return `text` without terminal control characters: names come from other processes."""
+    """Return `text`, which may come from other processes, without control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -16,22 +16,22 @@ from common.settings import ConfigArgumentParser
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
 
 NODES = ("prefill", "decode")
-ROLES = ("encode", *NODES, "router")  # in this order
+ROLES = ("encode", *NODES, "router")  # order of a rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RestartStep:
-    """One process that ends, and returns before the next one ends."""
+    """One process to restart. It must be back before the next step."""
 
     role: str
     address: str
-    remark: str  # effect on its requests
+    remark: str  # effect on requests
     node: ClusterNode | None = None  # None: it is a router
-    processes: int = 1  # worker processes of a router, which end one after the other
+    processes: int = 1  # worker processes of a router, which are restarted one after the other
 
     @property
     def model(self) -> str:
-        """Name of the served model. Empty: it is a router."""
+        """Name of the served model. Empty for a router."""
         return self.node.served_model if self.node is not None else ""
 
     @property
@@ -45,10 +45,10 @@ class RestartStep:
 
 
 def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[RestartStep]:
-    """Return the turns of all processes.
+    """Return the steps to restart all processes, in order.
 
     Args:
-        routers: by address.
+        routers: state of each router by address.
     """
     nodes = sorted(cluster.nodes, key=lambda node: (ROLES.index(node.role), node.address))
     found = [RestartStep(node.role, node.address, _of_node(node, cluster), node) for node in nodes]
@@ -64,10 +64,10 @@ def find_objections(
     wanted: list[RestartStep],
     routers: Mapping[str, RouterState],
 ) -> Iterator[str]:
-    """Return one sentence for each reason why requests would fail.
+    """Yield one sentence for each reason why requests would fail.
 
     Args:
-        all_turns: turns of every process; `wanted` are the ones to drain.
+        all_turns: steps of all processes. `wanted` are the steps to execute.
     """
     for turn in all_turns:
         state = turn.node.state if turn.node is not None else routers[turn.address].state
@@ -75,13 +75,13 @@ def find_objections(
             yield f"{turn.role} {turn.address} is {state or 'silent'}"
     for role, model in dict.fromkeys((turn.role, turn.model) for turn in wanted):
         alike = [turn for turn in all_turns if (turn.role, turn.model) == (role, model)]
-        # Prefill nodes encode images themselves while no encode node is there.
+        # Without encode nodes, prefill nodes encode images themselves.
         if len(alike) == 1 and alike[0].processes == 1 and role != "encode":
             yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
 
 
 def objections_to_switch(nodes: list[RestartStep], turn: RestartStep) -> Iterator[str]:
-    """Return one sentence for each reason why requests would fail if the node changed its role."""
+    """Yield one sentence for each reason why requests would fail if the node changed its role."""
     for each in nodes:
         if each.node is not None and each.node.state != "ready":
             yield f"{each.role} {each.address} is {each.node.state or 'silent'}"
@@ -157,7 +157,7 @@ def _add_rollout(parser: ConfigArgumentParser) -> None:
 async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
-    # A router with several worker processes ends as a whole.
+    # A router with several worker processes is drained as a whole.
     every = [replace(step, processes=1) for step in turns(look, routers)]
     step = _at(options.address, every)
     report(options, step.sentence)
@@ -230,7 +230,7 @@ async def _restart(
     routers: Sequence[str],
     longest_s: float,
 ) -> None:
-    """Restart one process and wait until its successor serves."""
+    """Restart one process and wait until its replacement serves."""
     if step.node is None:
         since = time.monotonic()
         await fleet.drain_router(step.address, in_turn=step.processes > 1)

@@ -1,5 +1,4 @@
-"""The processes that a router knows, as an operator calls them: list, drain, change role, and wait
-for their end or return."""
+"""Operator's client of routers and nodes: list, drain, change role, and wait."""
 
 import argparse
 import asyncio
@@ -48,11 +47,11 @@ _UNKNOWN = Sources()
 
 
 class Fleet:
-    """gRPC client of the routers and nodes of a cluster. Not thread-safe: one event loop only.
+    """gRPC client of the routers and nodes of a cluster. For one event loop.
 
     Args:
-        metadata: credentials for routers; `identity` is for nodes.
-        sources: sources of both credentials.
+        metadata: credentials for routers. `identity` is for nodes.
+        sources: sources of both credentials, for errors.
     """
 
     def __init__(
@@ -68,18 +67,17 @@ class Fleet:
         self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
-        """Return the cluster as this router knows it. Raises UnfinishedRestart if the router does
-        not respond."""
+        """Return the cluster as this router knows it. Raises UnfinishedRestart on failure."""
         request = GetClusterRequest()
         answer: GetClusterResponse = await self.call_router(router, "GetCluster", request)
         return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Start to drain a router. Raises UnfinishedRestart if it does not respond or refuses."""
+        """Start to drain a router. Raises UnfinishedRestart if the call fails."""
         await self.call_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Start to drain a node. Raises UnfinishedRestart if it does not respond or refuses."""
+        """Start to drain a node. Raises UnfinishedRestart if the call fails."""
         await self.call_node(address, "Drain", DrainRequest())
 
     async def call_router(
@@ -87,7 +85,7 @@ class Fleet:
     ) -> Any:
         """Call `method` of a router and return its response.
 
-        Raises UnfinishedRestart if it does not respond in time or refuses.
+        Raises UnfinishedRestart if it does not respond in time or rejects the call.
         """
         async with make_channel(address, self._certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
@@ -99,7 +97,7 @@ class Fleet:
     ) -> Any:
         """Call `method` of a node and return its response.
 
-        Raises UnfinishedRestart if it does not respond in time or refuses.
+        Raises UnfinishedRestart if it does not respond in time or rejects the call.
         """
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
@@ -107,9 +105,9 @@ class Fleet:
             return await _answer(address, call, self._sources.to_nodes, flag="")
 
     async def get(self, url: str, path: str) -> Any:
-        """Return the JSON of a path of a router's HTTP port.
+        """Return the JSON at a path of a router's HTTP port.
 
-        Raises UnfinishedRestart if it does not respond in time or refuses.
+        Raises UnfinishedRestart if it does not respond in time or rejects the call.
         """
         return await get(url, path, self._metadata, self._certificates, self._sources.to_routers)
 
@@ -129,7 +127,7 @@ class Fleet:
         the router use it.
 
         Raises:
-            UnfinishedRestart: not within `longest_s` seconds.
+            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def has() -> bool:
@@ -150,7 +148,7 @@ class Fleet:
         """Wait until no process with this instance id responds at the node's address.
 
         Raises:
-            UnfinishedRestart: not within `longest_s` seconds.
+            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -163,9 +161,9 @@ class Fleet:
         """Wait until none of the router's processes is older than `since`.
 
         Args:
-            since: by time.monotonic().
+            since: time.monotonic().
         Raises:
-            UnfinishedRestart: not within `longest_s` seconds.
+            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -179,11 +177,12 @@ class Fleet:
     async def until_back(
         self, routers: Sequence[str], node: ClusterNode, pairs: Pairs, longest_s: float
     ) -> None:
-        """Wait until every router finds a successor of the node ready, with all of these pairs, and
-        all of its worker processes use it.
+        """Wait until a replacement of the node is back.
+
+        Every router must find it ready with all of these pairs, and use it in all worker processes.
 
         Raises:
-            UnfinishedRestart: not within `longest_s` seconds.
+            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def back() -> bool:
@@ -210,13 +209,13 @@ class Fleet:
     async def until_router_back(
         self, address: str, since: float, longest_s: float, models: Collection[str] = ()
     ) -> None:
-        """Wait until all of its processes were started after `since` and the router is ready.
+        """Wait until all of the router's processes started after `since` and the router is ready.
 
         Args:
             models: names of models that must be ready, too.
 
         Raises:
-            UnfinishedRestart: as `until_router_ended`.
+            UnfinishedRestart: see `until_router_ended`.
         """
 
         async def back() -> bool:
@@ -229,8 +228,7 @@ class Fleet:
 
 
 def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
-    """Return the node at `address` as it describes itself, or None if there is none or it does not
-    respond."""
+    """Return the node at `address`, or None if it does not exist or respond."""
     for node in cluster.nodes:
         if node.address == address and node.state != "unreachable":
             return node
@@ -238,8 +236,7 @@ def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
 
 
 def _in_use(cluster: GetClusterResponse, address: str) -> bool:
-    """Return whether every worker process uses the node: the slowest one may get the next
-    request."""
+    """Return whether every worker process uses the node. Any may get the next request."""
     return not cluster.router.silent_processes and address in cluster.router.in_use
 
 
@@ -259,8 +256,7 @@ async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sent
     """Poll `condition` until it holds. Failed calls are retried.
 
     Raises:
-        UnfinishedRestart: with the sentence, if the condition does not hold within `longest_s`
-            seconds.
+        UnfinishedRestart: with `sentence`, after `longest_s` seconds.
     """
     end = time.monotonic() + longest_s
     while True:
@@ -306,7 +302,7 @@ async def get(
     certificates: tls.Certificates | None,
     key_source: str,
 ) -> Any:
-    """Return the JSON of a path. Raises UnfinishedRestart if the router does not send any."""
+    """Return the JSON at a path. Raises UnfinishedRestart if the router sends none."""
     config = None if certificates is None else certificates.config
     context = ssl.create_default_context(cafile=config.ca if config else None)
     if config and config.cert:
@@ -323,7 +319,7 @@ async def get(
         sentence = f"{_FLAG}: {url!r} is invalid, expected http(s)://HOST:PORT"
         raise UnfinishedRestart(sentence) from None
     except (aiohttp.ClientError, TimeoutError) as error:
-        number = getattr(error, "errno", None) or 0  # negative: of the resolver
+        number = getattr(error, "errno", None) or 0  # negative: an error of the resolver
         reason = os.strerror(number) if number > 0 else str(error) or "timed out"
         raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None
     if response.status != 200:

@@ -1,5 +1,5 @@
-"""Commands that list what a router knows: `baton status` and the lists of nodes, requests, models,
-adapters and weights."""
+"""Operators' commands that show a router's state: `baton status`, and lists of nodes, requests,
+models, adapters and weights."""
 
 import argparse
 import time
@@ -62,7 +62,7 @@ def _status_lines(address: str, cluster: GetClusterResponse) -> Iterator[str]:
 
 
 def _node_table(nodes: Iterable[ClusterNode], router: RouterState) -> str:
-    """Return a table of nodes. Their models are a column if the router has several."""
+    """Return a table of nodes. It has a column for the model if the router has several."""
     if len(router.models) < 2:
         return table(_NODE_HEADER, map(_node_row, nodes))
     rows = ((node.served_model, *_node_row(node)) for node in nodes)
@@ -195,7 +195,7 @@ async def _show(options: argparse.Namespace, fleet: Fleet) -> Result:
 
 
 def text(history: ExplainResponse) -> str:
-    """Return the events as text. `took` is the time since the same process's previous event."""
+    """Return the events as text. `took` is the time since the process's previous event."""
     return "\n".join((*_head(history), "", *_events(history), *_silent(history)))
 
 
@@ -227,7 +227,7 @@ def _events(history: ExplainResponse) -> Iterator[str]:
 
 
 def _silent(history: ExplainResponse) -> Iterator[str]:
-    """Name the nodes that may have taken part but did not respond."""
+    """Name the nodes that may have taken part in the request but did not respond."""
     for node in history.nodes:
         if node.problem:
             yield f"{safe(node.role)} {safe(node.address)} does not respond: {safe(node.problem)}"

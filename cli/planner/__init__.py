@@ -1,1 +1,1 @@
-"""Planner for the number of nodes of each role, based on the figures that nodes report."""
+"""Autoscaling planner: recommends nodes of each role by the load that nodes report."""

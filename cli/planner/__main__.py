@@ -46,10 +46,10 @@ _MOST_CHARACTERS = 512
 
 
 class DecisionLog:
-    """Reports not yet sent to the router. Not thread-safe: one event loop only.
+    """Decisions that are not yet reported to the router. For one event loop.
 
     Args:
-        acts: whether the planner carries out its decisions.
+        acts: the planner carries out its decisions.
         model: name of the served model. Empty: the only one.
     """
 
@@ -74,10 +74,10 @@ class DecisionLog:
         self._unreported.append((time.monotonic(), *event))
 
     async def report(self, pressures: Mapping[str, float]) -> None:
-        """Send a report of the latest look. A router that rejects it does not stop the planner.
+        """Report the latest look to the router. The planner continues if the router rejects it.
 
         Args:
-            pressures: by role.
+            pressures: pressure by role.
         """
         now = time.monotonic()
         events = [
@@ -185,11 +185,11 @@ def rules_of(options: argparse.Namespace) -> PlannerRules:
 
 
 class Planner:
-    """Planning loop. Not thread-safe: one event loop only.
+    """The planning loop. For one event loop.
 
     Args:
         router: router whose view of the cluster counts.
-        act: whether to change roles of nodes and migrate requests.
+        act: change roles of nodes and migrate requests.
         model: name of the served model whose nodes are planned. Empty: the only one.
     """
 
@@ -216,7 +216,7 @@ class Planner:
         self._logged = ""
 
     async def look(self) -> Decision:
-        """Look at the cluster once and carry out the decision, if any."""
+        """Look at the cluster once, and carry out the decision, if any."""
         cluster = await self._fleet.look(self._router)
         check_model(self._model, cluster)
         seen = look_of(cluster, self._clock(), self._model)
@@ -229,7 +229,7 @@ class Planner:
         lately = pressures(history, self._rules)
         self._metrics.seen(lately, _wanted(seen, decision))
         self._log(decision)
-        await self._account.report(lately)  # report before the change, which takes a while
+        await self._account.report(lately)  # before the change, which takes a while
         if self._act:
             await self._carry_out(decision)
         return decision
@@ -244,7 +244,7 @@ class Planner:
         self._logged = _news(decision)
 
     async def _carry_out(self, decision: Decision) -> None:
-        """Change a role or migrate a request. Leaves all other decisions to the operator."""
+        """Change a role or migrate a request. All other decisions are left to the operator."""
         match decision:
             case SwitchRoleAction():
                 await self._switch(decision)
@@ -307,8 +307,7 @@ def _what(decision: Decision) -> str:
 
 
 def _news(decision: Decision) -> str:
-    """Return the part of a decision that identifies it. Most reasons contain figures that always
-    differ."""
+    """Return what identifies a decision, without figures that change at each look."""
     match decision:
         case WaitAction(because):
             return because
@@ -329,7 +328,7 @@ def _wanted(look: ClusterSnapshot, decision: Decision) -> dict[str, int]:
 
 
 async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Fleet) -> None:
-    """Run the planner until SIGTERM or SIGINT. A running change of role completes without it."""
+    """Run the planner until SIGTERM or SIGINT. A role change in progress completes without it."""
     rules = rules_of(options)
     planner = Planner(
         fleet, metrics, rules, router=options.router, act=options.act, model=options.model
@@ -343,7 +342,7 @@ async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Flee
 
 
 async def _watch(planner: Planner, every_s: float) -> None:
-    """Look at the cluster periodically. Retries a router that does not respond."""
+    """Look at the cluster periodically. A router that does not respond is called again later."""
     silence = ""
     while True:
         try:

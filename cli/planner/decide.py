@@ -1,13 +1,12 @@
 """Planner decisions as a pure function of the observed cluster and its load.
 
-A role is *pressed* if its recent mean pressure is 1.0 or more. It can *spare* a node if the
-remaining nodes would have had a pressure well below that during the whole window. The gap between
-the two is the hysteresis: a role that gave a node away is not pressed by that, and does not ask for
-one back.
+A role is *pressed* if its recent mean pressure is at least 1.0. It can *spare* a node if the
+pressure on the remaining nodes would have been well below 1.0 during the whole window. The gap
+between the two is the hysteresis: a role is not pressed by giving a node away.
 
-A decision uses only looks at one roster, and needs enough of them. After a change of the cluster,
-by a plan, an operator or a crash, no decision follows before its effect is visible. The last node
-of a role is never removed. A migration changes no roster, so it may follow another one at once.
+A decision uses only looks at the same nodes, and needs enough of them. So after any change of the
+cluster, no decision follows before its effect is visible. The last node of a role is never removed.
+A migration does not change the nodes, so another one may follow immediately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TypeAlias
 from protos.router_pb2 import ClusterNode, GetClusterResponse
 
 ROLES = ("prefill", "decode")
-_WAITING = ("prealloc", "waiting", "retracted")  # decode queues for requests without pages
+_WAITING = ("prealloc", "waiting", "retracted")  # decode queues of requests without pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,11 @@ class NodeFigures:
     Attributes:
         instance: changes when the node starts or changes its role.
         queued_s: seconds until the queued prompts are computed.
-        token_s: seconds for each prompt token; 0.0: no request has waited long enough to measure
-            it.
+        token_s: seconds per prompt token. 0.0: no request has waited long enough to measure it.
         prompt_tokens: prompt tokens accepted since the instance began.
         occupied: share of its pages that requests hold.
-        running, coming, waiting: requests of a decode node that are computed, that are in hand-off,
-            and that have no pages.
+        running, coming, waiting: requests of a decode node that run, that are in hand-off, and that
+            have no pages.
     """
 
     address: str
@@ -51,11 +49,11 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
-    """The nodes of a cluster at one moment.
+    """The nodes of a cluster at one moment: one look.
 
     Attributes:
         at: seconds, by one clock for all looks.
-        nodes: by address.
+        nodes: figures by address.
     """
 
     at: float
@@ -75,7 +73,7 @@ def look_of(cluster: GetClusterResponse, at: float, model: str = "") -> ClusterS
     """Return a look from a router's description of its cluster.
 
     Args:
-        model: only its nodes count. Empty: the router has no other.
+        model: only nodes of this model count. Empty: the router has no other.
     """
     own = [node for node in cluster.nodes if model in ("", node.served_model)]
     nodes = sorted(own, key=lambda node: node.address)
@@ -105,15 +103,15 @@ _FULL = 0.9  # a slot may be free for a moment between two requests
 _ALL_BUSY = 0.99  # a node without idle time is at capacity, and above it if requests wait
 
 
-# Load of a role relative to its capacity. At 1.0 it has as much as it should have. Pure functions.
+# Pressure is the load of a role relative to its capacity. 1.0 is the intended maximum.
 @dataclass(frozen=True, slots=True)
 class PressureThresholds:
-    """The load of a node at a pressure of 1.0.
+    """The load of a node that counts as a pressure of 1.0.
 
     Attributes:
-        queued_s: of a prefill node, queueing time of prompts.
-        occupied: of a decode node, the share of its pages that requests hold.
-        running: of a decode node, requests at once; 0: as many as it has pages for.
+        queued_s: queue time of prompts at a prefill node, in seconds.
+        occupied: share of a decode node's pages that requests hold.
+        running: running requests of a decode node. 0: as many as it has pages for.
     """
 
     queued_s: float = 1.0
@@ -125,7 +123,7 @@ def pressure(role: str, looks: Sequence[ClusterSnapshot], limits: PressureThresh
     """Return the mean pressure of a role's nodes at the last of these looks.
 
     All looks must have the same nodes. Counters are compared between the first and the last look.
-    The nodes share the load, so their mean counts.
+    The mean counts, because the nodes share the load.
     """
     first, last = looks[0], looks[-1]
     nodes = last.of(role)
@@ -149,7 +147,7 @@ def _of_prefill(
 def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
     """Return the pressure of one decode node."""
     # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
-    # node runs as many requests as it may.
+    # node has no free slot.
     share = node.running / max(1, node.running + node.coming)
     by_pages = node.occupied * share / limits.occupied
     if node.waiting and share >= _MOSTLY:  # as if the running requests were that many more
@@ -161,25 +159,22 @@ def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
     return max(by_pages, demand / limits.running)
 
 
-_FEWER = 2  # minimum difference in requests: with less, the two would only change places
+_FEWER = 2  # minimum difference in requests: with less, the two would only swap
 
 
-# Choice of the decode nodes between which a request should migrate: one overloaded, one with
-# capacity. Pure functions.
-#
-# Requests stay where they were placed, so an even placement need not stay even: a node that has
-# changed its role starts empty, and long responses collect at random. Requests migrate one at a
-# time, and never to a node that would then be as overloaded.
+# Requests stay where they were placed, so load becomes uneven: a node that has changed its role
+# starts empty, and long responses collect at random. Requests migrate one at a time, and never to a
+# node that would then be as overloaded.
 def uneven(
     looks: Sequence[ClusterSnapshot], limits: PressureThresholds, spare: float
 ) -> tuple[NodeFigures, NodeFigures] | None:
     """Return the node that should give a request away, and the one that should receive it.
 
-    Both must match in the mean of all of these looks.
+    Both must qualify in the mean of all of these looks.
 
     Args:
-        looks: looks that contain the same nodes.
-        spare: maximum pressure of a node with capacity.
+        looks: looks with the same nodes.
+        spare: maximum pressure of a node that may receive a request.
     """
     nodes = looks[-1].of("decode")
     if len(nodes) < 2:
@@ -213,7 +208,7 @@ class PlannerRules:
     """Limits of the decisions.
 
     Attributes:
-        spare: maximum pressure of the remaining nodes.
+        spare: maximum pressure of the remaining nodes when a node is removed.
         sustained_s: seconds for which a role must have been pressed, or able to spare a node.
         settle_s: minimum seconds between two changes of the cluster.
         idle_s: seconds for which a role must have been able to spare a node that no role needs.
@@ -289,7 +284,7 @@ def decide(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Decision:
     """Return the decision that follows from the looks.
 
     Args:
-        history: recent looks, the oldest first. Older ones may be missing.
+        history: recent looks, oldest first. Older ones may be missing.
     """
     looks = _of_one_roster(history)
     if not looks:
@@ -338,7 +333,7 @@ def pressures(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Mappin
 
 
 class _Window:
-    """The last looks, each with the preceding looks that count for it."""
+    """The last looks at the same nodes, each with the earlier looks that count for it."""
 
     def __init__(
         self, looks: Sequence[ClusterSnapshot], seconds: float, rules: PlannerRules
@@ -356,8 +351,8 @@ class _Window:
         }
 
     def mean(self, role: str) -> float:
-        """Return the mean pressure. One look counts for _MOST at most, so that a short peak presses
-        no role."""
+        """Return the mean pressure over time. One look counts for at most _MOST, so that a short
+        peak does not press a role."""
         return fmean(min(each, _MOST) for each in self._pressures[role])
 
     def most_without_one(self, role: str) -> float:
@@ -384,7 +379,7 @@ def _move(looks: Sequence[ClusterSnapshot], rules: PlannerRules) -> ShiftCapacit
 
 
 def _of_one_roster(history: Sequence[ClusterSnapshot]) -> Sequence[ClusterSnapshot]:
-    """Return the last looks, as far back as they have the nodes of the newest."""
+    """Return the last looks that have the same nodes as the newest."""
     first = len(history)
     while first and history[first - 1].roster == history[-1].roster:
         first -= 1

@@ -39,8 +39,7 @@ DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)
 
 
 class PlannerMetrics:
-    """Counters and gauges of the planner. Written by its event loop, read on any thread that
-    scrapes."""
+    """Metrics of the planner. Written by its event loop, read by the scraping thread."""
 
     def __init__(self) -> None:
         values = MetricValues()

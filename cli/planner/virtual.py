@@ -1,4 +1,4 @@
-"""The planner beside the load of a simulation in virtual time."""
+"""The planner inside a simulation in virtual time."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""The terminal view of a cluster: `baton top`."""
+"""`baton top`: the terminal view of a cluster."""

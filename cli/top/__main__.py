@@ -29,7 +29,7 @@ from common.process.standard_output import say
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from protos.router_pb2_grpc import RouterStub
 
-ANSWER_S = 5.0  # the router allows its nodes 2 s
+ANSWER_S = 5.0  # seconds; the router allows its nodes 2 s
 EXIT_NO_ANSWER = 1
 PROGRAM = "baton top"
 
@@ -64,7 +64,7 @@ def parser() -> settings.ConfigArgumentParser:
 
 
 class TopView:
-    """Latest state of one cluster. Not thread-safe: one event loop only."""
+    """Latest state of one cluster. For one event loop."""
 
     def __init__(
         self, address: str, stub: Any, metadata: client.Metadata = (), key_source: str = ""
@@ -75,10 +75,10 @@ class TopView:
         self._key_source = key_source
         self._rates = Rates()
         self.cluster: GetClusterResponse | None = None
-        self.problem = ""  # reason why the last call failed
+        self.problem = ""  # why the last call failed, or ""
 
     async def look(self) -> None:
-        """Ask the router once."""
+        """Query the router once."""
         try:
             cluster = await self._stub.GetCluster(
                 GetClusterRequest(), timeout=ANSWER_S, metadata=self._metadata
@@ -104,7 +104,7 @@ class TopView:
 
 
 async def watch(top: TopView, interval_s: float, console: Console, stop: asyncio.Event) -> None:
-    """Show a frame at every interval, and when the terminal's size changes, until `stop`."""
+    """Show a frame at every interval, and when the terminal's size changes, until `stop` is set."""
     with _screen(console, stop) as show:
         resized = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, resized.set)
@@ -162,7 +162,7 @@ async def print_json(top: TopView, interval_s: float, *, once: bool) -> int:
 
 @contextlib.contextmanager
 def _screen(console: Console, stop: asyncio.Event) -> Iterator[Any]:
-    """Yield a function that shows a frame: in place on a terminal, else one after the other."""
+    """Yield a function that shows a frame: in place on a terminal, otherwise below the last one."""
     if not console.is_terminal:
 
         def follow(frame: RenderableType) -> None:

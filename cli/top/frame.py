@@ -1,5 +1,4 @@
-"""One frame of `baton top`: converts a cluster and its rates into a rich renderable. Pure
-functions."""
+"""One frame of `baton top`: renders a cluster and its rates with rich. Pure functions."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,33 +23,32 @@ WINDOW_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    at_s: float  # the router's uptime
+    at_s: float  # uptime of the router
     values: Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _Book:
-    """The last samples of one instance of a node, oldest first."""
+    """The last samples of one node instance, oldest first."""
 
     instance: int
     samples: deque[_Sample] = field(default_factory=deque)
 
 
 class Rates:
-    """Rates by node address. A restarted node counts from zero, so its samples are discarded."""
+    """Rates by node address. A restarted node counts from zero, so its samples are dropped."""
 
     def __init__(self) -> None:
         self._books: dict[str, _Book] = {}
 
     def take(self, nodes: Sequence[ClusterNode]) -> None:
-        """Add a sample of every node. Nodes missing from `nodes` are forgotten."""
+        """Add a sample of every node. Nodes missing from `nodes` are dropped."""
         self._books = {
             node.address: self._taken(node) for node in nodes if node.state != "unreachable"
         }
 
     def of(self, address: str, counter: str) -> float | None:
-        """Return the rate of a counter over the last seconds; "steps" is one too. None: not known
-        yet."""
+        """Return the recent rate of a counter, or of "steps". None: not known yet."""
         book = self._books.get(address)
         if book is None or len(book.samples) < 2:
             return None
@@ -80,7 +78,7 @@ class Rates:
         return book
 
 
-# Holders of pages in the order of the bar. Without colours the signs distinguish them.
+# Holders of pages in the order of the bar. Without colours, the signs distinguish them.
 _HOLDERS = {
     "request": ("█", "blue"),
     "step": ("▓", "magenta"),
@@ -102,7 +100,7 @@ _PATHS = {
     "cma": "blue",
     "tcp": "yellow",
 }
-# Widths, in cells.
+# Widths in terminal cells.
 _GAP = 2  # between columns
 _STATE_WIDTH, _USED_WIDTH = 11, 4
 _NARROWEST_BAR, _WIDEST_BAR = 8, 24
@@ -110,7 +108,7 @@ _FIXED_WIDTH = _STATE_WIDTH + _NARROWEST_BAR + _USED_WIDTH + 3 * _GAP  # always 
 _QUEUES_WIDTH = 40  # at least
 _FIRST_NUMBER = 3  # the column of "used"
 _NARROWEST_ADDRESS = 12
-_FEWEST_LINKS = 4  # minimum lines for links, on any terminal
+_FEWEST_LINKS = 4  # minimum number of lines for links, on any terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class _Column:
     counter: str
 
 
-# In display order. On a narrow terminal the last ones are dropped first.
+# In display order. On a narrow terminal the last ones are left out first.
 _RATES = (
     _Column("tok/s", 6, "generated_tokens"),
     _Column("prompt/s", 8, "prompt_tokens"),
@@ -140,10 +138,10 @@ def frame(
     """Render the cluster.
 
     Args:
-        address: of the router.
-        width: cells of a line. Nothing is wider: columns are left out instead.
-        height: available lines; None: any number. Ranks and links are summed up if they are too
-            many.
+        address: address of the router.
+        width: terminal cells in a line. Columns that do not fit are left out.
+        height: available lines. None: any number. If there are too many ranks and links, they are
+            summed up.
     """
     nodes = list(cluster.nodes)
     parts: list[RenderableType] = [
@@ -168,7 +166,7 @@ def frame(
 
 
 def short(value: float | None) -> str:
-    """Format with three significant digits at most, with k and M."""
+    """Format with at most three significant digits, with k and M."""
     match value:
         case None:
             return "-"
@@ -196,7 +194,7 @@ def _headline(address: str, router: RouterState, width: int) -> Text:
 
 
 def _model_lines(router: RouterState, width: int) -> Iterator[Text]:
-    """Yield the state of each of several models."""
+    """Yield the state of each model, if there are several."""
     for model in router.models if len(router.models) > 1 else ():
         state = f"{model.state}: {model.reason}" if model.reason else model.state
         line = Text.assemble(
@@ -281,8 +279,7 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
 
 
 def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
-    """Align words to the left. Numbers, from the fourth column to the last before the queues, are
-    aligned to the right."""
+    """Align words to the left, and numbers to the right."""
     line = Text(no_wrap=True)
     for index, (cell, width) in enumerate(zip(cells, widths, strict=False)):
         number = _FIRST_NUMBER <= index < _FIRST_NUMBER + 1 + len(_RATES)
@@ -303,9 +300,9 @@ def _table(rows: Iterable[Sequence[Text]], widths: Sequence[int]) -> Iterator[Te
 
 
 def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, int]:
-    """Return the rate columns that fit, the bar's width, and the width of the queues beside them.
+    """Return the rate columns that fit, the width of the bar, and the width for the queues.
 
-    A queue width of 0 means that they need a line of their own.
+    A queue width of 0 means that the queues need a separate line.
     """
     left = width - address_width - _FIXED_WIDTH
     columns: list[_Column] = []
@@ -323,7 +320,7 @@ def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, in
 
 
 def _bar(node: ClusterNode, width: int) -> Text:
-    """Draw a cell for every holder that has a page at all, the others by share."""
+    """Draw one cell for every holder of pages, and the other cells by share."""
     total = sum(node.pages.values())
     if not total:
         return Text("?" * width, "bright_black")
@@ -341,7 +338,7 @@ def _bar(node: ClusterNode, width: int) -> Text:
 
 
 def _used(node: ClusterNode) -> str:
-    """Return the share of pages that cannot be allocated: neither free nor merely cached."""
+    """Return the share of pages that cannot be allocated: neither free nor only cached."""
     total = sum(node.pages.values())
     loose = node.pages.get("free", 0) + node.pages.get("cache", 0)
     return f"{1 - loose / total:.0%}" if total else "-"
@@ -370,7 +367,7 @@ def _legend() -> Text:
 
 
 def _rank_lines(nodes: Sequence[ClusterNode], width: int, *, each: bool) -> Iterator[Text]:
-    """Return a line for each rank, or one for each node. Columns that do not fit are left out."""
+    """Yield a line for each rank, or for each node. Columns that do not fit are left out."""
     groups = [
         (node.address, ranks)
         for node in nodes
@@ -395,7 +392,7 @@ def _one(ranks: Sequence[RankState], shown: Callable[[RankState], int], several:
     return str(shown(ranks[0])) if len(ranks) == 1 else several
 
 
-# After the address.
+# Columns after the address.
 _RANK_COLUMNS: Sequence[tuple[str, Callable[[Sequence[RankState]], str]]] = (
     ("rank", lambda ranks: _one(ranks, lambda rank: rank.rank, f"all {len(ranks)}")),
     ("pid", lambda ranks: _one(ranks, lambda rank: rank.pid, "")),
@@ -411,9 +408,8 @@ def _link_lines(
     width: int,
     nodes: Mapping[str, ClusterNode],
 ) -> Iterator[Text]:
-    """Return a line for each link and each of its members. If there are more lines than `room`,
-    return one for each link, or else one for each path.
-    """
+    """Yield a line for each link and each of its members. If these are more than `room` lines,
+    yield one for each link, or else one for each path."""
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
 
     def add(what: str, path: str, *gib_per_s: float) -> None:
@@ -437,7 +433,7 @@ def _link_lines(
 
 
 def _ranks(nodes: Mapping[str, ClusterNode], producer: str, consumer: str) -> str:
-    """Return the numbers of ranks of both ends of a link, if one has several."""
+    """Return the rank numbers of both ends of a link, if one has several."""
     ends = [nodes.get(each) for each in (producer, consumer)]
     if not any(end.ranks for end in ends if end is not None):
         return ""

@@ -1,1 +1,1 @@
-"""The command that runs a system on this machine until Ctrl-C: `baton up`."""
+"""`baton up`: runs a system on this machine until Ctrl-C."""

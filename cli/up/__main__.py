@@ -26,7 +26,7 @@ from common.rpc import join_address
 
 PROMPT = "Once upon a time"
 DEMO_PROMPT = "add 27 15 ="  # a task of the demo model's training
-SETTLE_S = 30.0  # longest time until each process of the router knows the nodes
+SETTLE_S = 30.0  # longest time in seconds until each worker process of the router knows the nodes
 RETRY_S = 0.2
 
 
@@ -97,7 +97,7 @@ async def _run(
     """Start the system and keep it running. Never returns.
 
     Raises:
-        StartFailed: as `_start`, or a process has died.
+        StartFailed: see `_start`. Or a process has ended.
     """
     start = _start(system, samples, options.start_timeout, screen)
     starting, exited = asyncio.ensure_future(start), asyncio.ensure_future(system.first_exit())
@@ -137,8 +137,11 @@ async def _start(
 
 
 async def ask(sample: Sample, settle_s: float = SETTLE_S) -> None:
-    """Send a sample request. A process of the router may not know all nodes yet, so UNAVAILABLE is
-    retried for `settle_s`. Raises StartFailed."""
+    """Send a sample request. Raises StartFailed.
+
+    UNAVAILABLE is retried for `settle_s` seconds, because a worker process of the router may not
+    know all nodes yet.
+    """
     until = time.monotonic() + settle_s
     while True:
         try:

@@ -1,5 +1,4 @@
-"""The sample prompt that shows that a system responds: sent once, and printed as commands to
-try."""
+"""The sample request that shows that a system works: sent once, and printed as commands to try."""
 
 import json
 import shlex
@@ -21,8 +20,8 @@ class Key:
     """A key that the router accepts.
 
     Attributes:
-        metadata: presents it to the router.
-        shell: expands to it in a shell, for commands to paste. "": the router requires none.
+        metadata: the key as gRPC metadata.
+        shell: shell expression for the key, in commands to paste. "": the router needs none.
     """
 
     metadata: client.Metadata = ()
@@ -30,12 +29,12 @@ class Key:
 
     @property
     def header(self) -> str:
-        """Return a header flag for curl and grpcurl, followed by a space."""
+        """Return a header flag for curl and grpcurl, followed by a space, or ""."""
         return f'-H "Authorization: Bearer {self.shell}" ' if self.shell else ""
 
     @property
     def variable(self) -> str:
-        """Return the text to put before a `baton` command."""
+        """Return an environment variable to put before a `baton` command, or ""."""
         return f'{client.KEY_VARIABLE}="{self.shell}" ' if self.shell else ""
 
 
@@ -43,11 +42,11 @@ NO_KEY = Key()
 
 
 _JSON = "-H 'Content-Type: application/json'"
-_BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where shells do not search
+_BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # not in the shell's search path
 
 
 def baton() -> str:
-    """Return the command as a shell finds it."""
+    """Return the `baton` command as a shell finds it."""
     return "baton" if shutil.which("baton") else shlex.quote(str(_BESIDE_PYTHON))
 
 
@@ -56,7 +55,7 @@ class Sample:
     """A completion as the sample request.
 
     Attributes:
-        router: its address for gRPC.
+        router: gRPC address of the router.
         http: URL of its HTTP port.
         certificates, key: credentials for the call.
         model: name of the served model. Empty: the only one.
@@ -76,7 +75,7 @@ class Sample:
         await generate.print_answer(self.router, request, self.certificates, self.key.metadata)
 
     def commands(self) -> list[str]:
-        """Return commands to paste."""
+        """Return shell commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         model = f'"model":{json.dumps(self.model)},' if self.model else ""
         sampling = '"max_tokens":8,"temperature":0'
@@ -98,9 +97,7 @@ _ASK_S = 60.0
 
 
 class VectorSample(Sample):
-    """A score as the sample request: every model that a system without decode nodes serves supports
-    it.
-    """
+    """A score as the sample request, which all models without decode nodes support."""
 
     async def ask(self) -> None:
         """Print the score of the prompt with itself. Raises grpc.aio.AioRpcError."""

@@ -155,7 +155,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
-    """Return the requested models. Exits if an option is wrong."""
+    """Return the requested models. Exits if an option is invalid."""
     models = options.model or [str(demo.DIRECTORY)]
     if len(models) > MAX_MODELS:
         settings.wrong(PROGRAM, f"{len(models)} times --model: at most {MAX_MODELS} are allowed")
@@ -207,7 +207,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
 
 
 def _files_of(options: argparse.Namespace, model: str) -> str:
-    """Return the directory with the files of a simulated model that the router reads."""
+    """Return the directory of a simulated model's files, which the router reads."""
     if has_model_files(model):
         return model
     return str(options.var.absolute() / "simulated" / Path(model).name)
@@ -227,9 +227,9 @@ def _of_each(name: str, given: Sequence[T], num_models: int) -> Sequence[T]:
 
 
 def _with_router_flags(arguments: Sequence[str]) -> list[str]:
-    """Join the flags for the router to the option before them.
+    """Join the option for router flags with its value.
 
-    argparse would read a single word that begins with dashes as an option of its own.
+    argparse would read a separate word that begins with dashes as another option.
     """
     joined: list[str] = []
     for word in arguments:
@@ -243,7 +243,7 @@ def _with_router_flags(arguments: Sequence[str]) -> list[str]:
 def wish(
     options: argparse.Namespace, node_flags: list[str], screen: Screen
 ) -> plan.RequestedSystem:
-    """Return the system to start. Fetches the model, and writes a secret if there is none.
+    """Return the system to start. Downloads the model, and writes a secret if there is none.
 
     Exits if a process would reject its flags.
 
@@ -286,7 +286,7 @@ def wish(
 def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
     """Return the key to send with the sample request.
 
-    It is the given API key, or else the operators' key of the secret. Routers accept that one
+    Uses the given API key, or else the operator's key derived from the secret, which routers accept
     wherever they require API keys.
 
     Raises:
@@ -321,7 +321,7 @@ def _port(text: str) -> int:
 def _check_flags(
     options: argparse.Namespace, model: plan.RequestedModel, node_flags: list[str]
 ) -> None:
-    """Exit if a process that is to be started for a model would reject its flags."""
+    """Exit if a process to be started for a model would reject its flags."""
     colocated = [] if model.prefill.total else ["--mode=colocated"]
     roles: Sequence[tuple[type[ConfigRecord], plan.RequestedNodes, list[str]]] = (
         (PrefillConfig, model.prefill, []),
@@ -340,10 +340,10 @@ def _check_flags(
 
 
 def _have_model(model: str, screen: Screen) -> None:
-    """Fetch a model if it is not on this machine yet.
+    """Download a model if it is not on this machine yet.
 
     Raises:
-        ConfigError: it is neither a directory nor available from the hub, or no such checkpoint.
+        ConfigError: it is neither a directory nor available from the hub, or is not a checkpoint.
     """
     if not Path(model).is_dir():
         screen.say(f"downloading {model} unless it is cached")
@@ -357,7 +357,7 @@ def _new_secret_file(var: Path) -> Path | None:
     """Write a new secret to a file that only this user can read. None if the environment has one.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     if VARIABLE in os.environ:
         return None

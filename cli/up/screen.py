@@ -23,7 +23,7 @@ class Screen:
     def waiting_for(self, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
         """Show all of `names` as not ready.
 
-        Yields a function that takes a name and a remark once that process is ready.
+        Yields a function to call with a name and a remark when that process is ready.
         """
         if not self._console.is_terminal:
             yield self._line_by_line()

@@ -1,6 +1,6 @@
-"""All configuration as typed records. common/settings.py reads them.
+"""All configuration as typed records, which common/settings.py reads.
 
-Each class of the system gets only the record for its own part.
+A component gets only the record for its own part.
 """
 
 from common.config.engine import (

@@ -214,7 +214,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 def check_adapter_name(name: str) -> str:
-    """Return the name. Raises ValueError if it is no valid adapter name."""
+    """Return the name. Raises ValueError if it is not a valid adapter name."""
     if _ADAPTER_NAME.fullmatch(name) is None:
         raise ValueError(
             "an adapter name has 1 to 128 letters, digits or ._:/-, and begins with a "
@@ -298,7 +298,7 @@ class SpeculativeConfig(ConfigRecord):
 
     @property
     def has_layers(self) -> bool:
-        """True if the drafter has layers behind the model, with KV like the model's layers."""
+        """True if the drafter has layers after the model's layers, with the same kind of KV."""
         return self.method in ("mtp", "eagle", "draft_model")
 
 
@@ -438,7 +438,7 @@ class ParallelConfig(ConfigRecord):
         return self.num_ranks // self.hosts
 
     def place(self, rank: int) -> int:
-        """Return the number of a rank among those of its host."""
+        """Return the index of a rank among the ranks of its host."""
         return rank % self.ranks_per_host
 
 
@@ -447,7 +447,7 @@ _GPUS = re.compile(r"cuda:([0-9]{1,3}(?:-[0-9]{1,3})?(?:,[0-9]{1,3}(?:-[0-9]{1,3
 
 
 def gpus_of(device: str) -> tuple[int, ...]:
-    """Return the numbers in a device, by rank: (0, 1, 3) for cuda:0-1,3. Empty: it has none."""
+    """Return the device numbers by rank: (0, 1, 3) for cuda:0-1,3. Empty: no numbers are given."""
     found = _GPUS.fullmatch(device)
     if found is None:
         return ()
@@ -615,7 +615,7 @@ class EngineConfig(ConfigRecord):
 
     @property
     def simulated_gpu(self) -> str:
-        """The GPU that is simulated. Empty: the device is real."""
+        """Name of the simulated GPU. Empty: the device is real."""
         return self.device.removeprefix(_SIMULATED) if self.device.startswith(_SIMULATED) else ""
 
     @model_validator(mode="after")

@@ -233,7 +233,7 @@ class DecodeConfig(NodeConfig):
         return mode
 
 
-# By role.
+# Configuration record by role.
 NODE_CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
@@ -255,7 +255,7 @@ class RankHostServer(ProcessConfig):
 
 
 class RankHostEngine(ConfigRecord):
-    """Settings of the engine that differ between hosts."""
+    """Engine settings that may differ between the hosts of one node."""
 
     model: str | None = Field(
         None, description="Directory or hub id of the node's model. Default: as on the first host"
@@ -266,7 +266,7 @@ class RankHostEngine(ConfigRecord):
 
 
 class RankHostTransfer(ConfigRecord):
-    """Pages of the ranks on this host."""
+    """KV transfer settings for the ranks on this host."""
 
     listen_host: str | None = Field(
         None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-# Paths from the record of a process to a setting or section, with dots.
+# Paths from a process's record to a setting or section, with dots.
 RENAMED: Mapping[str, str] = {
     "budget_s": "request_timeout_s",
     "clients.longest_wait_s": "clients.max_queue_wait_s",
@@ -65,7 +65,7 @@ RENAMED: Mapping[str, str] = {
     "transfer.released_s": "transfer.release_timeout_s",
     "unread_s": "slow_client_timeout_s",
 }
-# Flags without a path: short names of settings, and options of commands.
+# Flags that are not paths: short names of settings, and options of commands.
 RENAMED_FLAGS: Mapping[str, str] = {
     "exit_on_death": "exit_on_failure",
     "salt_by_key": "isolate_cache_by_key",

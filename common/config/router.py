@@ -122,7 +122,7 @@ FingerprintChange = Literal["fail", "report"]
 Reranker = Literal["none", "qwen3"]
 PoolingType = Literal["auto", "last", "mean", "cls"]
 
-MAX_MODELS = 16  # of a router: each has a tokenizer in memory and its own series of metrics
+MAX_MODELS = 16  # of one router: each has a tokenizer in memory and its own metric series
 
 
 class ModelConfig(ConfigRecord):
@@ -147,7 +147,7 @@ class ModelConfig(ConfigRecord):
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Entries of all roles, which belong to this model alone."""
+        """Node entries of all roles, which belong to this model alone."""
         return frozenset((*self.prefill, *self.decode, *self.encode))
 
 
@@ -328,7 +328,7 @@ class RouterConfig(ConfigRecord):
 
     @property
     def each_model(self) -> "tuple[RouterConfig, ...]":
-        """The configuration of each model, as if the router served it alone."""
+        """The configuration of each model, as if the router served only that one."""
         if not self.models:
             return (self,)
         given = [each.model_dump(exclude_none=True) for each in self.models]
@@ -336,7 +336,7 @@ class RouterConfig(ConfigRecord):
 
     @property
     def tls_to_nodes(self) -> TlsConfig:
-        """TLS for calls to nodes. It is used if it has a `ca`."""
+        """TLS settings for calls to nodes. Used if it has a `ca`."""
         own, default = self.node_tls, self.server.tls
         shown = own if own.cert else default
         return TlsConfig(

@@ -1,9 +1,8 @@
 """Authorization of calls, checked once per call before its first message is parsed.
 
-MAY_CALL has the roles that may call each method of a node, by its full name. Methods that are not
-listed may not be called. The router's own methods are for clients, which have API keys and no
-roles. Authentication is in tokens.py and program.py. It fails for one of a closed list of reasons,
-with counters.
+MAY_CALL lists the roles that may call each method of a node, by full method name. Unlisted methods
+cannot be called. Clients of the router have API keys instead of roles. Authentication is in
+tokens.py and program.py. Failures have one of a closed list of reasons and are counted.
 """
 
 import logging
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Role = Literal["router", "node", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
-CALLEE: Role = "node"  # role of the callee of all these methods
+CALLEE: Role = "node"  # role of the callee for all these methods
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 _ROUTER_TOO: frozenset[Role] = frozenset({"router", "operator"})
 MAY_CALL: Mapping[str, frozenset[Role]] = {
@@ -58,7 +57,7 @@ Reason = Literal[
     "role",  # authenticated, but not allowed
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# The side that was not authenticated: the caller of this process, or the callee of its call.
+# The side that failed authentication: the caller of this process, or the callee of its call.
 Side = Literal["caller", "callee"]
 SIDES: tuple[Side, ...] = get_args(Side)
 Count: TypeAlias = Callable[[Side, Reason], None]
@@ -73,18 +72,18 @@ class AuthRejection(Exception):
 
     @property
     def error(self) -> ServingError:
-        """Error for the caller."""
+        """The error to send to the caller."""
         kind = Forbidden if self.reason == "role" else Unauthenticated
         return kind(str(self))
 
 
 def uncounted(_side: Side, _reason: Reason) -> None:
-    """Ignore a failed authentication, in processes without metrics."""
+    """Do not count a failed authentication, in processes without metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller.
+    """The authenticated caller of a method.
 
     Attributes:
         roles: verified roles.
@@ -95,7 +94,7 @@ class Caller:
     name: str | None = None
 
 
-UNAUTHENTICATED = Caller()  # callers are not authenticated
+UNAUTHENTICATED = Caller()  # used when callers are not authenticated
 
 
 def node_name(instance: int) -> str:
@@ -105,7 +104,7 @@ def node_name(instance: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AuthenticatedCaller:
-    """A caller, and the initial metadata of the response to it."""
+    """A caller, and the initial metadata to send in response."""
 
     caller: Caller
     answer: tuple[tuple[str, str], ...] = ()
@@ -126,7 +125,7 @@ class CallAuthenticator:
     def of(self, method: str) -> Callable[[Any], Awaitable[Caller]]:
         """Return the check for callers of a method. It is called with the call's context.
 
-        The check raises Unauthenticated or Forbidden and logs the error on this side too.
+        The check raises Unauthenticated or Forbidden, and logs the error on this side too.
 
         Raises:
             KeyError: the method has no rule.

@@ -1,6 +1,6 @@
-"""The configured identity of a process, and the guard of its services.
+"""The identity of a process and the guard of its services, from its configuration.
 
-`check_exposure` protects against listening beyond this host without authentication by accident.
+`check_exposure` prevents listening beyond this host without authentication by accident.
 """
 
 import socket
@@ -29,9 +29,9 @@ def check_exposure(host: str, *, asked: bool, insecure: bool) -> None:
     """Check that a port is not exposed without authentication.
 
     Args:
-        host: address listened on.
+        host: address to listen on.
         asked: callers need a secret or a certificate.
-        insecure: the user has allowed it explicitly.
+        insecure: the user has explicitly allowed exposure.
     Raises:
         ConfigError: other hosts can reach the port, without authentication and without `insecure`.
     """
@@ -62,7 +62,7 @@ def identity_of(
     """Return the identity, or None if no secret is configured.
 
     Args:
-        role: of this process.
+        role: role of this process.
         name: see Identity.
         secret_file: None: the secret may be in the environment.
         count: called for each failed authentication.
@@ -79,12 +79,12 @@ def guard_of(
     certificates: tls.Certificates | None,
     count: Count,
 ) -> CallAuthenticator | None:
-    """Return the guard: tokens if there is a secret, else roles in certificates if TLS is mutual.
+    """Return the guard: by tokens if there is a secret, else by certificates with mutual TLS.
 
-    None if there is neither. Then only callers on this host are possible.
+    None if there is neither, because only this host can connect then.
 
     Raises:
-        ConfigError: other hosts could call too, and this is not explicitly allowed.
+        ConfigError: other hosts could connect too, and this is not explicitly allowed.
     """
     mutual = certificates is not None and certificates.config.mutual
     check_exposure(server.host, asked=identity is not None or mutual, insecure=server.insecure)
@@ -94,10 +94,10 @@ def guard_of(
 
 
 def identify_by_certificate(_method: str, context: Any) -> AuthenticatedCaller:
-    """Return the roles in the certificate of the call's connection. This is an `Identify`.
+    """Authenticate a caller by its TLS certificate, as TokenAuthentication does by its token.
 
-    TLS has verified the certificate's authority. Its URIs urn:baton:ROLE name one or several roles.
-    The callee authenticates by the names in its own certificate.
+    TLS has verified the certificate's authority. Its URIs urn:baton:ROLE name the caller's roles.
+    The callee authenticates by the host names in its own certificate.
     """
     names = context.auth_context().get(_NAMES, ())
     roles = frozenset(_ROLES[name] for name in names if name in _ROLES)

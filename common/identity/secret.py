@@ -1,7 +1,7 @@
 """The cluster secret, and the key of each role derived from it.
 
-The secret gives access as every role. An operator's key, which is also derived, gives access as an
-operator only. This module does not know what is signed.
+The secret gives access in every role. An operator's key, which is derived from it, gives access as
+an operator only.
 """
 
 import base64
@@ -21,7 +21,7 @@ from common.watched_files import WatchedFiles
 
 VARIABLE = "BATON_SECRET"
 MIN_CHARACTERS = 32
-_NUM_BYTES = 32  # of a new secret and of a derived key
+_NUM_BYTES = 32  # length of a new secret and of a derived key
 _OPERATOR_KEY = "baton-operator-"
 _MAX_SECRETS = 8
 _NO_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
@@ -32,14 +32,14 @@ _MAX_FILE_BYTES = 4096
 class SecretKeys:
     """Keys by role, the signing key first.
 
-    A process can neither act as a role without keys nor recognise it.
+    Without the key of a role, a process can neither act in that role nor verify it.
     """
 
     keys: Mapping[Role, tuple[bytes, ...]] = field(repr=False)
 
 
 class SecretStore(Protocol):
-    """Source of the current keyring."""
+    """Source of the current keys, which a rotation changes."""
 
     def current(self) -> SecretKeys: ...
 
@@ -50,10 +50,7 @@ def new_secret() -> str:
 
 
 def operator_keys(keyring: SecretKeys) -> tuple[str, ...]:
-    """Return the keys for operators, which replace the secret.
-
-    That of the first secret comes first.
-    """
+    """Return the operators' keys derived from each secret, in the order of the secrets."""
     return tuple(
         _OPERATOR_KEY + base64.urlsafe_b64encode(key).rstrip(b"=").decode()
         for key in keyring.keys["operator"]
@@ -61,11 +58,11 @@ def operator_keys(keyring: SecretKeys) -> tuple[str, ...]:
 
 
 def keyrings(file: Path | None, role: Role) -> SecretStore | None:
-    """Return the keyrings from `file`, or from the variable BATON_SECRET. None: there is neither.
+    """Return the source of keys: `file`, or the variable BATON_SECRET. None: there is neither.
 
     Args:
         file: path of the secrets.
-        role: for which a key is needed.
+        role: role for which a key is needed.
     Raises:
         ConfigError: the file is unreadable, the secret is invalid, or there is only an operator's
             key and `role` needs more.
@@ -83,8 +80,8 @@ def parse(text: str, source: str, role: Role) -> SecretKeys:
 
     Args:
         text: secrets or operators' keys, separated by white space. The first one signs.
-        source: of the text, for messages, which never contain the text.
-        role: for which a key is needed.
+        source: origin of the text, for messages, which never contain the text.
+        role: role for which a key is needed.
     Raises:
         ConfigError: there is no key, one is short or malformed, or there are too many.
     """
@@ -134,7 +131,7 @@ def _of_file(file: Path, role: Role) -> SecretKeys:
 def unread(file: Path, error: OSError) -> str:
     """Return why a secret file is unreadable.
 
-    If there is no such file, the path is not shown where it could be the secret itself.
+    The path of a missing file is not shown if it could be the secret itself.
     """
     path = str(file)
     if error.errno in _NO_FILE and len(path) >= MIN_CHARACTERS and "/" not in path:
@@ -143,7 +140,7 @@ def unread(file: Path, error: OSError) -> str:
 
 
 def _derived(secret: str, role: Role) -> bytes:
-    """Return a key derived by HMAC from a secret that is random already (RFC 5869, 3.3)."""
+    """Return a role's key, derived from a secret by HMAC (RFC 5869, 3.3: the secret is random)."""
     return hmac.digest(secret.encode(), f"baton {role} key, version 1".encode(), "sha256")
 
 

@@ -1,7 +1,7 @@
-"""Tokens (JWT, HS256): caller and method, signed with the key of a role, valid for a minute.
+"""Tokens (JWT, HS256) that authenticate one call: role, caller and method, valid for a minute.
 
-A process with the cluster secret has an `Identity`, for outgoing and incoming calls. Each token is
-valid for one call and is answered with a proof.
+An `Identity` signs and verifies them with the keys from the cluster secret. The callee answers each
+token with a proof of its own role.
 """
 
 import secrets
@@ -31,10 +31,10 @@ _MAX_CHARACTERS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token: its claims and its text."""
+    """The claims and the text of a token."""
 
     role: Role
-    name: str  # of the signer; for a node, its instance id
+    name: str  # name of the signer; for a node, its instance id
     audience: str
     nonce: str
     ends: float  # Unix time
@@ -54,11 +54,11 @@ def sign(
     """Create a token.
 
     Args:
-        keyring: has the key.
-        role: of the signer.
-        name: of the signer.
-        audience: only use of the token.
-        nonce: of the call, for a proof. None: a new one.
+        keyring: has the signer's key.
+        role: role of the signer.
+        name: name of the signer.
+        audience: the only method or use for which the token is valid.
+        nonce: nonce of the call, for a proof. None: a new one.
         secret: index of the signing secret in the keyring.
     """
     nonce = nonce or secrets.token_urlsafe(16)
@@ -123,7 +123,7 @@ def verify(keyring: SecretKeys, text: str, audience: str) -> Token:
 
 
 def _role(text: str) -> Role:
-    """Return the role whose key signed the token, as claimed by the token."""
+    """Return the role that the token claims, whose key must have signed it."""
     if len(text) > _MAX_CHARACTERS:
         raise AuthRejection("malformed", f"the token has more than {_MAX_CHARACTERS} characters")
     try:
@@ -168,15 +168,15 @@ def _claims(text: str) -> dict[str, Any]:
 
 
 class Identity:
-    """Signs outgoing calls and responses, and verifies incoming ones."""
+    """Signs outgoing calls and proofs, and verifies incoming ones."""
 
     def __init__(self, role: Role, name: str, keyrings: SecretStore, count: Count) -> None:
         """Create an identity.
 
         Args:
-            role: of this process.
-            name: sent to others. For a node, `node_name(instance)`.
-            keyrings: with a key of `role`.
+            role: role of this process.
+            name: name sent to others. For a node, `node_name(instance)`.
+            keyrings: source of keys, with a key of `role`.
             count: called for each failed authentication.
         """
         self.role = role
@@ -191,10 +191,11 @@ class Identity:
     def admit(self, method: str, text: str) -> tuple[Token, str]:
         """Verify the token of a call. Returns it with the proof for the caller.
 
-        The proof uses the secret that the caller used: during a rotation, it may have no other.
+        The proof is signed with the caller's secret: during a rotation, the caller may have no
+        other.
 
         Raises:
-            AuthRejection: the token is invalid for a call of `method` now.
+            AuthRejection: the token is not valid for a call of `method` now.
         """
         keyring = self.keyrings.current()
         called = verify(keyring, text, method)
@@ -209,9 +210,9 @@ class Identity:
         return called, proof.text
 
     def check_proof(self, sent: Token, text: str) -> None:
-        """Verify the proof for the call of `sent`.
+        """Verify the callee's proof for the call of `sent`.
 
-        Raises AuthRejection if the callee is no node of the cluster.
+        Raises AuthRejection if the callee is not a node of the cluster.
         """
         proof = verify(self.keyrings.current(), text, _answer(sent.audience))
         if proof.role != _answering(self.role):
@@ -221,7 +222,7 @@ class Identity:
 
 
 def _answering(caller: Role) -> Role:
-    """Return the role of a node's proof. An operator may have only the operator's key."""
+    """Return the role that signs a node's proof. An operator may have only the operator's key."""
     return caller if caller == "operator" else CALLEE
 
 
@@ -232,15 +233,15 @@ def _answer(method: str) -> str:
 SHOWN = "authorization"  # metadata of a call: Bearer TOKEN
 BEARER = "Bearer "
 PROOF = "baton-proof"  # initial metadata of the response
-_MAX_NONCES = 1 << 16  # per role; then the oldest are dropped. Only key holders add any
+_MAX_NONCES = 1 << 16  # per role, then the oldest are dropped; only key holders add any
 
 
 class TokenAuthentication:
-    """An `Identify` for one server."""
+    """Authenticates the callers of one server by their tokens, each of which is valid once."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        # Expiry by nonce of used tokens. Separate by role, so that no role can displace another's.
+        # Expiry of used tokens by nonce. Separate by role, so that no role can displace another's.
         self._ends: dict[Role, OrderedDict[str, float]] = {role: OrderedDict() for role in ROLES}
 
     def __call__(self, method: str, context: Any) -> AuthenticatedCaller:

@@ -1,7 +1,7 @@
 """Declarations of metrics: name, help, and all values of their labels.
 
-A process creates all series of a family at once. Series that start at 0 can be compared. An
-undeclared label value is a KeyError in a test, not a new series in production.
+A process creates all series of a family when it starts, because rates need series that start at 0.
+An undeclared label value is a KeyError in a test instead of a new series in production.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,23 +21,23 @@ from common.distribution import HistogramCounts, LiveHistogram
 
 Kind = Literal["counter", "gauge", "histogram"]
 Values = tuple[str, ...]
-# Aggregation of a gauge over several processes of one program.
+# Aggregation of a gauge over the worker processes of a router.
 Together = Literal["sum", "most", "least"]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDeclaration:
-    """A metric.
+    """The declaration of a metric.
 
     Attributes:
         name: in base units, without the suffixes that Prometheus adds to samples.
         kind: counter, gauge or histogram.
         help: text for /metrics.
-        labels: all values by label name. The label sets are their product. A label without values
-            has those of a user's file and belongs to a sparse family.
-        bounds: of a histogram's buckets.
-        sparse: label sets without a value are left out.
-        together: aggregation of a gauge over several processes of one program.
+        labels: all values by label name. Series exist for their product. A label without values
+            gets them from a user's file, and its family is sparse.
+        bounds: upper bounds of a histogram's buckets.
+        sparse: series without a value are left out.
+        together: aggregation of a gauge over the worker processes of a router.
     """
 
     name: str
@@ -54,7 +54,7 @@ class MetricDeclaration:
 
     @property
     def sample_names(self) -> frozenset[str]:
-        """Names of the samples, as used in expressions."""
+        """Names of the samples, as PromQL expressions use them."""
         suffixes = {
             "counter": ("_total",),
             "gauge": ("",),
@@ -63,18 +63,18 @@ class MetricDeclaration:
         return frozenset(self.name + suffix for suffix in suffixes[self.kind])
 
     def numbers(self) -> dict[Values, float]:
-        """Return numbers for a counter or gauge, by label values, for use with `family`.
+        """Return the values of a counter or gauge by label values, for use with `family`.
 
-        For one writing thread: ten times cheaper than the library's numbers, which take a lock.
+        For one writing thread: ten times cheaper than the library's values, which take a lock.
         """
         return dict.fromkeys(self.label_sets, 0.0)
 
     def distributions(self) -> dict[Values, LiveHistogram]:
-        """Return distributions for a histogram, by label values, for use with `family`."""
+        """Return the histograms by label values, for use with `family`."""
         return {values: LiveHistogram(self.bounds) for values in self.label_sets}
 
     def family(self, series: Mapping[Values, float | HistogramCounts | LiveHistogram]) -> Metric:
-        """Return the family for one scrape. Label sets missing in `series` are 0."""
+        """Return the family for one scrape. Series missing in `series` are 0."""
         make: Mapping[Kind, Callable[..., Any]] = {
             "counter": CounterMetricFamily,
             "gauge": GaugeMetricFamily,
@@ -111,25 +111,25 @@ def histogram(
 
 
 class MetricValues:
-    """Values of metrics that are exported at each scrape. Written by one thread."""
+    """Values of metrics for export at each scrape. Written by one thread."""
 
     def __init__(self) -> None:
         self._series: list[tuple[MetricDeclaration, Mapping[Values, float | LiveHistogram]]] = []
 
     def numbers(self, metric: MetricDeclaration) -> dict[Values, float]:
-        """Return numbers for a counter or gauge, by label values."""
+        """Return the values of a counter or gauge by label values."""
         numbers = metric.numbers()
         self._series.append((metric, numbers))
         return numbers
 
     def distributions(self, metric: MetricDeclaration) -> dict[Values, LiveHistogram]:
-        """Return distributions for a histogram, by label values."""
+        """Return the histograms by label values."""
         distributions = metric.distributions()
         self._series.append((metric, distributions))
         return distributions
 
     def families(self) -> Iterator[Metric]:
-        """Yield all families, on the thread that scrapes."""
+        """Yield all families, on the scraping thread."""
         for metric, series in self._series:
             yield metric.family(series)
 

@@ -1,6 +1,4 @@
-"""Metrics of every process, under the usual names where they exist: the process itself, failed
-authentication, and certificate expiry.
-"""
+"""Metrics of every process: the process itself, failed authentication, certificate expiry."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
@@ -35,7 +33,7 @@ TRUST = (REFUSED, CERTIFICATE_END)
 
 
 class TrustMetrics:
-    """Authentication metrics. Written by the event loop, read on the thread that scrapes."""
+    """Authentication metrics. Written by the event loop, read by the scraping thread."""
 
     def __init__(self) -> None:
         self._refused = REFUSED.numbers()
@@ -45,9 +43,9 @@ class TrustMetrics:
         self._refused[side, reason] += 1
 
     def certificate_ends(self, purpose: Purpose, end: Callable[[], float | None]) -> None:
-        """Set the source of an expiry as Unix time, called on the thread that scrapes.
+        """Set the source of an expiry as Unix time. It is called on the scraping thread.
 
-        None: there is no such certificate.
+        It returns None if there is no such certificate.
         """
         self._ends[purpose] = end
 
@@ -68,7 +66,7 @@ INFO = gauge(
     sparse=True,
     together="most",
 )
-# For several processes: the latest start, and the one nearest to its descriptor limit.
+# Over worker processes: the latest start, and the process nearest to its descriptor limit.
 PROCESS = (
     counter("process_cpu_seconds", "Total user and system CPU time spent in seconds."),
     gauge("process_resident_memory_bytes", "Resident memory size in bytes."),
@@ -84,7 +82,7 @@ PROCESS = (
 
 
 class MetricFamilies(Collector):
-    """Families created at each scrape, on the thread that scrapes."""
+    """Creates metric families at each scrape, on the scraping thread."""
 
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
@@ -99,10 +97,10 @@ def registry_of(
     """Return the registry of a process: `families`, and the metrics of every process.
 
     Args:
-        role: returns one of ROLES, at each scrape.
-        families: called at each scrape, on the thread that scrapes.
+        role: returns one of ROLES. Called at each scrape.
+        families: called at each scrape, on the scraping thread.
     """
-    # No additional series with creation times.
+    # Without additional series for creation times.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

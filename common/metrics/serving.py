@@ -1,7 +1,7 @@
-"""HTTP server for a registry, on a separate port without authentication.
+"""HTTP server for a metrics registry, on a separate port without authentication.
 
-Each connection has a thread, one request and few seconds. If there are too many, the oldest one is
-closed: a scrape takes milliseconds, an idle connection does not end.
+Each connection has a thread, one request and a few seconds. If there are too many, the oldest one
+is closed: a scrape takes milliseconds, but an idle connection does not end.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from common.errors import ConfigError
 
 MAX_CONNECTIONS = 16
 _OUT_OF_DESCRIPTORS_S = 0.05
-REQUEST_S = 5.0  # from the connection to the last byte of the response
+REQUEST_S = 5.0  # seconds from the connection to the last byte of the response
 
 
 @contextlib.contextmanager
@@ -28,10 +28,10 @@ def served(
     """Serve a registry over HTTP on separate threads while inside the context.
 
     Args:
-        registry: of the process.
+        registry: metrics of the process.
         host: address to listen on.
-        port: None serves nothing. 0 lets the system choose.
-        request_s: time limit of a connection.
+        port: None: serve nothing. 0: the system chooses one.
+        request_s: time limit of a connection, in seconds.
     Returns:
         The port.
     Raises:
@@ -66,16 +66,16 @@ class _Server(WSGIServer):
     def __init__(self, host: str, port: int, request_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._request_s = request_s
-        self._since: dict[socket.socket, float] = {}  # start of open connections, oldest first
+        self._since: dict[socket.socket, float] = {}  # start of each open connection, oldest first
         self._lock = Lock()
         super().__init__((host, port), _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, on the accepting thread, which retries at once after an error."""
+        """Accept a connection on the accepting thread, which retries after an error."""
         try:
             return super().get_request()
         except OSError:
-            # The connection was closed in the backlog, or descriptors are used up for a moment.
+            # The connection was closed in the backlog, or descriptors are temporarily used up.
             time.sleep(_OUT_OF_DESCRIPTORS_S)
             raise
 
@@ -114,6 +114,6 @@ class _Server(WSGIServer):
 
 
 def _end(request: socket.socket) -> None:
-    """Shut a connection down. Threads that read or write it see its end."""
+    """Shut a connection down, so that threads that use it see its end."""
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)

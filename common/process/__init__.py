@@ -1,1 +1,1 @@
-"""A process and its operating system: memory, descriptors, children, stalls."""
+"""Operating system resources of a process: children, IPC, memory, descriptors, stalls."""

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive this one."""
+"""Child processes that end with their parent."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ from common.process.leash import leashed
 
 
 class ChildProcess:
-    """A child process, its log and its end.
+    """A child process and its log. It gets SIGTERM when its parent is killed.
 
-    It has a separate session. So a terminal's Ctrl-C reaches it only through `send`. A kernel that
-    divides cores by session (autogroup) does not delay it behind a node that uses all of them. It
-    gets SIGTERM when its parent is killed.
+    It has its own session. A terminal's Ctrl-C therefore reaches it only through `send`, and a
+    kernel that divides cores by session (autogroup) does not delay it behind a node that uses all
+    of them.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class ChildProcess:
         """Start `command`.
 
         Args:
-            name: of the child.
+            name: name of the child, for messages.
             command: program and arguments.
             log: file for its output. None: it shares this process's output.
-            environment: None: that of this process.
+            environment: None: the environment of this process.
             directory: working directory.
-            descriptors: of this process, inherited under the same numbers.
-            replaces_log: truncate the log first. Otherwise append to it.
+            descriptors: descriptors of this process to inherit under the same numbers.
+            replaces_log: truncate the log first instead of appending to it.
         """
         self.name = name
         self.log = log
@@ -70,17 +70,17 @@ class ChildProcess:
         return self._process.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal. Does nothing once it has ended."""
+        """Send a signal. Does nothing once the child has ended."""
         self._process.send_signal(number)
 
     async def ended(self) -> int:
-        """Wait for its end without a time limit, on any event loop. Returns the exit code."""
+        """Wait for the child to end, on any event loop. Returns the exit code."""
         if self._process.poll() is None:
             await _readable(os.pidfd_open(self.pid))
         return self._process.wait()
 
     async def stop(self, patience_s: float) -> bool:
-        """Stop it: SIGTERM, then SIGKILL after `patience_s`. Returns True if it exited with 0."""
+        """Send SIGTERM, then SIGKILL after `patience_s` seconds. Returns True if it exited 0."""
         self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(patience_s):
@@ -91,7 +91,7 @@ class ChildProcess:
             return False
 
     def last_lines(self, count: int = 20) -> str:
-        """Return the end of its log, or "" if it has none."""
+        """Return the last lines of its log, or "" if it has none."""
         if self.log is None:
             return ""
         with self.log.open(errors="replace") as lines:

@@ -1,8 +1,8 @@
-"""Processing of untrusted input in a helper process, with kernel limits of memory and time.
+"""Runs work on untrusted input in a helper process, with kernel limits of memory and time.
 
-The helper keeps running and forks a process for each question, which has loaded all that they need.
-A question that crashes, hangs or exceeds its limits ends only that process. `Helper` is the asking
-end, `serve` the helper's.
+The helper has everything loaded and forks a process for each question. A question that crashes,
+hangs or exceeds its limits ends only its own process. `Helper` is the caller's side, `serve` the
+helper's.
 """
 
 import os
@@ -33,8 +33,8 @@ class Question(msgspec.Struct, frozen=True):
 
     Attributes:
         content: input.
-        cpu_s: CPU seconds.
-        max_bytes: memory in addition to that of the helper itself.
+        cpu_s: limit of CPU seconds.
+        max_bytes: limit of memory in addition to the helper's own.
     """
 
     content: bytes
@@ -59,14 +59,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class HelperLost(Exception):
-    """The helper has ended or has exceeded its deadline. The next question starts a new one."""
+    """The helper has ended or exceeded its deadline. The next question starts a new one."""
 
 
 class Helper:
     """A helper process, started with the first question.
 
-    Each lane is used by one thread at a time, and lanes do not wait for each other. The thread that
-    asks first must live as long as the helper is needed: the kernel kills the helper when that
+    Each lane carries one question at a time, independent of the other lanes. The thread that asks
+    first must live as long as the helper is needed, because the kernel kills the helper when that
     thread ends.
     """
 
@@ -82,10 +82,10 @@ class Helper:
         """Configure the helper.
 
         Args:
-            module: of the program, run with `arguments` and a descriptor for each lane.
-            arguments: for the program.
+            module: module to run, with `arguments` and a descriptor for each lane.
+            arguments: arguments of the module.
             num_lanes: number of concurrent questions.
-            deadline_s: wall-clock limit of a question, including a start of the program.
+            deadline_s: wall-clock limit of a question, including a start of the helper.
             environment: variables added to those of this process.
         """
         self._command = [sys.executable, "-m", module, *arguments]
@@ -157,7 +157,7 @@ class Helper:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()  # threads that read a connection see its end
+            self._process.kill()  # threads that wait for answers see the end of their connection
             self._process.wait()
             self._process = None
         self._lanes = ()
@@ -174,7 +174,7 @@ Work = Callable[[bytes], bytes]
 
 
 class _Running(NamedTuple):
-    """The process of one question. Its result is in the file."""
+    """The process of one question, and the file with its result."""
 
     pid: int
     result: int
@@ -190,7 +190,7 @@ def serve(descriptors: Sequence[str], work: Work) -> None:
     """
     os.nice(_NICENESS)
     askers = [Connection(int(each)) for each in descriptors]
-    running: dict[int, _Running] = {}  # by descriptor of their processes
+    running: dict[int, _Running] = {}  # by descriptor of the process
     while True:
         for ready in wait([*askers, *running]):
             if isinstance(ready, int):
@@ -232,7 +232,7 @@ def _report(ended: _Running) -> None:
 
 
 def _answer(question: Question, work: Work, result: int) -> int:
-    """Process a question in the forked process. Returns its exit code."""
+    """Answer a question in the forked process. Returns the process's exit code."""
     most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + question.max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

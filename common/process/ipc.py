@@ -1,11 +1,11 @@
-"""Frames between the two processes of a node: 4-byte little-endian length, then msgpack.
+"""Messages between the server process and the engine process of a node, over a unix socket.
 
-This module knows sockets and limits, not messages: each end gets the tagged union that it receives.
-Both sides see a socket's end of file as an event. No frame is dropped silently.
+A frame is a 4-byte little-endian length, then msgpack. Each end decodes a tagged union. End of file
+is an event for both ends, and no frame is dropped silently.
 
-Backpressure for streams that share the socket to the engine process (`CallLane`): messages of peers
-are passed to the engine process one by one. If it does not read as fast as a peer sends, that
-peer's stream is not read, and gRPC's flow control stops the peer. Other streams continue.
+`CallLane` adds backpressure for streams that share the socket to the engine process. If the engine
+reads more slowly than a peer sends, that peer's stream is not read, and gRPC's flow control stops
+the peer. Other streams continue.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ import msgspec
 
 # The longest prompt, 4 Mi tokens, has 16 MiB as int32 and 20 MiB as msgpack integers.
 MAX_FRAME_BYTES = 32 << 20
-# Bytes that may wait for a peer that does not read now, such as during a forward pass of seconds.
+# Bytes that may wait for an end that does not read now, such as during a forward pass of seconds.
 MAX_BACKLOG_BYTES = 128 << 20
-# Limit of one `receive`, so that a busy peer cannot keep the caller in it.
+# Limit of one `receive`, so that a busy sender cannot occupy the caller.
 MAX_DRAIN_BYTES = 1 << 20
-# Writes of the frontend are behind from the first limit on, until they fall to the second.
+# The frontend counts as behind above the first limit, until its backlog falls to the second.
 BEHIND_BYTES = 1 << 20
 CAUGHT_UP_BYTES = 256 << 10
 _CHUNK_BYTES = 256 << 10
@@ -33,11 +33,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(Exception):
-    """Received bytes are no frame, or a message is too large for one. This is a bug of Baton."""
+    """Received bytes are not a frame, or a message is too large for one. This is a bug of Baton."""
 
 
 class PeerGone(Exception):
-    """The other process has closed its end or has died."""
+    """The other process has closed its end or crashed."""
 
 
 class Backlogged(Exception):
@@ -58,7 +58,7 @@ class FrameDecoder(Generic[T]):
     """Splits a byte stream into messages of one tagged union.
 
     Args:
-        union: accepted messages, as a type for msgspec.
+        union: msgspec type of the accepted messages.
     """
 
     def __init__(self, union: Any) -> None:
@@ -91,14 +91,14 @@ class FrameDecoder(Generic[T]):
 
 
 class FrameSocket(Generic[T]):
-    """The engine process's end, for one thread. No call blocks.
+    """The engine process's end of the socket, for one thread. No call blocks.
 
-    Bytes that the kernel does not accept at once are kept for the next `send` or `receive`. A
-    thread that sleeps on `fileno` also waits for writability while `wants_write`.
+    Bytes that the kernel does not accept immediately are kept for the next `send` or `receive`. A
+    thread that sleeps on `fileno` must also wait for writability while `wants_write`.
 
     Args:
         sock: connected stream socket, owned by this object from now on.
-        receives: the tagged union that the other process sends.
+        receives: tagged union that the other process sends.
         max_backlog_bytes: limit for a frontend that does not read.
     """
 
@@ -120,7 +120,7 @@ class FrameSocket(Generic[T]):
         return bool(self._outgoing) and not self._ended
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message, or keep it for later. If the frontend is gone, `receive` reports it.
+        """Send one message, or keep it for later. `receive` reports the end of the frontend.
 
         Raises:
             Backlogged: the frontend is stuck, and the node cannot continue.
@@ -141,7 +141,7 @@ class FrameSocket(Generic[T]):
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                # Messages that the frontend sent before it died are still to be read. `receive`
+                # The frontend's last messages before its end are still to be read. `receive`
                 # reports the end.
                 self._outgoing.clear()
                 return
@@ -152,7 +152,7 @@ class FrameSocket(Generic[T]):
 
         Raises:
             PeerGone: the other end is closed, and all its messages were returned before.
-            FrameError: the bytes are no message of this socket.
+            FrameError: the bytes are not a message of this socket.
         """
         self.flush()
         messages: list[T] = []
@@ -170,7 +170,7 @@ class FrameSocket(Generic[T]):
             drained += len(data)
             messages += self._decoder.feed(data)
             if len(data) < _CHUNK_BYTES:
-                return messages  # no byte was left: another call would cost as much as this one
+                return messages  # no more bytes: another call would cost as much as this one
         if self._ended and not messages:
             raise PeerGone("the frontend has closed its end")
         return messages
@@ -182,10 +182,10 @@ class FrameSocket(Generic[T]):
 
 
 class FrameConnection(asyncio.Protocol, Generic[T]):
-    """The frontend's end, on its event loop.
+    """The frontend's end of the socket, on its event loop.
 
     Args:
-        receives: the tagged union that the engine process sends.
+        receives: tagged union that the engine process sends.
         on_message: called with each message, in order. Must not block.
         on_end: called once with the reason when the other end is closed or has sent an invalid
             frame. Not called after `close`.
@@ -201,7 +201,7 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         self._ended = False
         self._caught_up = asyncio.Event()
         self._caught_up.set()
-        self.num_bytes_sent = 0  # since it was opened, read by the engine or not
+        self.num_bytes_sent = 0  # total, whether the engine has read them or not
 
     async def open(self, sock: socket.socket) -> None:
         """Start on a connected unix socket, owned by this object from now on."""
@@ -215,14 +215,14 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
 
     @property
     def is_behind(self) -> bool:
-        """True if more than BEHIND_BYTES wait, or did until now.
+        """True if more than BEHIND_BYTES wait, until they fall to the lower limit.
 
         False once the socket has ended.
         """
         return not self._caught_up.is_set()
 
     async def caught_up(self) -> None:
-        """Wait until it is not behind, or has ended."""
+        """Wait until `is_behind` is False."""
         await self._caught_up.wait()
 
     def send(self, message: msgspec.Struct) -> None:
@@ -297,16 +297,16 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 MAX_WAITING_BYTES = 1 << 20  # limit of one stream
 # Limit of all streams together: half of the limit that ends a node.
 MAX_LANES_BYTES = 64 << 20
-STUCK_S = 30.0  # an engine process that reads nothing for so long is at fault
+STUCK_S = 30.0  # seconds without reading after which an engine process counts as stuck
 
 
 class CallLane:
-    """The share of one stream. Event loop only.
+    """Backpressure for one stream on the shared socket. Event loop only.
 
     Args:
         connection: shared by all streams.
-        max_waiting_bytes: limit of this stream.
-        stuck_s: longest time without progress of the engine process.
+        max_waiting_bytes: limit of unread bytes of this stream.
+        stuck_s: longest time without progress of the engine process, in seconds.
     """
 
     def __init__(
@@ -319,11 +319,11 @@ class CallLane:
         self._connection = connection
         self._max_waiting_bytes = max_waiting_bytes
         self._stuck_s = stuck_s
-        self._num_bytes = 0  # bytes sent since this stream had none waiting
+        self._num_bytes = 0  # bytes sent since this stream last had none waiting
         self._end = 0  # position of the last of them, in bytes sent on the connection
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message at once, regardless of limits. Raises as FrameConnection.send does."""
+        """Send a message without waiting for room. Raises as FrameConnection.send does."""
         connection = self._connection
         if self._taken >= self._end:
             self._num_bytes = 0
@@ -353,7 +353,7 @@ class CallLane:
 
     @property
     def _taken(self) -> int:
-        """Bytes of the connection that no longer wait in this process."""
+        """Bytes sent on the connection that no longer wait in this process."""
         return self._connection.num_bytes_sent - self._connection.backlog_bytes
 
     @property

@@ -1,7 +1,7 @@
-"""Becomes a program that ends with its parent: python leash.py PARENT_PID SIGNAL PROGRAM [ARG...]
+"""Runs a program that ends with its parent: python leash.py PARENT_PID SIGNAL PROGRAM [ARG...]
 
-This is a separate script because Python code must not run between fork and exec. The signal must
-also be set before a program finishes its imports. PR_SET_PDEATHSIG persists across exec.
+A separate script, because Python code must not run between fork and exec, and because the signal
+must be set before the program's imports. PR_SET_PDEATHSIG persists across exec.
 """
 
 import ctypes
@@ -16,21 +16,21 @@ PR_SET_PDEATHSIG = 1
 def leashed(command: Sequence[str], number: signal.Signals) -> list[str]:
     """Return a command that runs `command` and gets a signal when the calling thread ends.
 
-    Start it as a child of this thread.
+    The calling thread must start it.
     """
-    # Without site, because this interpreter is replaced at once.
+    # Without site, because this interpreter is replaced immediately.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
 
 def follow_parent(parent: int, number: int) -> None:
-    """Have this process get a signal when the thread that started it ends.
+    """Make this process get a signal when the thread that started it ends.
 
     Raises:
-        SystemExit: the parent is dead already.
+        SystemExit: the parent has ended already.
     """
     if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent:  # it ended before prctl
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""The addresses of this machine in a network, with their interfaces."""
+"""This machine's address in a network, and its interface."""
 
 import array
 import fcntl
@@ -28,8 +28,8 @@ def own_address(network: str, setting: str) -> OwnAddress:
     """Return the first address of this machine in a network.
 
     Args:
-        network: as CIDR.
-        setting: its name, for the error.
+        network: in CIDR notation.
+        setting: name of the setting, for the error.
     Raises:
         ConfigError: this machine has no address in the network.
     """

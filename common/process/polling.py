@@ -1,6 +1,5 @@
-"""Waits for descriptors by poll(2). select(2) fails for numbers above 1023, which a node with many
-connections, ranks or links has.
-"""
+"""Waits for descriptors with poll(2). select(2) fails for numbers above 1023, which nodes with many
+connections, ranks or links reach."""
 
 import select
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ _Source = TypeVar("_Source", bound=int | _HasFileno)
 
 
 class PollSet(Generic[_Source]):
-    """Sources that are waited for again and again. A source that has ended or failed is ready, so
+    """Sources that are waited for repeatedly. A source that has ended or failed counts as ready, so
     that the next call on it reports this."""
 
     def __init__(self, readable: Sequence[_Source]) -> None:
@@ -29,10 +28,10 @@ class PollSet(Generic[_Source]):
     def wait(
         self, writable: Sequence[_Source] = (), *, seconds: float
     ) -> tuple[Sequence[_Source], Sequence[_Source]]:
-        """Wait until one of the sources is readable, or one of the others writable.
+        """Wait until one of the sources is readable, or one of `writable` is writable.
 
         Returns:
-            The readable ones and the writable ones. Both are empty after so many seconds.
+            The readable and the writable sources. Both are empty after `seconds`.
         """
         others = {_descriptor(each): each for each in writable}
         for descriptor in others:
@@ -53,7 +52,7 @@ class PollSet(Generic[_Source]):
 def poll_ready(
     readable: Sequence[_Source], writable: Sequence[_Source] = (), *, seconds: float
 ) -> tuple[Sequence[_Source], Sequence[_Source]]:
-    """Wait once, see PollSet."""
+    """Wait once, like PollSet.wait."""
     return PollSet(readable).wait(writable, seconds=seconds)
 
 

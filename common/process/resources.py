@@ -1,16 +1,16 @@
 """Limits of this process: open files, and memory that the allocator keeps after large messages.
 
-glibc gives each allocating thread an arena, and keeps everything below the last live byte of an
-arena. With each large buffer freed, it raises the size from which buffers are mapped separately.
-gRPC has many threads and buffers of megabytes: after an hour, a process of 40 MiB holds 100. With
-other C libraries nothing is changed.
+glibc gives each allocating thread an arena and keeps everything below the arena's last live byte.
+Each freed large buffer raises the size from which buffers are mapped separately. gRPC has many
+threads and buffers of megabytes, so after an hour a process of 40 MiB holds 100. With other C
+libraries nothing is changed.
 
 An aborted call is a reference cycle, also inside gRPC: the error, its frames, and their message of
 megabytes. Python collects cycles when there are many objects, not when they are large, so
 collections are started explicitly.
 
-The default limit of open files and connections is mostly 1024, for old programs that use select,
-which supports no more. Baton uses poll and epoll.
+The default limit of open files is mostly 1024, for old programs that use select. Baton uses poll
+and epoll.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _TRIM_EVERY_S = 20.0
 
 
 def hold_little() -> None:
-    """Limit the allocator. Called once before threads start, by processes without large buffers."""
+    """Limit the allocator. Called once before threads start, in processes without large buffers."""
     libc = ctypes.CDLL(None)
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:
@@ -41,7 +41,7 @@ def stay() -> None:
 
 
 async def keep_trimming() -> None:
-    """Release memory of cycles and free memory of arenas at intervals. Never returns."""
+    """Collect cycles and release free memory of arenas at intervals. Never returns."""
     while True:
         await asyncio.sleep(_TRIM_EVERY_S)
         gc.collect()
@@ -56,7 +56,7 @@ def trim() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has in RAM, shared memory included."""
+    """Return the bytes of RAM that this process uses, including shared memory."""
     with open("/proc/self/statm", "rb") as sizes:
         return int(sizes.read().split()[1]) * resource.getpagesize()
 
@@ -65,9 +65,9 @@ ENOUGH = 1 << 16
 
 
 def allow_many() -> None:
-    """Raise this process's limit to ENOUGH, or to the system's maximum. Never lower it.
+    """Raise the limit of open files to ENOUGH, or to the system's maximum. Never lower it.
 
-    Processes started from now on inherit it.
+    Processes started later inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)

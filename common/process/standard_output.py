@@ -1,13 +1,13 @@
-"""Text for standard output whose reader may have closed it: `baton --help | head -1`."""
+"""Standard output whose reader may have closed it, as in `baton --help | head -1`."""
 
 import os
 import sys
 
 
 def say(text: str) -> None:
-    """Write `text` at once. Output after the reader has closed the pipe is discarded."""
+    """Write `text` without buffering. Discard it if the reader has closed the pipe."""
     try:
         print(text.removesuffix("\n"), flush=True)
     except BrokenPipeError:
-        # Python would flush the rest again at its end and report an error.
+        # Python would flush the rest again at exit and report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

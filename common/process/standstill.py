@@ -1,7 +1,7 @@
 """Stall detection by an observer that looks at regular intervals.
 
-Time in which the observer itself was stalled (a stopped process, a suspended host) does not count:
-signs of progress from that time may still be waiting for it.
+Time in which the observer itself was stalled (a stopped process, a suspended host) does not count,
+because signs of progress from that time may still be waiting for it.
 """
 
 import time
@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 
 class StallMonitor:
-    """Time without progress. For one thread, or one event loop."""
+    """Measures time without progress. For one thread or one event loop."""
 
     def __init__(self, look_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """Start without a stall.
 
         Args:
-            look_s: interval between two looks. A longer pause counts as at most twice this.
+            look_s: seconds between two looks. A longer pause counts as at most twice this.
             now: returns seconds.
         """
         self._most_s = 2.0 * look_s
@@ -24,7 +24,7 @@ class StallMonitor:
         self._still_s = 0.0
 
     def moved(self, ago_s: float = 0.0) -> None:
-        """Note progress, now or `ago_s` seconds ago."""
+        """Record progress, now or `ago_s` seconds ago."""
         self._looked_at = self._now()
         self._still_s = ago_s
 

@@ -1,1 +1,1 @@
-"""Parts of a request that the router and the nodes share."""
+"""Parts of a request that routers and nodes share."""

@@ -1,12 +1,11 @@
 """Images and videos in a prompt: pixels, and the tokens that represent them.
 
-Encoders see a few consecutive frames of a video at a time, a temporal patch. Each temporal patch
-is an `Image` with more than one frame.
+Encoders see a few consecutive frames of a video together, a temporal patch. Each temporal patch is
+an `Image` with several frames.
 
 Each token of an image has an id derived from the image's content, so the token ids of a prompt
 determine its KV. Code that compares prompts by tokens (prefix caches, page hashes, routers'
-indices, offload tiers) distinguishes images and recognises equal ones without handling images.
-These ids are above all vocabularies.
+indices, offload tiers) therefore works for images too. These ids are above all vocabularies.
 """
 
 import hashlib
@@ -21,21 +20,20 @@ from common.errors import InvalidRequest
 from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES, MAX_TOKENS
 from protos import images_pb2 as pb
 
-FIRST_IMAGE_TOKEN = 1 << 30  # ids from here on are image tokens
+FIRST_IMAGE_TOKEN = 1 << 30  # ids of image tokens start here
 _CHANNELS = 3
 
 
 class Image(msgspec.Struct, frozen=True, dict=True):
-    """An image, or a temporal patch of a video, in the form for the encoder of its model, except
-    for the scale of its numbers.
+    """An image, or a temporal patch of a video, in the encoder's input size.
 
     Attributes:
         at: position of its first token in the prompt.
-        rows, columns: of tokens. The model defines the pixels of a token, which form a square.
+        rows, columns: size in tokens. The model defines how many pixels form a token.
         pixels: RGB, 8 bits each, row by row and frame by frame.
         frames: 1 for an image.
-        time: for a temporal patch that continues the video of the patch before it: its position on
-            the time axis, relative to the video's first patch. None: it continues no video.
+        time: for a temporal patch that continues the video of the previous one: position on the
+            time axis, relative to the video's first patch. None: it continues no video.
     """
 
     at: int
@@ -63,18 +61,18 @@ class Image(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids, with 30 bits each from the content and from the time, which KV depends on."""
+        """Token ids, with 30 bits each from the content and the time, on which KV depends."""
         time = b"" if self.time is None else self.time.to_bytes(4, "little")
         drawn = hashlib.shake_128(self.name + time).digest(4 * self.num_tokens)
         words = struct.unpack(f"<{self.num_tokens}I", drawn)
         return [word % FIRST_IMAGE_TOKEN + FIRST_IMAGE_TOKEN for word in words]
 
     def fits(self, token_side: int) -> bool:
-        """Return whether it has the pixels of its tokens, with `token_side` pixels per side."""
+        """Return whether it has the pixels of its tokens, whose side has `token_side` pixels."""
         return len(self.pixels) == self.frames * self.num_tokens * token_side**2 * _CHANNELS
 
     def may_follow(self, before: "Image | None") -> bool:
-        """Return whether it continues no video, or that of the image before it."""
+        """Return whether it continues no video, or the video of the previous image."""
         if self.time is None:
             return True
         return (
@@ -89,8 +87,8 @@ def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
     """Check the images of a prompt.
 
     Raises:
-        InvalidRequest: there are too many, or the prompt has other tokens in their place. In that
-            case, the KV would be cached under another image's tokens.
+        InvalidRequest: there are too many, or the prompt has other tokens at their positions, so
+            that KV would be cached under another image's tokens.
     """
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"images: {len(images)} in one request, {MAX_IMAGES} allowed")

@@ -1,6 +1,6 @@
-"""Log-probabilities of consecutive tokens, in the form sent from node to router.
+"""Log-probabilities of consecutive tokens, in the form that nodes send to the router.
 
-Hidden states of the model's last layer and routed experts travel with them, if a client requests
+Hidden states of the model's last layer and routed experts are sent with them if a client requests
 them.
 """
 
@@ -23,8 +23,8 @@ class Logprobs(msgspec.Struct, frozen=True):
     num_top: int  # most likely tokens per position, in descending order
     top_token: bytes  # [n, num_top]
     top_logprob: bytes  # [n, num_top]
-    hidden_states: bytes = b""  # [n, hidden size], from which each token was predicted, or nothing
-    # int16 [n, layers, experts per token], of the token before each, or nothing
+    hidden_states: bytes = b""  # [n, hidden size], state that predicted each token, or nothing
+    # int16 [n, layers, experts per token], for the token before each, or nothing.
     routed_experts: bytes = b""
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ def from_proto(proto: pb.Logprobs) -> Logprobs:
     num_tokens = len(proto.logprob)
     sizes = {"hidden states": (proto.hidden_states, 4), "experts": (proto.routed_experts, 2)}
     for name, (column, number_bytes) in sizes.items():
-        # Without tokens only no bytes are right.
+        # Without tokens, the columns must be empty.
         if len(column) % (number_bytes * num_tokens or math.inf):
             raise ProtocolViolation(f"{len(column)} bytes of {name} for {num_tokens} tokens")
     return Logprobs(

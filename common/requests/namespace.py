@@ -1,27 +1,25 @@
-"""Identities that separate KV: namespaces of clients, adapters, weights; and the hash of a prefix.
+"""Identities that separate KV (namespaces, adapters, weight versions), and the hash of a prefix.
 
-KV is reused only within a namespace. A router creates it. Nodes send and compare it without knowing
-its meaning. It has 16 bytes, or none: requests without a namespace share one default namespace.
+KV is reused only within a namespace. A router derives it from the client's salt. Nodes only compare
+it. It has 16 bytes, or none: requests without a namespace share one default namespace.
 
-It has 128 bits and uses no secret key. An attacker who knows how namespaces are made could try
-salts offline until one matches any namespace in use. The attacker could then use its cache. Among a
-million namespaces that takes 2**108 tries. With 64 bits it would take 2**44. A secret key would
-make 64 bits sufficient, but all routers would need the same key, and a new key would invalidate all
-caches.
+It has 128 bits and needs no secret key. An attacker could try salts offline until one matches any
+namespace in use, whose cache the attacker could then use. Among a million namespaces that takes
+2**108 tries, where 64 bits would take 2**44. With a secret key, 64 bits would be enough, but all
+routers would need the same key, and a new key would invalidate all caches.
 
-A LoRA adapter is named by a 16-byte hash of its content. A name may later refer to other files,
-whose requests must not find KV made with the old files. So nodes are called with the hash, and
-prefix caches are separated by it.
+A LoRA adapter is identified by a 16-byte hash of its content, because its name may later refer to
+other files, whose requests must not use KV of the old files.
 
-A weight version is a 16-byte hash of the weights of a node. It is the same for weights loaded at
-the start and later. KV made with other weights is useless. So nodes pair only with nodes of the
-same version, and prefix caches are separated by it. A request for KV names the version of the
-sender, and a node with another version refuses it.
+A weight version is a 16-byte hash of a node's weights, the same whether they were loaded at the
+start or later. KV of other weights is useless, so nodes pair only within one version, and prefix
+caches are separated by it. A request for KV names the sender's version, and a node with another
+version rejects it.
 
-The 64-bit hash of a prefix is the same on every machine: the XXH3 of the prefix's namespace and its
-token ids as little-endian int32. A page of a prefix cache is identified by the hash of the prefix
-that it ends. The hash finds prefixes that are probably cached. Reuse of KV compares namespaces and
-tokens.
+The hash of a prefix is the 64-bit XXH3 of its namespace and its token ids as little-endian int32,
+the same on every machine. A page of a prefix cache is identified by the hash of the prefix that
+ends with it. The hash only finds prefixes that are probably cached. Reuse of KV compares namespaces
+and tokens.
 """
 
 import sys
@@ -34,18 +32,18 @@ from xxhash import xxh3_64
 
 from common.errors import InvalidRequest
 
-IDENTITY_BYTES = 16  # of a namespace, an adapter and a weight version
+IDENTITY_BYTES = 16  # size of a namespace, an adapter id and a weight version
 Namespace: TypeAlias = bytes
 SHARED: Namespace = b""
 
 
 def namespace_of(salt: str, owner: str = "") -> Namespace:
-    """Return the namespace for a salt. It is the same on every router.
+    """Return the namespace for a salt, the same on every router.
 
     A namespace is private if its salt cannot be guessed.
 
     Args:
-        salt: from the client.
+        salt: salt from the client.
         owner: at most 64 bytes. Namespaces of different owners, or without an owner, never match.
     """
     return blake2b(
@@ -57,14 +55,12 @@ def namespace_of(salt: str, owner: str = "") -> Namespace:
 
 
 def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace:
-    """Return the part of a namespace for KV that also depends on `content`.
-
-    Without content, it is the namespace itself.
+    """Return the namespace for KV that also depends on `content`. Without content: unchanged.
 
     Args:
-        namespace: of the client.
+        namespace: namespace of the client.
         content: hash of an adapter or of weights.
-        person: personalisation for blake2b, which separates different kinds of content.
+        person: personalisation for blake2b, which separates kinds of content.
     """
     if not content:
         return namespace
@@ -74,7 +70,7 @@ def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace
 
 
 def check_identity(field: str, value: bytes) -> bytes:
-    """Return the value. Raises InvalidRequest if it has neither 16 bytes nor none."""
+    """Return the value. Raises InvalidRequest unless it has 16 bytes or none."""
     if len(value) not in (0, IDENTITY_BYTES):
         raise InvalidRequest(f"{field} has {len(value)} bytes, expected {IDENTITY_BYTES} or 0")
     return value
@@ -90,11 +86,11 @@ def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
 
 
 WeightsId: TypeAlias = bytes
-UNNAMED: WeightsId = b""  # not reported or not known
+UNNAMED: WeightsId = b""  # not reported, or unknown
 
 
 def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:
-    """Return the namespace for KV made with these weights."""
+    """Return the namespace for KV computed with these weights."""
     return part_of(namespace, weights, person=b"baton weights KV")
 
 

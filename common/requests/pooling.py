@@ -1,4 +1,4 @@
-"""Pooling requests: vectors or scores of a prompt, without generated tokens."""
+"""Pooling requests: a vector or scores for a prompt, without generated tokens."""
 
 from enum import IntEnum
 
@@ -10,13 +10,13 @@ MAX_LABEL_TOKENS = 256
 
 
 class PoolingMode(IntEnum):
-    """Pooling of a prompt's hidden states, with the numbers of pooling.proto."""
+    """How hidden states of a prompt are pooled, with the numbers of pooling.proto."""
 
     LAST = 1  # last token
     MEAN = 2  # mean of all tokens
     FIRST = 3  # first token, "cls"
     LABELS = 4  # output of the model's classification head for the last token
-    TOKENS = 5  # log-probabilities of some tokens after the last one
+    TOKENS = 5  # log-probabilities of given tokens as the next token
 
 
 class PoolingParams(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
     Attributes:
         pool: kind of pooling.
-        tokens: ids, only with Pool.TOKENS.
+        tokens: token ids, only with PoolingMode.TOKENS.
     """
 
     pool: PoolingMode
@@ -32,10 +32,7 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
     @property
     def of_all(self) -> bool:
-        """True if hidden states of tokens in the prefix cache are needed.
-
-        Then all tokens are computed.
-        """
+        """True if hidden states of all tokens are needed, including cached ones."""
         return self.pool in (PoolingMode.MEAN, PoolingMode.FIRST)
 
 

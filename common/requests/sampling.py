@@ -1,7 +1,7 @@
 """Sampling parameters of a request: one immutable record from the router to the sampler.
 
-Guided decoding is the required form of a response, as a schema, a regex, a grammar or a tag.
-Reasoning is at the beginning of a response, before the visible text.
+A guide is the required form of a response: a schema, regex, grammar or structural tag. Reasoning is
+the beginning of a response, before the visible text.
 """
 
 from collections.abc import Mapping, Sequence, Sized
@@ -24,11 +24,11 @@ class GuidedDecoding(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A guide in the form that is compiled. The compiler enforces all of it.
+    """A guide in the form that the grammar compiler gets, which enforces all of it.
 
     Attributes:
-        kind: of the guide.
-        text: for the compiler.
+        kind: kind of the guide.
+        text: input of the compiler.
         has_tokens: it is a structural tag that names tokens.
     """
 
@@ -41,15 +41,15 @@ JSON_OBJECT = GuidedDecoding("json_object", "")
 
 
 def tag(form: Mapping[str, Any]) -> GuidedDecoding:
-    """Return a structural tag with that format."""
+    """Return a guide for a structural tag with that format."""
     said = {"type": "structural_tag", "format": form}
     return GuidedDecoding("structural_tag", msgspec.json.encode(said).decode())
 
 
 def as_form(guide: GuidedDecoding) -> Mapping[str, Any] | None:
-    """Return its format for use within a structural tag.
+    """Return the guide's format for use within a structural tag.
 
-    None: it is a structural tag or invalid JSON.
+    None: it is already a structural tag, or invalid JSON.
     """
     match guide.kind:
         case "json_object":
@@ -85,7 +85,7 @@ def guide_fields(guide: GuidedDecoding) -> dict[str, object]:
 
 
 def check_guide(guide: GuidedDecoding) -> None:
-    """Check the length. Raises InvalidRequest. Only the compiler can check_guide the content."""
+    """Check the length. Raises InvalidRequest. Only the compiler can check the content."""
     check_at_most("sampling.guide", len(guide.text), "characters", MAX_GUIDE_CHARACTERS)
     if guide.kind != "json_object" and not guide.text:
         raise InvalidRequest(f"sampling.guide has an empty {guide.kind}")
@@ -96,7 +96,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
 
     Attributes:
         close: token that ends it.
-        open: token that begins it, as the first one of the response. None: the prompt has begun it.
+        open: token that begins it, as the first one of the response. None: the prompt has it.
     """
 
     close: int
@@ -129,8 +129,8 @@ MAX_TOKEN_ID = 2**31 - 1  # nodes store ids as int32
 # Limits of the float32 fields sent to nodes.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _ABOVE_0 = 2.0**-149
-# Far beyond any use, and far below float32 overflow of logits. An overflow would end the request
-# with an error after it was computed, and would look like a fault of the model.
+# Far beyond any use, and far below float32 overflow of logits, which would end the request with an
+# error after it was computed and look like a fault of the model.
 _STRONGEST = 2.0**20
 # name, lowest value, highest value, range in error messages
 _RANGES = (
@@ -152,9 +152,9 @@ _ranged = attrgetter(*_NAMES)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Validated sampling parameters. Stop strings belong to the router and are not included.
+    """Validated sampling parameters. Stop strings stay in the router.
 
-    A token is a function of (logits, seed, token index) and so the same on every node.
+    A token is a function of (logits, seed, token index), and so the same on every node.
     """
 
     max_tokens: int
@@ -172,14 +172,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    logprobs: int = -1  # most likely tokens returned per token; -1: no log-probabilities
+    logprobs: int = -1  # most likely tokens to return per token; -1: no log-probabilities
     prompt_logprobs: int = -1
     prompt_logprobs_start: int = 0  # index of the first prompt token with one; 0: as 1
-    hidden_states: bool = False  # with each log-probability, the state that it was computed from
-    routed_experts: bool = False  # with each log-probability, the experts of the token before
-    guide: GuidedDecoding | None = None  # form of the response
+    hidden_states: bool = False  # also return the state that predicted each token
+    routed_experts: bool = False  # also return the experts of the token before each
+    guide: GuidedDecoding | None = None  # required form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
-    thought: ReasoningTokens | None = None  # reasoning delimiters, if a node needs to know them
+    thought: ReasoningTokens | None = None  # reasoning delimiters, if the node needs them
 
     @property
     def greedy(self) -> bool:
@@ -189,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def ends_at_eos(self) -> bool:
         """True if an end-of-sequence token ends the response.
 
-        With a guide it always does: it is the end of the grammar, and nothing can follow.
+        With a guide it always does, because nothing can follow the end of the grammar.
         """
         return not self.ignore_eos or self.guide is not None
 
@@ -216,11 +216,11 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
     """Validate all fields of `proto` and fill in unset ones.
 
     Args:
-        proto: from another process.
+        proto: message from another process.
         max_tokens: used if it is unset in the proto.
         seed: used if it is unset in the proto.
     Raises:
-        InvalidRequest: with the field's name.
+        InvalidRequest: names the field.
     """
     params = unchecked(proto, max_tokens=max_tokens, seed=seed)
     check(params)
@@ -267,10 +267,7 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
 
 
 def to_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message.
-
-    Protobuf would copy a message.
-    """
+    """Return the fields of the wire form, for a larger message. A message would be copied."""
     fields = msgspec.structs.asdict(params)
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]
@@ -283,7 +280,7 @@ def to_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def to_proto(params: SamplingParams) -> Sampling:
-    """Return the wire form. `from_proto` gives the same record back."""
+    """Return the wire form. `from_proto` restores the same record."""
     return Sampling(**to_fields(params))
 
 
@@ -354,7 +351,7 @@ def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None
     Args:
         stop_token_ids: stop tokens.
         stop: stop strings.
-        name: of the field with `stop`.
+        name: name of the field with `stop`.
     """
     check_at_most("sampling.stop_token_ids", len(stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
     check_at_most(f"sampling.{name}", len(stop), "strings", MAX_STOP_STRINGS)

@@ -1,9 +1,9 @@
-"""Timeline and traces of a request.
+"""Timeline and traces of a request, as nodes report them.
 
 A timeline is a fixed set of phases, each with start and end, for metrics and diagrams. A decode
-node sends it with the end of a request, in seconds since the Submit arrived there. For the prefill
-node, it has only durations, which came with the last Ready. So clocks of different hosts are never
-compared. A trace is a list of events in words at one process, for people.
+node sends it with the end of a request, in seconds since it got the request. It has only durations
+of the prefill node, from the last Ready, so clocks of different hosts are never compared. A trace
+is a list of events in words at one process, for people.
 
 Data from peers is not trusted: it is limited to valid values.
 """
@@ -24,9 +24,9 @@ MAX_TEXT = 300  # characters of an address or a reason
 
 
 class Phase(IntEnum):
-    """Phases, with the numbers of decode.proto.
+    """Phases, with the numbers of decode.proto. `->` separates start and end.
 
-    Phases of a hand-off attempt also have its number.
+    Phases of a hand-off attempt also have the attempt's number.
     """
 
     DISPATCH = 1  # Submit at the frontend -> the engine thread has it
@@ -35,10 +35,10 @@ class Phase(IntEnum):
     TRANSFER = 4  # first Ready -> last page read
     RELEASE = 5  # last page read -> released as completed
     JOIN = 6  # completed -> in the running batch
-    LOCAL_QUEUE = 7  # the waiting queue of a prompt that the decode node prefills
+    LOCAL_QUEUE = 7  # waiting queue of a prompt that the decode node prefills
     LOCAL_PREFILL = 8  # its first forward is chosen -> its first token
     RUNNING = 9  # in the running batch -> ended
-    RETRACTED = 10  # off the device because pages were short; inside RUNNING
+    RETRACTED = 10  # KV moved to host memory because pages were short; inside RUNNING
     BOOTSTRAP_QUEUE = 11  # prefill node: Open arrived -> granted
     WAITING_QUEUE = 12  # prefill node: granted -> its first forward is chosen
     PREFILL = 13  # prefill node: first chunk chosen -> last chunk done
@@ -50,7 +50,7 @@ class Phase(IntEnum):
 
 
 class TtftPhase(IntEnum):
-    """Parts of the time to first token. The last one is the remainder, which is not measured."""
+    """Parts of the time to first token. The last one is the unmeasured remainder."""
 
     TOKENIZE = 0
     PLACE = 1
@@ -77,10 +77,10 @@ class HandoffSummary(msgspec.Struct, frozen=True, array_like=True):
     """A hand-off attempt."""
 
     prefill: str  # address of the prefill node
-    path: str  # of the link to it
+    path: str  # data path to it
     outcome: str  # "completed" | "failed" | "cancelled"
     reason: str = ""
-    num_pages: int = 0  # read
+    num_pages: int = 0  # pages read
     num_bytes: int = 0
     num_chunks: int = 0  # chunks of the prompt
 
@@ -95,10 +95,7 @@ NOTHING = Timeline()
 
 
 class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Durations of a hand-off as measured by the prefill node.
-
-    Times of its clock are never sent.
-    """
+    """Durations of a hand-off as measured by the prefill node, on its own clock."""
 
     bootstrap_s: float  # Open arrived -> granted
     waiting_s: float  # granted -> its first forward was chosen
@@ -110,7 +107,7 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
     ) -> list[Interval]:
         """Return these durations as intervals on the decode node's clock.
 
-        They are placed in the middle of the possible range, and cut where they do not fit.
+        They are centred in the possible range, and cut where they do not fit.
 
         Args:
             opened: when the decode node opened the hand-off.
@@ -204,10 +201,10 @@ _PHASES = {int(phase): phase for phase in Phase}
 def split_ttft(
     message: pb.Timeline, *, tokenize_s: float, place_s: float, ttft_s: float
 ) -> tuple[float, ...]:
-    """Return the seconds of each TtftPhase, in order. Their sum is `ttft_s` for any message.
+    """Return the seconds of each TtftPhase, in order. Their sum is always `ttft_s`.
 
     Args:
-        message: from the decode node.
+        message: message of the decode node.
         tokenize_s, place_s: measured by the router, including everything before it submitted the
             request to the node of this timeline.
         ttft_s: measured by the router.
@@ -249,29 +246,26 @@ _PARTS = {
 def _attempt_of_first_token(
     rows: Sequence[tuple[int, int, float, float]], first_token: float
 ) -> int:
-    """Return the attempt whose prefill node sampled the first token.
-
-    0: the decode node sampled it.
-    """
+    """Return the attempt whose prefill node sampled the first token. 0: the decode node did."""
     for phase, attempt, _, end in rows:
         if phase == Phase.PREFILL and end <= first_token:
             return attempt
     return 0
 
 
-MAX_EVENTS = 256  # of one trace
+MAX_EVENTS = 256  # events of one trace
 MAX_FLIGHTS = 32  # traces of one request at one node
 _MAX_WHAT = 32  # characters
 
 
 class TimelineEvent(NamedTuple):
-    at: float  # seconds since the request arrived there
+    at: float  # seconds since the request arrived at the node
     what: str
     detail: str = ""
 
 
 class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
-    began_ago_s: float  # seconds from its arrival there to this report
+    began_ago_s: float  # seconds from its arrival at the node to this report
     events: tuple[TimelineEvent, ...]  # ordered by time
 
 
@@ -279,7 +273,7 @@ class RequestTraces(msgspec.Struct, frozen=True, array_like=True):
     """Traces of one request at one node."""
 
     flights: tuple[RequestTrace, ...]
-    num_kept: int  # ended requests that the node still remembers
+    num_kept: int  # ended requests that the node still has
 
 
 def traces_to_proto(flights: RequestTraces) -> node_pb2.ExplainHereResponse:

@@ -1,10 +1,11 @@
 """gRPC for all processes.
 
-channels.py  client channels: addresses, options, TLS and identity; another network, for simulations
-servers.py   servers and their ports, health for probes, reflection for clients
-services.py  services: errors, tolerant decoding, authorization
+channels.py  client channels: addresses, options, TLS, identity, and in-memory networks of
+simulations
+servers.py   servers and their ports, health service for probes, reflection for clients
+services.py  service registration: errors, tolerant decoding, authorization
 streams.py   both directions of one stream, and the reason of its end
-probe.py     healthcheck command for containers
+probe.py     health probe command for containers
 """
 
 from common.rpc.channels import (

@@ -1,12 +1,11 @@
 """Client channels: addresses, options, TLS and identity.
 
-gRPC's own channel keeps its first certificates. `TlsGrpcChannel` uses an inner channel until there
-are newer certificates. Then the next call creates a new one, and the old one stays open until its
-calls end. Open connections are not closed for this.
+gRPC's own channel keeps its first certificates. `TlsGrpcChannel` wraps one, and replaces it at the
+next call after the certificates have changed. The old one stays open until its calls end.
 
 Calls of a `SigningChannel` carry a token and require the callee's proof. Calls of methods without a
-rule in guard.py are not changed. If the callee sends no valid proof, the call fails with
-UNAUTHENTICATED, like a failed connection: no response is read, and nothing is sent on a stream.
+rule in guard.py are not changed. Without a valid proof, the call fails with UNAUTHENTICATED like a
+failed connection: no response is read, and nothing is sent on a stream.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_address(address: str) -> str:
-    """Return `address` if it is host:port, and no other form that gRPC would resolve.
+    """Return `address` if it is host:port, and not another form that gRPC would resolve.
 
     Raises:
         InvalidRequest: it is not.
@@ -54,7 +53,7 @@ def check_address(address: str) -> str:
 
 
 class Network(Protocol):
-    """Channels and servers that behave like those of grpc.aio, without TLS."""
+    """A replacement for gRPC's network in simulations, without TLS."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel to host:port."""
@@ -67,13 +66,13 @@ _used: ContextVar[Network | None] = ContextVar("network", default=None)
 
 
 def current() -> Network | None:
-    """Return the network that is used here, or None for gRPC's own."""
+    """Return the network in use in this context, or None for gRPC's own."""
     return _used.get()
 
 
 @contextmanager
 def use(network: Network) -> Iterator[None]:
-    """Use a network inside the context, and in all tasks that begin there."""
+    """Use a network inside the context, and in all tasks that start there."""
     token = _used.set(network)
     try:
         yield
@@ -86,7 +85,7 @@ MAX_MESSAGE_BYTES = 12 << 20
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A vanished host sends no reset. A ping every 10 s with 5 s to answer detects it.
+    # A vanished host sends no reset. A ping every 10 s, with 5 s to respond, detects it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -94,24 +93,24 @@ _COMMON: tuple[tuple[str, int], ...] = (
 )
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
-    # Deadlines and backoff are decided by callers, not by the library (1 s to 2 min).
+    # Callers decide about deadlines and backoff, not the library (1 s to 2 min).
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # Each new channel gets a new connection. Otherwise it would inherit the last one's backoff.
+    # Each new channel gets a new connection, without the backoff of the previous one.
     ("grpc.use_local_subchannel_pool", 1),
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
-    # By default, a second server binds the same port silently and gets half of the connections.
+    # By default, a second server silently binds the same port and gets half of the connections.
     ("grpc.so_reuseport", 0),
     # Otherwise the server ends connections of clients that ping as in CHANNEL_OPTIONS.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # For silent connections. The default is two minutes.
+    # Detects vanished clients. The default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 # Routers, other nodes, operators and probes call a node over one connection each, with few calls.
-# gRPC limits connections in total, not by host: unauthenticated hosts may open many, for a short
+# gRPC limits connections in total, not by host, so unauthenticated hosts may open many for a short
 # time.
 NODE_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", 64),  # per connection
@@ -121,7 +120,7 @@ NODE_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class CallingChannel(grpc.aio.Channel):
-    """A wrapping channel. For one event loop. The caller closes it."""
+    """Base of channels that wrap another channel. For one event loop. The caller closes it."""
 
     @abstractmethod
     def current(self) -> grpc.aio.Channel:
@@ -133,8 +132,8 @@ class CallingChannel(grpc.aio.Channel):
 
         Args:
             kind: "unary_unary" or another kind of call.
-            method: positional arguments of the channel's method of that kind.
-            how: its keyword arguments.
+            method: positional arguments of the channel method of that kind.
+            how: keyword arguments of that channel method.
         """
 
     def unary_unary(self, *method: Any, **how: Any) -> Any:
@@ -178,8 +177,8 @@ class TlsGrpcChannel(CallingChannel):
 
         Args:
             address: host:port.
-            certificates: with a `ca`, which verifies the other side.
-            options: as for gRPC's channels.
+            certificates: has a `ca`, which verifies the other side.
+            options: gRPC channel options.
         """
         self._address = address
         self._certificates = certificates
@@ -193,7 +192,7 @@ class TlsGrpcChannel(CallingChannel):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the channel like gRPC's: calls have `grace` seconds, or are ended at once."""
+        """Close the channel like gRPC's: calls have `grace` seconds, or end immediately."""
         await asyncio.gather(*(each.close(grace) for each in list(self._num_calls)))
         await asyncio.gather(*self._closing)
 
@@ -221,7 +220,7 @@ class TlsGrpcChannel(CallingChannel):
         return self._inner
 
     def _see_off(self, inner: grpc.aio.Channel) -> None:
-        """Close an old inner channel that has no calls."""
+        """Close an old inner channel that has no more calls."""
         if inner is not self._inner and not self._num_calls[inner]:
             del self._num_calls[inner]
             closing = asyncio.ensure_future(inner.close())
@@ -265,7 +264,7 @@ class SigningChannel(CallingChannel):
         return call
 
     def _checking(self, token: Token) -> Callable[[Any], Awaitable[None]]:
-        """Return the check of the proof for the call of `token`."""
+        """Return the check of the callee's proof for the call of `token`."""
 
         async def check(call: Any) -> None:
             proof = (await call.initial_metadata()).get(PROOF)
@@ -330,12 +329,12 @@ class _ProvedStream(_Proved):
     async def _prove(self) -> None:
         metadata = await self._call.initial_metadata()
         if PROOF not in metadata and self._call.done():
-            await self._call.read()  # raises the error that ended the call, if there is one
+            await self._call.read()  # raises the error that ended the call, if any
         await self._check(self._call)
 
 
 def _seen(proving: "asyncio.Task[None]") -> None:
-    """Mark the exception as retrieved, in case no caller waits any more."""
+    """Mark the exception as retrieved, in case no caller waits for it any more."""
     if not proving.cancelled():
         proving.exception()
 
@@ -360,7 +359,7 @@ def make_channel(
     Args:
         address: host:port.
         certificates: used for TLS if they include a `ca`, which verifies the other side.
-        identity: shown to nodes, which must prove theirs.
+        identity: authenticates to nodes, which must prove theirs.
     """
     channel: grpc.aio.Channel
     if (network := current()) is not None:

@@ -1,6 +1,5 @@
 """gRPC servers and their ports, the health service for probes, and reflection for clients without
-proto files.
-"""
+proto files."""
 
 import asyncio
 import logging
@@ -41,7 +40,7 @@ def make_server(
 
     Args:
         more: options added to SERVER_OPTIONS.
-        shares_port: as for `bind`.
+        shares_port: see `bind`.
         max_message_bytes: larger messages are rejected before they are received.
     """
     if (network := current()) is not None:
@@ -69,11 +68,11 @@ def bind(
     Args:
         server: not started yet.
         host: address to listen on.
-        port: 0 lets the system choose.
+        port: 0: the system chooses one.
         certificates: None: no TLS.
         shares_port: share the port with other processes. The kernel distributes connections, and
-            one process keeps the port `reserved`. Without this, a second server is rejected.
-        flag: the flag that chose the port, for error messages.
+            one process keeps the port `reserved`. Otherwise a second server is rejected.
+        flag: flag that chose the port, for error messages.
     Raises:
         ConfigError: for example, the port is taken.
     """
@@ -105,8 +104,8 @@ def reserved(host: str, port: int, *, flag: str = PORT) -> Iterator[int]:
 
     Args:
         host: address to listen on.
-        port: 0 lets the system choose.
-        flag: the flag that chose the port, for error messages.
+        port: 0: the system chooses one.
+        flag: flag that chose the port, for error messages.
     Raises:
         ConfigError: the port is taken, perhaps by other processes that share it.
     """
@@ -122,7 +121,7 @@ def _holder(host: str, port: int, flag: str) -> socket.socket:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         holder = socket.socket(family, kind)
         try:
-            # Like a listener: connections of an ended process do not block the port.
+            # As a listener does: connections of an ended process do not block the port.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(where)
             # From here on, only sockets that share the port can bind it. This socket never listens
@@ -139,7 +138,7 @@ def _holder(host: str, port: int, flag: str) -> socket.socket:
 
 
 async def stop(server: grpc.aio.Server, grace_s: float) -> None:
-    """Refuse new calls, give running ones `grace_s` seconds and end the rest.
+    """Reject new calls, give running ones `grace_s` seconds, and end the rest.
 
     Waits at most one second longer, so that a connection that does not read cannot block the
     process.
@@ -150,7 +149,7 @@ async def stop(server: grpc.aio.Server, grace_s: float) -> None:
         log.warning("connections are still open %.1f s after the server stopped", grace_s + 1.0)
 
 
-MAX_HEALTH_WATCHERS = 64  # they are not authenticated and keep their connections open
+MAX_HEALTH_WATCHERS = 64  # watchers are not authenticated and keep their connections open
 _REFLECTION_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
@@ -162,7 +161,7 @@ def add_health_and_reflection(
     Args:
         server: not started yet.
         services: full names.
-        guard: for reflection. Health is open to all callers.
+        guard: for reflection. Health checks are open to all callers.
     """
     servicer = _HealthServicer()
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
@@ -179,7 +178,7 @@ class _HealthServicer(health.aio.HealthServicer):
         self._num_watchers = 0
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """Stream health changes. RESOURCE_EXHAUSTED if there are too many watchers."""
+        """Stream health changes. Fails with RESOURCE_EXHAUSTED if there are too many watchers."""
         if self._num_watchers >= MAX_HEALTH_WATCHERS:
             raise Overloaded(f"too many health watchers of this process ({MAX_HEALTH_WATCHERS})")
         self._num_watchers += 1
@@ -190,7 +189,7 @@ class _HealthServicer(health.aio.HealthServicer):
 
 
 class Health:
-    """Health status, the same for the server ("") and each of its services."""
+    """Health status: the same for the server ("") and each service, unless set for one service."""
 
     def __init__(self, servicer: Any, services: Sequence[str]) -> None:
         self.servicer = servicer
@@ -200,7 +199,7 @@ class Health:
     async def set_serving(self, serving: bool) -> None:
         """Send the status to probes and watchers.
 
-        Before the first call, no service is known to them.
+        Before the first call, they get the status that the service is unknown.
         """
         if serving == self._serving:
             return
@@ -209,7 +208,7 @@ class Health:
             await self.set_service(name, serving)
 
     async def set_service(self, service: str, serving: bool) -> None:
-        """Send the status of one service alone."""
+        """Send the status of one service only."""
         response = health_pb2.HealthCheckResponse
         now = response.SERVING if serving else response.NOT_SERVING
         await self.servicer.set(service, now)
@@ -252,7 +251,7 @@ def _reflection_servicer(services: Sequence[str]) -> Any:
 def _add_reflection(servicer: Any, server: Any) -> None:
     """Register the servicer under both names, like generated code.
 
-    grpcio has v1alpha. Clients try v1 first, and newer ones try only that. Both have the same
+    grpcio has v1alpha. Clients try v1 first, and newer ones try only v1. Both have the same
     messages.
     """
     add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server

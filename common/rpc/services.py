@@ -1,13 +1,13 @@
 """gRPC services: error mapping, tolerant decoding and authorization.
 
-A service added with `add_service` never gets malformed messages: the caller gets INVALID_ARGUMENT,
-where grpcio alone would return UNKNOWN. It never gets a caller that its guard rejects, from whom
-nothing is received. Its methods raise ServingError, which is sent as status and message.
+`add_service` protects a servicer. For malformed messages the caller gets INVALID_ARGUMENT, where
+grpcio alone would return UNKNOWN. No message is received from a caller that the guard rejects. A
+ServingError of a method becomes the status and message of the call.
 
-The fields of a message are counted before it is parsed. A field of two bytes becomes an object of a
-hundred. A message of megabytes with only such fields takes seconds and hundreds of megabytes to
-parse, on the event loop. Counting only skips from field to field, and stops at the limit.
-Descriptors show which fields are messages.
+The fields of a message are counted before it is parsed, because a field of two bytes can become an
+object of a hundred. A message of megabytes with only such fields would take seconds and hundreds of
+megabytes to parse on the event loop. Counting only skips from field to field, and stops at the
+limit. Descriptors say which fields are messages.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ _BYTES_OF_KIND = {1: 8, 5: 4}  # fixed64, fixed32; ends of groups have no bytes
 
 
 class FieldCounter:
-    """Counter for one message type."""
+    """Counts the fields of messages of one type."""
 
     def __init__(self, descriptor: Descriptor, allowed: int) -> None:
         self._root = _messages_inside(descriptor, {})
         self._allowed = allowed
 
     def exceeded(self, data: bytes) -> bool:
-        """Return whether a serialised message, nested ones included, has too many fields.
+        """Return whether a serialised message, including nested ones, has too many fields.
 
         For malformed bytes, the fields before the error count.
         """
@@ -52,11 +52,11 @@ class FieldCounter:
             return False
         try:
             return _left(data, 0, len(data), self._root, self._allowed) < 0
-        except IndexError:  # it ends within a number, or a number is too long: malformed
+        except IndexError:  # malformed: it ends within a number, or a number is too long
             return False
 
 
-_Inside = dict[int, "_Inside"]  # by field number: the fields inside the messages of that field
+_Inside = dict[int, "_Inside"]  # by field number: the fields of messages in that field
 
 
 def _messages_inside(descriptor: Descriptor, known: dict[str, _Inside]) -> _Inside:
@@ -69,9 +69,9 @@ def _messages_inside(descriptor: Descriptor, known: dict[str, _Inside]) -> _Insi
 
 
 def _left(data: bytes, at: int, end: int, inside: _Inside, allowed: int) -> int:
-    """Return `allowed` minus the fields of the message in data[at:end].
+    """Return `allowed` minus the number of fields of the message in data[at:end].
 
-    Negative: there are more, and the rest was not counted.
+    If it is negative, there are more fields that were not counted.
     """
     while at < end and allowed >= 0:
         allowed -= 1
@@ -80,7 +80,7 @@ def _left(data: bytes, at: int, end: int, inside: _Inside, allowed: int) -> int:
         if tag > 127:
             tag, at = _varint(data, at - 1)
         kind = tag & 7
-        if kind == 2:  # bytes, text, packed numbers or a message, after their length
+        if kind == 2:  # length, then bytes, text, packed numbers or a message
             size = data[at]
             at += 1
             if size > 127:
@@ -106,7 +106,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-log_of_faults = ThrottledLog(log, Throttle())  # throttled: callers may trigger a bug often
+log_of_faults = ThrottledLog(log, Throttle())  # throttled, because callers may trigger a bug often
 S = TypeVar("S")
 # Called with the context of a call. Returns the caller for the servicer. Raises ServingError.
 Admit: TypeAlias = Callable[[Any], Awaitable[Any]]
@@ -119,14 +119,14 @@ class RpcGuard(Protocol):
         """Return the check for callers of a method.
 
         Args:
-            method: its full name.
+            method: full name of the method.
         Raises:
             KeyError: the method has no rule.
         """
 
 
 class AdmittedCall:
-    """The context of a call, and its caller."""
+    """The context of a call, and its authenticated caller."""
 
     def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Any) -> None:
         self.caller = caller
@@ -148,7 +148,7 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
         await _abort(context, error.status, str(error))
     except grpc.aio.BaseError:
         raise
-    except NotImplementedError:  # from generated code: the library's servicer lacks the method
+    except NotImplementedError:  # raised by generated code: the servicer lacks the method
         await _abort(
             context, grpc.StatusCode.UNIMPLEMENTED, "this process does not implement this method"
         )
@@ -170,7 +170,7 @@ async def _abort(
 
 
 class _Recorder:
-    """Replacement for a server while generated code registers a service."""
+    """Stands in for a server to record the methods that generated code registers."""
 
     def __init__(self) -> None:
         self.services: dict[str, Mapping[str, Any]] = {}
@@ -179,7 +179,7 @@ class _Recorder:
         self.services[service] = handlers
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Ignore this call, which repeats the same methods."""
+        """Ignore this call, which registers the same methods again."""
 
 
 def add_service(
@@ -227,7 +227,7 @@ async def _unauthenticated(_context: Any) -> Any:
 
 
 async def _unauthenticated_at_once(context: Any) -> Any:
-    """Send empty metadata at once, for callers that wait for a proof before their first message."""
+    """Send empty metadata immediately: callers wait for a proof before their first message."""
     await context.send_initial_metadata(())
     return UNAUTHENTICATED
 
@@ -235,7 +235,7 @@ async def _unauthenticated_at_once(context: Any) -> Any:
 def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
     """Return a handler for streams both ways, for any kind of method.
 
-    Other kinds of handlers are called only after the first message. They are equal on the wire.
+    Other kinds of handlers are called only after the first message. The wire format is the same.
     """
     parse = _bounded(handler.request_deserializer, max_fields)
     behavior = (
@@ -254,7 +254,7 @@ def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
                     async for reply in answer:
                         await context.write(reply)
             elif handler.response_streaming:
-                await answer  # the method writes its responses itself
+                await answer  # the method writes its own responses
             else:
                 await context.write(await answer)
 

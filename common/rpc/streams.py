@@ -1,12 +1,12 @@
 """Both directions of one gRPC stream: a bounded send queue, a reading task, and one end for both.
 
 Used for router streams and pair streams, on servers and clients. A peer that does not read is
-disconnected, and nothing waits for it. A peer that sends too fast is slowed by backpressure.
+disconnected instead of blocking others. A peer that sends too fast is slowed by backpressure.
 
-The server sends the reason of the end of a bidirectional stream as the last message. The status
+The server sends the reason for the end of a bidirectional stream as the last message. The status
 that follows has the same content but may be lost: if a client's write fails because the stream has
-just ended, grpc.aio replaces any status by INTERNAL. Messages are not lost. So a writing client
-gets the reason from its reader, and the reader prefers the last message to the status.
+just ended, grpc.aio replaces the status by INTERNAL. So a writing client gets the reason from its
+reader, which prefers the last message to the status.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from common.errors import Overloaded, ProtocolViolation, ServingError, cut
 from protos import last_words_pb2
 
-_OF_A_FAILED_WRITE = "Internal error from Core"  # text of grpc.aio
+_OF_A_FAILED_WRITE = "Internal error from Core"  # message of grpc.aio
 _STATUS_LOST = "the stream ended while a message was sent, and its status was lost"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -44,7 +44,7 @@ def said(error: ServingError) -> last_words_pb2.LastWords:
 
 
 async def heard(call: Any) -> AsyncIterator[Any]:
-    """Yield the server's messages except `last_words`, which end in StreamStatus.
+    """Yield the server's messages. A `last_words` message becomes a StreamStatus.
 
     Ends when the server ends the stream without an error.
 
@@ -81,11 +81,11 @@ M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 MAX_UNSENT = 2048  # messages; a router gets one per step, so this is at least 10 s of fast steps
 MAX_UNSENT_BYTES = 32 << 20
-_LAST_WRITE_S = 1.0  # for a write in progress at the end
+_LAST_WRITE_S = 1.0  # seconds for a write in progress at the end
 
 
 class OutgoingStream(Generic[M]):
-    """Send queue for one peer. Event loop only. Only `converse` blocks."""
+    """Send queue for one peer. Event loop only. Only `converse` waits."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class OutgoingStream(Generic[M]):
 
         Args:
             last_words: returns the message for an error that ends the stream. None: no message.
-            max_messages: limit of waiting messages.
-            max_bytes: limit of their bytes.
+            max_messages: limit of unsent messages.
+            max_bytes: limit of unsent bytes.
         """
         self._last_words = last_words
         self._max_messages = max_messages
@@ -110,7 +110,7 @@ class OutgoingStream(Generic[M]):
         self._end: asyncio.Future[ServingError] = asyncio.get_running_loop().create_future()
         self._last: ServingError | None = None  # ends the stream after everything is written
         self._over = False
-        self.cut_off = False  # the peer did not read
+        self.cut_off = False  # ended because the peer did not read
 
     def put(self, message: M) -> None:
         """Queue a message. Exceeding a limit ends the stream. After an end, nothing is queued."""
@@ -157,12 +157,11 @@ class OutgoingStream(Generic[M]):
     ) -> None:
         """Write queued messages and pass incoming ones to `take`, until the stream ends.
 
-        While `take` waits, nothing is read. Returns when `incoming` ends because the peer has
-        closed its direction.
+        Nothing is read while `take` waits. Returns when the peer closes its direction.
 
         Raises:
-            The first error from `end`, `take` or the stream. A ServingError is sent to the peer
-                before, if the peer reads.
+            The first error from `end`, `take` or the stream. A ServingError is first sent to the
+            peer, if the peer reads.
         """
 
         async def writing() -> None:
@@ -195,6 +194,6 @@ class OutgoingStream(Generic[M]):
             try:
                 # The status cannot be sent while a write is in progress.
                 await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
-            finally:  # also if this is cancelled again meanwhile
+            finally:  # also if this task is cancelled again meanwhile
                 writer.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

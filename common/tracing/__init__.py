@@ -1,1 +1,1 @@
-"""Tracing: spans made from timelines when a request has ended, for an OpenTelemetry collector."""
+"""Tracing: spans made from the timelines of ended requests, for an OpenTelemetry collector."""

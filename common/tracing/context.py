@@ -1,7 +1,7 @@
-"""W3C trace context: the trace of a request, and the parent of its next span; and the tracer.
+"""W3C trace context of a request, and the Tracer interface.
 
-Services hold a `Tracer | None`. The library of otlp.py is loaded only if tracing is configured. An
-invalid header is ignored, as the standard requires, and never fails its request.
+The library behind otlp.py is loaded only if tracing is configured. Otherwise the tracer is None. An
+invalid header is ignored, as the standard requires.
 """
 
 import re
@@ -44,7 +44,7 @@ def parse(header: str) -> SpanName | None:
 
 
 def checked(header: str) -> str:
-    """Return the header as this process sends it on: version 00. Empty if it is invalid."""
+    """Return the header in version 00, as this process forwards it. Empty if it is invalid."""
     if not header:
         return ""
     name = parse(header)
@@ -67,10 +67,10 @@ def is_sampled(header: str) -> bool:
 
 
 class TraceContext(msgspec.Struct, frozen=True, array_like=True):
-    """Position of a request in its trace, at one process. Both are checked headers, or empty."""
+    """A request's position in its trace, at one process. Both are checked headers, or empty."""
 
     parent: str = ""  # from the caller
-    own: str = ""  # the span created here at the request's end, named in advance for others
+    own: str = ""  # the span to create when the request ends, named in advance for other processes
 
     @property
     def passed_on(self) -> str:
@@ -88,7 +88,7 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
 
 UNTRACED = TraceContext()
 Attributes: TypeAlias = Mapping[str, str | int | float]
-FLUSH_S = 2.0  # for waiting spans, at the end of the process
+FLUSH_S = 2.0  # seconds to send waiting spans at the end of the process
 
 
 class ChildSpan(NamedTuple):
@@ -129,17 +129,17 @@ class Tracer(Protocol):
 
         Args:
             trace: from `enter`. Without `own`, the span gets a new id.
-            name: of the span.
+            name: name of the span.
             begun: start of the span.
             ended: end of the span.
             children: spans inside it.
-            attributes: of the span.
+            attributes: attributes of the span.
             error: message of a failure, or "".
         """
         ...
 
     def close(self) -> None:
-        """Send waiting spans, for at most FLUSH_S. Called last."""
+        """Send waiting spans, for at most FLUSH_S. Must be the last call."""
         ...
 
 
@@ -148,7 +148,7 @@ def start(server: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer |
 
     Args:
         server: configuration with the endpoint.
-        service: such as "baton-router".
+        service: service name, such as "baton-router".
         ratio: share of requests without a parent that get a trace.
     """
     if server.otlp_endpoint is None:

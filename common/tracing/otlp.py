@@ -1,7 +1,7 @@
-"""Spans by OpenTelemetry's library, sent over OTLP/gRPC by a separate thread.
+"""OpenTelemetry's library as a Tracer: sends spans over OTLP/gRPC on a separate thread.
 
-Imported only if an endpoint is configured. Headers, certificates and resource
-attributes come from the library's usual OTEL_* variables.
+Imported only if an endpoint is configured. Headers, certificates and resource attributes come from
+the library's usual OTEL_* variables.
 """
 
 import logging
@@ -42,12 +42,12 @@ from common.tracing.context import (
 log = logging.getLogger(__name__)
 
 _EXPORTERS_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
-EXPORT_S = 5.0  # for one batch, including retries
+EXPORT_S = 5.0  # seconds for one batch, including retries
 MAX_WAITING = 4096  # spans; more are dropped
 _BATCH = 256
 _BATCH_DELAY_MS = 1000.0
-_JOIN_S = 1.0  # for an export in progress, after its channel is closed
-_NUM_READINGS = 3  # of both clocks
+_JOIN_S = 1.0  # seconds for an export in progress, after its channel is closed
+_NUM_READINGS = 3  # readings of both clocks
 
 
 class OtlpTracer:
@@ -137,7 +137,7 @@ class OtlpTracer:
 def _to_unix_ns() -> int:
     """Return the difference from time.monotonic_ns() to time.time_ns().
 
-    A busy machine may delay this thread between the two, so the fastest reading counts.
+    A busy machine may delay this thread between the two readings, so the fastest pair counts.
     """
     readings = []
     for _ in range(_NUM_READINGS):
@@ -147,10 +147,9 @@ def _to_unix_ns() -> int:
 
 
 class _Exporter(SpanExporter):
-    """The library's exporter, with fewer log lines.
+    """The library's exporter, which logs only the first failure and the recovery.
 
-    If the collector fails, the library logs every attempt. This logs the first one and the
-    recovery.
+    The library itself logs every failed attempt.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -177,7 +176,7 @@ class _Exporter(SpanExporter):
 
 
 class _Names(IdGenerator):
-    """Gives the next span the id that was announced to others, and other spans a new one."""
+    """Gives the next span the id that was sent to others, and other spans a new one."""
 
     def __init__(self) -> None:
         self.next: SpanName | None = None
@@ -199,5 +198,5 @@ def _below(parent: SpanName | None) -> Context:
 
 
 def _drawn(num_bits: int) -> int:
-    """Return random bits, but not 0, which the standard excludes."""
+    """Return random bits, but never 0, which the standard excludes."""
     return random.getrandbits(num_bits) or 1

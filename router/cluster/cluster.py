@@ -1,4 +1,4 @@
-"""Nodes that a request can go to now, the adapters that they have, and the wait for a node."""
+"""The usable nodes of one model, their LoRA adapters, and the choice of nodes for a request."""
 
 import asyncio
 import contextlib
@@ -33,21 +33,18 @@ from router.policy.prefix_index import PrefixHints
 
 
 class KnownAdapters:
-    """Adapters of all decode nodes. For one event loop.
+    """LoRA adapters of all decode nodes. For one event loop.
 
     Args:
-        clients: the decode nodes by address, kept up to date by the caller.
+        clients: decode nodes by address. The caller keeps it up to date.
     """
 
     def __init__(self, clients: Mapping[str, DecodeClient]) -> None:
         self._clients = clients
-        self._news = asyncio.Event()  # set when a node has reported something
+        self._news = asyncio.Event()  # set when a node has sent a Status
 
     def by_name(self) -> Mapping[str, AdapterId]:
-        """Return the adapters of all nodes.
-
-        If one name has several, the first node's adapter counts.
-        """
+        """Return the id of each adapter by name. If nodes disagree, the first node's id is used."""
         found: dict[str, AdapterId] = {}
         for _, client in sorted(self._clients.items()):
             for name, adapter in client.adapters.items():
@@ -58,9 +55,9 @@ class KnownAdapters:
         """Return the id of an adapter.
 
         Args:
-            name: "" is no adapter.
+            name: "" means no adapter.
         Raises:
-            NotFound: no node has it.
+            NotFound: no node has the adapter.
         """
         if not name:
             return NO_ADAPTER
@@ -70,14 +67,16 @@ class KnownAdapters:
         return adapter
 
     def wake(self) -> None:
-        """Note that a node has reported something."""
+        """Wake `until`, because a node has sent a Status."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def until(self, name: str, adapter: AdapterId | None, longest_s: float) -> None:
-        """Wait until all nodes with a Status have this adapter by that name, at most `longest_s`.
+        """Wait until every node with a Status has this adapter under that name.
 
-        `adapter` None: until none of them has an adapter by that name.
+        Args:
+            adapter: None: wait until no node has an adapter of that name.
+            longest_s: time limit in seconds. Returns without an error when it expires.
         """
 
         def says(client: DecodeClient) -> bool:
@@ -96,36 +95,36 @@ NO_ADAPTER_THERE = "no ready decode node has the adapter"
 
 
 def of_model(sentence: str, served: str) -> str:
-    """Return a reason against new requests, with the model's name unless it is empty."""
+    """Prefix an error message with the model's name, unless the name is empty."""
     return f"model {served!r}: {sentence}" if served else sentence
 
 
-# Counted from the loss of the last usable node, or of the hope that it comes back. Longer than a
-# reconnect takes, shorter than a client's patience.
+# Counted from the time when no node was usable or expected to recover. Longer than a reconnect,
+# shorter than a client's patience.
 GRACE_S = 2.0
-_MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
+_MAX_CANDIDATES = 8  # prefill nodes sent to a decode node, which tries only a few
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """The chosen nodes for a request. Submit it before the next await, or choose again.
+    """Nodes chosen for a request.
 
-    The caller of `choose` closes the charge.
+    Submit the request before the next await, or choose again. The caller closes the charge.
     """
 
     decode: DecodeClient
     prefill: tuple[str, ...]
     charge: LoadReservation
     start_by: float  # time.monotonic() by which its prompt should start; -inf: not queued
-    prefix_at: tuple[PrefixHint, ...] = ()  # other nodes that hold part of its prompt
-    encoders: tuple[str, ...] = ()  # all encode nodes that may be used
+    prefix_at: tuple[PrefixHint, ...] = ()  # other nodes that have part of its prompt cached
+    encoders: tuple[str, ...] = ()  # all usable encode nodes
 
 
 class FingerprintUnavailable(NodeUnavailable):
-    """Decode nodes are ready, and none continues a batch-invariant response to the bit."""
+    """Decode nodes are ready, but none can continue a batch-invariant response."""
 
 
 class Cluster:
-    """The nodes of a cluster. Members are changed by `add` and `remove`. For one event loop."""
+    """Nodes of one model, changed by `add` and `remove`. For one event loop."""
 
     def __init__(
         self,
@@ -138,13 +137,13 @@ class Cluster:
         served: str = "",
         fingerprint_change: FingerprintChange = "fail",
     ) -> None:
-        """Create a cluster without members.
+        """Create a cluster without nodes.
 
         Args:
-            fingerprint_change: see RouterConfig.
-            hints: finds other nodes that hold a prefix of a prompt.
+            hints: finds other nodes that have a prefix of a prompt cached.
             on_change: called when `ready` may have changed.
-            served: names the model in errors. Empty: the router has no other.
+            served: model name for errors. Empty if the router has only one model.
+            fingerprint_change: see RouterConfig.
         """
         self._not_ready = of_model(NOT_READY, served)
         self._no_adapter = of_model(NO_ADAPTER_THERE, served)
@@ -158,13 +157,13 @@ class Cluster:
         self._clients: dict[str, DecodeClient] = {}
         self.adapters = KnownAdapters(self._clients)
         self.weights: WeightsId = UNNAMED  # weight version of most decode nodes
-        # The prefill nodes that each decode node can read from, and the usable ones of these decode
-        # nodes. Updated when a node reports something, which is less often than requests come.
+        # Decode nodes with the prefill nodes that each can read from, and the usable decode nodes.
+        # Updated when a node reports a change, which is rarer than requests.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
         self._choices: Sequence[DecodeChoice] = ()
-        self._awake: Sequence[DecodeChoice] = ()  # those that are not paused
+        self._awake: Sequence[DecodeChoice] = ()  # usable decode nodes that are not paused
         self._encoders: tuple[str, ...] = ()  # encode nodes that are usable
-        self._hopes = False  # ready, or it was, and one of its nodes may recover
+        self._hopes = False  # a node is ready, or was ready and may recover
         self._lost_at = -math.inf  # time.monotonic() when `_hopes` last ended
         self._closed = False
         self._news = asyncio.Event()  # set for requests that wait for a node
@@ -175,12 +174,12 @@ class Cluster:
         return bool(self._choices)
 
     def add(self, client: DecodeClient) -> None:
-        """Add a decode node. Requests may be placed there as soon as it is usable."""
+        """Add a decode node. It gets requests as soon as it is usable."""
         self._clients[client.address] = client
         self.refresh()
 
     def remove(self, client: DecodeClient) -> None:
-        """Remove a decode node. No more requests are placed there."""
+        """Remove a decode node. It gets no new requests."""
         if self._clients.get(client.address) is client:
             del self._clients[client.address]
         self.refresh()
@@ -203,13 +202,13 @@ class Cluster:
         self.weights = max(counts, key=counts.__getitem__, default=UNNAMED)
 
     def heard(self, client: DecodeClient) -> None:
-        """Process a change of the engine's liveness."""
+        """Process a change of the engine's liveness at a node."""
         if self._clients.get(client.address) is client:
             self._read(client)
             self._use()
 
     def described(self, reports: Sequence[NodeReport]) -> None:
-        """Record the queue times of prefill nodes. Decode nodes report theirs on their streams."""
+        """Record reported queue times of prefill nodes. Decode nodes use their streams."""
         for report in reports:
             description = report.description
             if report.role != "prefill":
@@ -224,7 +223,7 @@ class Cluster:
             )
 
     def refresh(self) -> None:
-        """Update all nodes after a change of the members or of their descriptions."""
+        """Update all nodes after nodes joined or left, or their descriptions changed."""
         self._readable.clear()
         addresses = (node.address for node in self._state.members)
         self._encoders = tuple(each for each in addresses if self._state.fit(each, "encode"))
@@ -249,25 +248,22 @@ class Cluster:
                 yield node.address
 
     def usable(self) -> Sequence[DecodeChoice]:
-        """Return the decode nodes for a request.
-
-        Paused ones are included only if all are paused.
-        """
+        """Return the decode nodes that may get a request. Paused nodes only if all are paused."""
         return self._awake or self._choices
 
     async def until_first_ready(self) -> None:
-        """Wait without a time limit until a request can be placed, or the router ends."""
+        """Wait without a time limit until a request can be placed or the router shuts down."""
         while not (self.ready or self._closed):
             await self._news.wait()
 
     async def until_ready(self) -> None:
-        """Wait until a request can be placed. Returns at once if one can.
+        """Wait until a request can be placed. Returns immediately if one can.
 
-        A node whose engine is silent counts as lost only once it counts as dead.
+        A node with a silent engine counts as lost only when its engine counts as dead.
 
         Raises:
-            NodeUnavailable: no node is usable, and the last usable one was lost `GRACE_S` ago or
-                never existed. Or the router ends.
+            NodeUnavailable: no node has been usable for `GRACE_S`, no node was ever usable, or the
+                router shuts down.
         """
         while not (self.ready or self._closed):
             until = None if self._hopes else self._lost_at + GRACE_S - time.monotonic()
@@ -280,7 +276,7 @@ class Cluster:
             raise NodeUnavailable(SHUTTING_DOWN)
 
     def check_in_time(self, due: RequestDue) -> None:
-        """Raise QueueFull if no prompt, however short, could start in time."""
+        """Raise QueueFull if not even an empty prompt could start in time."""
         self.backlogs.in_time(self.usable(), 0, due)
 
     def choose(
@@ -289,10 +285,10 @@ class Cluster:
         """Choose the nodes for a request.
 
         Args:
-            avoid: decode nodes that are used only if there is no other.
+            avoid: decode nodes to use only if there are no others.
         Raises:
-            NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
-            FingerprintUnavailable: only nodes with another fingerprint are.
+            NodeUnavailable: no decode node is usable, or none has a prefill node that it needs.
+            FingerprintUnavailable: only nodes with another fingerprint are usable.
             QueueFull: no node can start the prompt in time.
         """
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
@@ -316,13 +312,13 @@ class Cluster:
         )
 
     def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Placed:
-        """Choose the target of a migration from `source`. No prompt is computed.
+        """Choose the target of a live migration from `source`. The target computes no prompt.
 
         Args:
             wanted: address of the target. Empty: any.
         Raises:
             NodeUnavailable: no other decode node is usable, or the wanted one is not.
-            FingerprintUnavailable: as `choose`.
+            FingerprintUnavailable: only nodes with another fingerprint are usable.
         """
         choices = [
             choice
@@ -344,12 +340,12 @@ class Cluster:
     def _continuing(
         self, fingerprint: str, choices: Sequence[DecodeChoice]
     ) -> Sequence[DecodeChoice]:
-        """Return the decode nodes for the rest of a response.
+        """Return the decode nodes that can continue a response.
 
         Args:
             fingerprint: PlacementKey.invariant_fingerprint.
         Raises:
-            FingerprintUnavailable: no choice has the fingerprint.
+            FingerprintUnavailable: no node in `choices` has the fingerprint.
         """
         if not fingerprint:
             return choices
@@ -359,14 +355,14 @@ class Cluster:
         return same or choices
 
     def migratable(self) -> Iterator[MigratableRequest]:
-        """Yield all requests that may be migrated, now or later."""
+        """Yield all requests that can be migrated, now or later."""
         for client in self._clients.values():
             yield from client.migratable
 
     def _read(self, client: DecodeClient) -> None:
         """Update the choice for one decode node.
 
-        Only one node at a time: each reports twice a second and has a link to every prefill node.
+        Not for all nodes: each reports twice a second and has a link to every prefill node.
         """
         status = client.status
         taking = status is not None and status.state == "ready" and client.moves
@@ -394,9 +390,9 @@ class Cluster:
         self._on_change()
 
     def _may_wake(self, client: DecodeClient) -> bool:
-        """Return whether only a pause or a silent engine keeps requests from the node.
+        """Return whether the node is usable except for a pause or a silent engine.
 
-        During a pause its pairs may end and come back.
+        A paused node may lose its pairs and open them again.
         """
         status = client.status
         if status is None or status.state != "ready" or client.dead:
@@ -415,7 +411,7 @@ class Cluster:
         """Return the decode nodes of `clients` that can accept a request.
 
         Args:
-            alone: returns whether a node may be used without any prefill node.
+            alone: returns whether a node may be used without a prefill node.
         """
         usable = []
         for client in clients:
@@ -431,7 +427,7 @@ class Cluster:
 
 
 def _having(adapter: AdapterId, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
-    """Return the decode nodes that have the adapter."""
+    """Return the decode nodes that have loaded the adapter."""
     if not adapter:
         return choices
     return [choice for choice in choices if adapter in choice.adapters]

@@ -1,8 +1,8 @@
-"""The state of every node, polled for operators and to exclude incompatible nodes.
+"""State of every node, polled to exclude unhealthy and incompatible nodes and for operators.
 
-A node whose tokenizer differs from the router's would return wrong text, so it gets no requests.
-Operators' calls go to all nodes at once (ask_all). The role that a node reports counts, wherever
-its address was listed. NodeDescriber asks the same nodes about one request.
+A node whose tokenizer differs from the router's would return wrong text, so it gets no requests. A
+node counts with the role that it reports, not with the role that its address was configured with.
+`ask_all` sends an operator's call to all nodes, and NodeDescriber asks all nodes about one request.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LEFT = "it left the cluster"
 
 
 class NodeMember(Protocol):
-    """A node of the cluster."""
+    """A node of the cluster, as `ask_all` needs it."""
 
     @property
     def role(self) -> str: ...
@@ -39,13 +39,13 @@ class NodeMember(Protocol):
 
     @property
     def stub(self) -> Any:
-        """Stub of its Node service."""
+        """gRPC stub of its Node service."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastResult:
-    """Result of one node. `problem` names the node and its error, or is "" after success."""
+    """Outcome of a call to one node. `problem` names the node and its error, or is ""."""
 
     member: NodeMember
     answer: Any = None
@@ -55,11 +55,11 @@ class BroadcastResult:
 async def ask_all(
     members: Sequence[NodeMember], method: str, request: Any, longest_s: float
 ) -> list[BroadcastResult]:
-    """Call a method of all members. Returns the results in the order of the members.
+    """Call a method of all members in parallel. Returns the results in the order of the members.
 
     Args:
-        method: of the Node service.
-        longest_s: time limit of each call, in seconds.
+        method: name of a method of the Node service.
+        longest_s: time limit of each call in seconds.
     """
 
     async def one(member: NodeMember) -> BroadcastResult:
@@ -77,10 +77,11 @@ async def ask(
     longest_s: float,
     max_bytes: int | None = None,
 ) -> tuple[Any, str]:
-    """Call a method of one node. Returns its response and "", or None and the reason.
+    """Call a method of one node. Returns the response and "", or None and the reason.
 
     Args:
-        max_bytes: longest accepted response.
+        longest_s: time limit in seconds.
+        max_bytes: largest accepted response.
     """
     try:
         answer = await methodcaller(method, request, timeout=longest_s)(member.stub)
@@ -88,7 +89,7 @@ async def ask(
         return None, cut(error.details() or error.code().name)
     except asyncio.CancelledError:
         rpc.raise_if_cancelled()
-        return None, LEFT  # only this call was cancelled
+        return None, LEFT  # only this call was cancelled, because the node left
     if answer is None:  # grpcio returns None for bytes that it cannot parse
         return None, "invalid message"
     if max_bytes is not None and answer.ByteSize() > max_bytes:
@@ -97,9 +98,9 @@ async def ask(
 
 
 _DEADLINE_S = 2.0
-_INTERVAL_S = 1.0  # the speed of a prefill node, and so its queue time, may change quickly
-_MAX_BYTES = 256 << 10  # of a description; with links to 1000 nodes it has 50 KB
-_MAX_HISTORY_BYTES = 1 << 20  # of what a node knows about one request
+_INTERVAL_S = 1.0  # short, because a prefill node's speed and queue time change quickly
+_MAX_BYTES = 256 << 10  # limit of a description; with links to 1000 nodes it has 50 KB
+_MAX_HISTORY_BYTES = 1 << 20  # limit of a node's data about one request
 _STATES = ("starting", "ready", "paused", "draining", "unhealthy")
 _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
@@ -108,16 +109,16 @@ _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 class NodeReport:
     """Latest description of one node."""
 
-    role: str  # "prefill" | "decode" | "encode", as known before this report
+    role: str  # "prefill" | "decode" | "encode": the expected role
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
-    engine_silent: bool = False  # and nothing else is wrong with it
+    engine_silent: bool = False  # and there is no other problem
     at: float = field(default_factory=time.monotonic)
 
 
 class _Known:
-    """A member and the state from its last description. The state is "" before the first one."""
+    """A member and the state from its last description, "" before the first one."""
 
     def __init__(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
         self.role = role
@@ -125,14 +126,14 @@ class _Known:
         self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         self.state = ""
         self.engine_silent = False
-        self.instance = 0  # instance that reported the state
-        self.num_lives = 1  # incremented whenever it is lost
-        self.silence = ""  # why it did not answer, or ""
-        self.leaving = False  # it was draining at its last report
+        self.instance = 0  # instance id that reported the state
+        self.num_lives = 1  # incremented whenever the node is lost
+        self.silence = ""  # reason why it did not respond, or ""
+        self.leaving = False  # its last report said that it drains
 
 
 class ClusterState:
-    """The last known state of all nodes. For one event loop."""
+    """Last known state of all nodes. For one event loop."""
 
     def __init__(
         self,
@@ -148,12 +149,13 @@ class ClusterState:
 
         Args:
             tokenizer_hash: hash of the tokenizer of these nodes' model.
-            other_models: the other models of the router, by their nodes' names. A node of one gets
-                no requests here, even if it has the same tokenizer.
+            other_models: names of the router's other models. A node with such a model gets no
+                requests here, even if its tokenizer is the same.
             on_change: called when `fit` of a node may have changed.
             on_reports: called with the reports of all nodes after each survey.
-            on_role: called with the address of a node that reports another role than it joined
-                with. It gets no requests until it joins with that role.
+            on_role: called with the address of a node whose reported role differs from its
+                configured role. The node gets no requests until it joins again with the reported
+                role.
             on_stream_lost: called when the stream of a decode node breaks.
         """
         self._on_reports = on_reports
@@ -177,7 +179,7 @@ class ClusterState:
         self.want()
 
     def leave(self, address: str) -> None:
-        """Remove a node. It is not polled any more, and not fit."""
+        """Remove a node. It is no longer polled, and `fit` returns False for it."""
         del self._known[address]
 
     @property
@@ -186,7 +188,7 @@ class ClusterState:
 
     @property
     def serving(self) -> Sequence[NodeMember]:
-        """Members with weights, KV and adapters of their own, which operators change together."""
+        """Prefill and decode nodes, whose weights, KV and adapters operators change together."""
         return tuple(known for known in self._known.values() if known.role != "encode")
 
     def fit(self, address: str, role: Role) -> bool:
@@ -198,7 +200,7 @@ class ClusterState:
         return known is not None and known.role == role and known.state not in _NOT_FOR_REQUESTS
 
     def ready_instance(self, address: str) -> int:
-        """Return the instance id of the node at an address if it is ready, else 0."""
+        """Return the instance id of the node at an address, or 0 if it is not ready."""
         known = self._known.get(address)
         return known.instance if known is not None and known.state == "ready" else 0
 
@@ -213,9 +215,10 @@ class ClusterState:
         return known is not None and known.engine_silent
 
     def lost(self, address: str, *, broke: bool) -> None:
-        """Drop the state of a lost node. Another one may come back at its address.
+        """Drop the state of a lost node. Another node may appear at its address.
 
-        `broke`: its stream has ended although it had not drained.
+        Args:
+            broke: its stream ended although the node had not drained.
         """
         if broke:
             self._on_stream_lost()
@@ -225,9 +228,9 @@ class ClusterState:
             known.num_lives += 1
 
     def drains(self, address: str) -> None:
-        """Note that a node reports on its stream that it drains.
+        """Record that a node reports on its stream that it drains.
 
-        It may end before the next survey.
+        It may stop before the next survey.
         """
         known = self._known.get(address)
         if known is not None:
@@ -238,10 +241,10 @@ class ClusterState:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Survey when requested and at every interval, until cancelled."""
+        """Poll all nodes at each interval and when `want` was called, until cancelled."""
         while True:
             self._wanted.clear()
-            # Never share a survey that runs already: it may have begun before the change.
+            # Do not share a survey in progress: it may have begun before the change.
             await self._look()
             try:
                 async with asyncio.timeout(_INTERVAL_S):
@@ -250,7 +253,7 @@ class ClusterState:
                 continue
 
     async def look(self) -> list[NodeReport]:
-        """Return the reports of all nodes, prefill nodes first, within 2 s.
+        """Return the reports of all nodes within 2 s, prefill nodes first.
 
         Concurrent callers share one survey.
         """
@@ -270,13 +273,13 @@ class ClusterState:
         report = await self._report(known)
         described = report.description
         if described is None:
-            # The last state stays: the loss of a node is reported by its stream. Encode nodes have
+            # Keep the last state: the loss of a node is reported by its stream. Encode nodes have
             # no stream to the router.
             if known.role == "encode" and known.state:
                 known.state = ""
                 self._on_change()
             return report
-        # A description made before the node was lost does not apply to the one that came back.
+        # A description from before the loss does not apply to the node that came back.
         if known.num_lives == life and known.state != report.state:
             known.state, known.engine_silent = report.state, report.engine_silent
             known.instance = described.instance_id
@@ -312,7 +315,7 @@ class ClusterState:
             log.log(level, "node does not respond %s", kv(node=known.address, reason=reason))
 
     def _incompatibility(self, description: node_pb2.DescribeResponse) -> str:
-        """Return why a healthy node gets no requests, or "" if it may."""
+        """Return why a healthy node gets no requests, or "" if it gets requests."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
         if description.model in self._other_models:
@@ -326,12 +329,12 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class DescribeResult:
-    """Response of one node.
+    """One node's answer about a request.
 
     Attributes:
-        at: time.monotonic() when it arrived. It was made at most one call earlier, because an
-            engine responds after its current step.
-        problem: why there is no response, or empty.
+        at: time.monotonic() of its arrival. An engine answers after its current step, so the
+            content is up to one call older.
+        problem: why there is no answer, or "".
     """
 
     role: str
@@ -342,17 +345,17 @@ class DescribeResult:
 
 
 class NodeDescriber:
-    """Queries about requests. For one event loop.
+    """Asks all nodes what they know about one request. For one event loop.
 
     Args:
-        states: of the nodes of each model.
+        states: one ClusterState for each model.
     """
 
     def __init__(self, states: Sequence[ClusterState]) -> None:
         self._states = states
 
     async def ask(self, request_id: str) -> list[DescribeResult]:
-        """Return the responses of all nodes, prefill nodes first, within 2 s. Raises nothing."""
+        """Return the answers of all nodes within 2 s, prefill nodes first. Raises nothing."""
         known = chain.from_iterable(state.members for state in self._states)
         members = sorted(known, key=lambda member: member.role != "prefill")
         return list(await asyncio.gather(*(_history(member, request_id) for member in members)))

@@ -1,7 +1,7 @@
-"""Client of one decode node: one long-lived Serve stream that carries many requests.
+"""Client of one decode node: one long-lived Serve stream that carries all its requests.
 
-The client reconnects without limit. The end of a stream ends all requests on it. Request numbers
-are never reused, so late output of a cancelled request is ignored.
+The client reconnects forever. The end of a stream ends all requests on it. Request numbers are
+never reused, so late output of a cancelled request is ignored.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
-_REFUSED_S = 30.0  # wait after a protocol version mismatch
+_REFUSED_S = 30.0  # seconds to wait after a protocol version mismatch
 _DEAD_LOOK_S = 0.5
 _MAX_WITHOUT_TIMELINE = 1024  # timelines still expected for cancelled requests
 
@@ -47,19 +47,19 @@ OnTimeline = Callable[[decode_pb2.Timeline], None]
 
 
 class _Over(NamedTuple):
-    """End of a stream."""
+    """How a stream has ended."""
 
     reason: str
     refused: bool = (
-        False  # the protocol versions differ: a retry cannot help before one end is replaced
+        False  # False: the protocol versions differ, so a retry fails until one side is replaced
     )
     engine_died: bool = False
 
 
 class DecodeClient:
-    """Client of a decode node.
+    """Client of a decode node. For one event loop.
 
-    `run` keeps the stream, all else returns at once. For one event loop.
+    `run` keeps the stream open. All other methods return immediately.
     """
 
     def __init__(
@@ -77,35 +77,35 @@ class DecodeClient:
         """Create a client without a stream.
 
         Args:
-            peers: addresses of all prefill nodes, sent to the node first.
+            peers: addresses of all prefill nodes, sent first on each stream.
             others: addresses of all decode nodes, sent with them.
             on_move: called with the address when `status` has changed.
             on_pulse: called when `moves` or `dead` has changed on an open stream.
             patience: limits for a silent engine.
-            refused_s: wait before the next attempt at a node with another protocol version.
+            refused_s: seconds between attempts at a node with another protocol version.
         """
         self.address = address
-        # The last Status on the open stream. None: there is no stream, or no Status yet.
+        # Last Status on the open stream. None: no stream, or no Status yet.
         self.status: decode_pb2.Status | None = None
         self.adapters: Mapping[str, AdapterId] = {}  # adapters of the node, by name
-        self.version = UNKNOWN_VERSION  # of the tokens that the node sends
+        self.version = UNKNOWN_VERSION  # version of the tokens that the node sends
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
-        self.migratable: set[MigratableRequest] = set()  # its requests that may be migrated
-        self.draining = asyncio.Event()  # set while it `drains`
+        self.migratable: set[MigratableRequest] = set()  # requests on the node that can be migrated
+        self.draining = asyncio.Event()  # set while the node drains
         self.ended_in_order = False  # its last stream ended after a drain, without requests
         self._on_move = on_move
         self._on_pulse = on_pulse
         self._patience = patience or LivenessLimits()
-        self._pulse: EngineLiveness | None = None  # of the open stream
+        self._pulse: EngineLiveness | None = None  # liveness of the engine behind the open stream
         self._refused_s = refused_s
-        self._found = asyncio.Event()  # another instance was found since the last stream
-        self._instance = 0  # found last
+        self._found = asyncio.Event()  # a new instance has been found since the last stream
+        self._instance = 0  # instance id found last
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
-        # Requests without a timeline so far. It may come after the request was cancelled.
+        # Requests whose timeline has not come yet. It may come after a cancellation.
         self._without_timeline: dict[int, OnTimeline] = {}
-        self._quarantine: decode_pb2.Quarantine | None = None  # in progress in the node
+        self._quarantine: decode_pb2.Quarantine | None = None  # running on the node now
         self._unsent = OutgoingBatch(address)
 
     @property
@@ -119,16 +119,16 @@ class DecodeClient:
 
     @property
     def moves(self) -> bool:
-        """True if its engine makes progress, as reported on the open stream."""
+        """True if the engine makes progress, as reported on the open stream."""
         return self._pulse is not None and self._pulse.moves
 
     @property
     def dead(self) -> bool:
-        """True if its engine has been silent so long that nothing is expected from it."""
+        """True if the engine has been silent for longer than `dead_s`."""
         return self._pulse is None or self._pulse.dead
 
     async def run(self) -> None:
-        """Keep the stream until cancelled. Active requests then fail with NodeUnavailable."""
+        """Keep a stream open until cancelled. Then requests in flight fail with NodeUnavailable."""
         backoff_s = _MIN_BACKOFF_S
         logged = ""
         while True:
@@ -139,7 +139,7 @@ class DecodeClient:
                 over = await self._serve()
                 rpc.raise_if_cancelled()
                 if self.status is not None:
-                    self._found.clear()  # set before, for the stream that is lost
+                    self._found.clear()  # it was set by the instance whose stream has just ended
                     self._log_end(over)
                 elif over.refused and over.reason != logged:
                     log.warning(
@@ -159,7 +159,7 @@ class DecodeClient:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _log_end(self, over: _Over) -> None:
-        """Log the end of a stream. A planned end without active requests is no warning."""
+        """Log the end of a stream. A planned end without requests in flight is not a warning."""
         self.ended_in_order = self.drains and not self._live
         if self.ended_in_order:
             log.info("decode node stopped %s", kv(node=self.address, reason=over.reason))
@@ -168,9 +168,9 @@ class DecodeClient:
             log.warning("decode node failed %s", fields)
 
     def found(self, instance: int) -> None:
-        """Note that the node reports to be ready.
+        """Record whether the node reports that it is ready.
 
-        At the first report of an instance the next stream is opened at once, unless the last one
+        The first report of a new instance opens the next stream immediately, unless the last one
         was refused.
 
         Args:
@@ -186,7 +186,7 @@ class DecodeClient:
                 await self._found.wait()
 
     def set_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
-        """Replace the lists of nodes, for the open stream and all later ones."""
+        """Replace the lists of nodes, on the open stream and all later ones."""
         self._peers = tuple(prefill), tuple(decode)
         self._unsent.set_peers(*self._peers)
 
@@ -204,11 +204,11 @@ class DecodeClient:
         """Submit a request. The caller must call `cancel` on the result.
 
         Args:
-            prefill: candidate prefill nodes in order of preference.
+            prefill: addresses of candidate prefill nodes, best first.
             on_timeline: called with the node's timeline of the request, even after `cancel`.
-            move_from: source of a migration. No output comes before the request has left it.
-            prefix_hints: other nodes that hold part of its prompt.
-            encode_addresses: the encode node of each image.
+            move_from: source of a live migration. Output starts once the request has left it.
+            prefix_hints: other nodes that have part of the prompt cached.
+            encode_addresses: encode node of each image.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -250,7 +250,7 @@ class DecodeClient:
 
     async def _serve(self) -> _Over:
         """Open the stream and read it to its end."""
-        # wait_for_ready is off: a waiting call would keep old certificates.
+        # Without wait_for_ready: a waiting call would keep outdated certificates.
         call = self._stub.Serve()
         self._unsent.clear()
         self._unsent.set_peers(*self._peers)
@@ -288,9 +288,9 @@ class DecodeClient:
     async def _end_if_dead(
         self, pulse: EngineLiveness, call: "grpc.aio.StreamStreamCall[Any, Any]"
     ) -> None:
-        """Cancel the stream when its engine is dead and has requests, which continue elsewhere.
+        """Cancel the stream if its engine is dead and has requests, so that they are replayed.
 
-        A stream without requests stays open for the engine to recover.
+        A stream without requests stays open, because the engine may recover.
         """
         while True:
             await pulse.until_dead()
@@ -314,7 +314,7 @@ class DecodeClient:
             while True:
                 await call.write(await self._unsent.message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The stream has ended. The reader of the stream gets the reason.
+            # The stream has ended. Its reader gets the reason.
             return
 
     def _take(self, message: decode_pb2.FromNode) -> None:
@@ -337,7 +337,7 @@ class DecodeClient:
                 if self._pulse is not None:
                     self._pulse.heartbeat(message.engine_heartbeat.late_s)
             case _:
-                return  # message kind of a newer version
+                return  # kind of message from a newer version
 
     def _renew(self, version: ModelVersion) -> None:
         if version != self.version:
@@ -417,12 +417,12 @@ class DecodeClient:
 
     @property
     def paused(self) -> bool:
-        """True if new requests would wait there because it is paused."""
+        """True if new requests would wait on the node because it is paused."""
         return self.status is not None and self.status.paused
 
     @property
     def drains(self) -> bool:
-        """True if it is draining and its requests should migrate."""
+        """True if the node drains, so that its requests should migrate."""
         return self.status is not None and self.status.state == "draining"
 
     def _note_drain(self) -> None:
@@ -433,7 +433,7 @@ class DecodeClient:
             self.draining.clear()
 
     def _whose(self, number: int, over: _Over) -> LossCause:
-        """Return the possible cause of the end of a stream, for one request."""
+        """Return how the request may be involved in the end of its stream."""
         if not over.engine_died:
             return LossCause.UNRELATED if self.drains else LossCause.UNKNOWN
         if self._quarantine is None:
@@ -443,7 +443,7 @@ class DecodeClient:
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
-    """Return the adapters by name. Raises ProtocolViolation if they are too many or invalid."""
+    """Return the adapters by name. Raises ProtocolViolation if there are invalid ones."""
     if len(status.adapters) > limits.MAX_ADAPTERS:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:
@@ -470,7 +470,7 @@ class DecodeCall:
 
     Attributes:
         tokens: output of the node.
-        move_from: names the request to a decode node that it migrates to.
+        move_from: identifies this request to the target node of a live migration.
     """
 
     __slots__ = ("_client", "_number", "move_from", "tokens")

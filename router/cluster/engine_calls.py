@@ -14,7 +14,7 @@ from protos import node_pb2, router_pb2
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import BroadcastResult, ClusterState, NodeMember, ask_all
 
-_PAUSE_S = 65.0  # longer than a node takes
+_PAUSE_S = 65.0  # seconds; longer than a node takes
 _WEIGHTS_S = 605.0
 _PROFILE_S = 65.0
 _PAIRS_S = 30.0
@@ -23,22 +23,22 @@ _ANSWER_S = 10.0
 
 
 class EngineCalls:
-    """Engine calls. For one event loop."""
+    """Operator calls to all engines. For one event loop."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
 
     async def pause(self, mode: str) -> router_pb2.PauseResponse:
-        """Pause all nodes: no node launches steps when this returns.
+        """Pause all nodes. When this returns, no node starts another step.
 
-        If this raises, only nodes that were paused before are paused. Decode nodes come first,
-        because they cancel what prefill nodes compute for them.
+        Decode nodes are paused first, because they cancel prompts on prefill nodes. After an error,
+        only nodes that were paused before stay paused.
 
         Args:
             mode: as in PauseRequest.
         Raises:
             InvalidRequest: the mode is unknown.
-            FailedPrecondition: a node is not paused or does not answer, or there is no node.
+            FailedPrecondition: a node did not pause or respond, or there is no node.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
         return await self._pause(request, self._state.serving)
@@ -65,7 +65,7 @@ class EngineCalls:
         """Resume all nodes.
 
         Raises:
-            FailedPrecondition: a node does not answer. The others are resumed.
+            FailedPrecondition: a node did not respond. The others are resumed.
         """
         return await self._resume(self._state.serving)
 
@@ -79,17 +79,16 @@ class EngineCalls:
     async def update_weights(self, path: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
         """Update the weights of all nodes from a path.
 
-        Nodes that were not paused are paused only while the weights are overwritten.
+        Nodes that were running are paused only while their weights are overwritten.
 
         Args:
-            path: of the new weights.
+            path: path of the new weights on the nodes.
             abort: abort requests in flight. Otherwise they are recomputed from their tokens.
         Raises:
-            InvalidRequest: a node refuses the weights or does not answer, or nodes have read
-                different weights. Nothing has changed.
+            InvalidRequest: a node rejected the weights or did not respond, or nodes read different
+                weights. Nothing has changed.
             FailedPrecondition: a node could not be paused, and nothing has changed. Or a node was
-                not
-                updated, and all nodes stay paused.
+                not updated, and all nodes stay paused.
         """
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
@@ -108,11 +107,11 @@ class EngineCalls:
         Nodes with other weights are paused while they read the weights.
 
         Args:
-            producer: address of the node.
+            producer: address of the node that has the new weights.
             abort: as in `update_weights`.
         Raises:
             InvalidRequest: the node is unknown or does not report its weights.
-            FailedPrecondition: as in `update_weights`. The nodes to be updated stay paused.
+            FailedPrecondition: as in `update_weights`. Nodes that were not updated stay paused.
         """
         has = {
             report.address: report.description.weights
@@ -138,7 +137,7 @@ class EngineCalls:
         return router_pb2.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
 
     async def _pairs(self) -> frozenset[tuple[str, str]]:
-        """Return all pairs of a decode node and a node that it can read from."""
+        """Return the addresses of each decode node and each node that it can read from."""
         return frozenset(
             (report.address, link.peer)
             for report in await self._state.look()
@@ -147,7 +146,7 @@ class EngineCalls:
         )
 
     async def _paired(self, pairs: frozenset[tuple[str, str]]) -> None:
-        """Wait until these pairs exist again after an update, at most `_PAIRS_S`."""
+        """Wait until these pairs are connected again after an update, at most `_PAIRS_S`."""
         until = time.monotonic() + _PAIRS_S
         while time.monotonic() < until:
             if pairs <= await self._pairs():
@@ -169,13 +168,13 @@ class EngineCalls:
     async def release_memory(self, tags: Sequence[str]) -> router_pb2.ReleaseMemoryResponse:
         """Release memory on all nodes.
 
-        If this raises, nodes that had the memory before have it again.
+        After an error, nodes that had the memory before have it again.
 
         Args:
             tags: as in ReleaseMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
-            FailedPrecondition: a node failed or does not answer, or there is no node.
+            FailedPrecondition: a node failed or did not respond, or there is no node.
         """
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
         said = await ask_all(self._state.serving, "ReleaseMemory", request, _WEIGHTS_S)
@@ -188,35 +187,35 @@ class EngineCalls:
         return router_pb2.ReleaseMemoryResponse()
 
     async def resume_memory(self, tags: Sequence[str]) -> router_pb2.ResumeMemoryResponse:
-        """Allocate the memory again on all nodes.
+        """Allocate released memory again on all nodes.
 
         Args:
             tags: as in ResumeMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
-            FailedPrecondition: a node lacks memory or does not answer. The others have resumed.
+            FailedPrecondition: a node lacks memory or did not respond. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
         _check(await ask_all(self._state.serving, "ResumeMemory", request, _WEIGHTS_S))
         return router_pb2.ResumeMemoryResponse()
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
-        """Start profiling on all nodes.
+        """Start a profile on all nodes.
 
         Args:
             num_steps: as in StartProfileRequest.
         Raises:
-            FailedPrecondition: a node does not profile. The others do.
+            FailedPrecondition: a node could not start. The others profile.
         """
         return await self._profiled(
             "StartProfile", router_pb2.StartProfileRequest(num_steps=num_steps)
         )
 
     async def stop_profile(self) -> router_pb2.ProfilesResponse:
-        """Stop profiling on all nodes.
+        """Stop the profile on all nodes.
 
         Raises:
-            FailedPrecondition: a node has no trace. The others have one.
+            FailedPrecondition: a node has no trace. The others have written theirs.
         """
         return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
 
@@ -236,8 +235,7 @@ class EngineCalls:
         """Flush the prefix caches of all nodes.
 
         Raises:
-            FailedPrecondition: a node has requests or does not answer. The others have flushed
-                theirs.
+            FailedPrecondition: a node has requests or did not respond. The others are flushed.
         """
         request = router_pb2.FlushCacheRequest()
         said = await ask_all(self._state.serving, "FlushCache", request, _ANSWER_S)
@@ -262,16 +260,16 @@ def _problems(said: Sequence[BroadcastResult]) -> str:
     return "; ".join(each.problem for each in said if each.problem)
 
 
-_LOAD_S = 65.0  # longer than a node takes
+_LOAD_S = 65.0  # seconds; longer than a node takes
 _UNLOAD_S = 10.0
-_REPORT_S = 5.0  # longest wait until the router's streams report the change
+_REPORT_S = 5.0  # longest wait in seconds until the nodes' streams report the change
 
 
 class AdapterCalls:
-    """Adapter calls. For one event loop.
+    """Operator calls for LoRA adapters. For one event loop.
 
     Args:
-        served: names of all served models, which adapters must not have.
+        served: names of all served models. An adapter must not have such a name.
     """
 
     def __init__(self, state: ClusterState, cluster: Cluster, served: Collection[str]) -> None:
@@ -280,11 +278,10 @@ class AdapterCalls:
         self._served = served
 
     async def load(self, name: str, path: str) -> router_pb2.LoadAdapterResponse:
-        """Load an adapter on all nodes. If this raises, only nodes that had it before have it.
+        """Load an adapter on all nodes. After an error, only nodes that had it before have it.
 
         Raises:
-            InvalidRequest: a node refuses it or does not answer, or nodes have read different
-                adapters.
+            InvalidRequest: a node rejected it or did not respond, or nodes read different adapters.
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)
@@ -304,11 +301,11 @@ class AdapterCalls:
         return answer
 
     async def unload(self, name: str) -> router_pb2.UnloadAdapterResponse:
-        """Unload an adapter. Running requests that use it continue, and new ones cannot use it.
+        """Unload an adapter. Running requests continue with it, and new ones cannot use it.
 
         Raises:
             NotFound: no node has it.
-            InvalidRequest: a node does not answer.
+            InvalidRequest: a node did not respond.
         """
         self._check(name)
         said = await self._unload(self._state.serving, name)

@@ -1,4 +1,4 @@
-"""Liveness of the engine of a decode node, and the requests that can be migrated from a node."""
+"""Liveness of decode nodes' engines, and the interface of requests that can migrate."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,27 +10,25 @@ from common.process.standstill import StallMonitor
 _LONGEST_LOOK_S = 0.5
 
 
-# Liveness of a decode node's engine, by the heartbeats on its Serve stream.
-#
-# A responsive node process proves nothing: its engine may be stalled, and a node that finishes
-# nothing looks like the least busy one. So there are two limits of silence: after the first, the
-# node gets no new requests. After the second, its requests are given up.
+# A responsive server process proves nothing: its engine may be stalled, and a node that finishes
+# nothing looks least loaded. So silence has two limits: after the first the node gets no new
+# requests, and after the second its requests are replayed on other nodes.
 @dataclass(frozen=True, slots=True)
 class LivenessLimits:
     """Limits for a silent engine, in seconds. Heartbeats come once a second."""
 
-    silent_s: float = 5.0  # until the engine counts as silent
-    dead_s: float = 10.0  # until it counts as dead
+    silent_s: float = 5.0  # silence after which the node gets no new requests
+    dead_s: float = 10.0  # silence after which its requests are replayed
 
 
 class EngineLiveness:
-    """Liveness of the engine behind one stream, from its opening on. For one event loop.
+    """Liveness of the engine behind one stream. For one event loop.
 
-    It counts as silent until the first heartbeat: a node may be stalled when a stream opens.
+    Silent until the first heartbeat, because a node may already be stalled when a stream opens.
     """
 
     def __init__(self, patience: LivenessLimits, on_change: Callable[[], None]) -> None:
-        """Start as silent.
+        """Create it in the silent state.
 
         Args:
             patience: limits of silence.
@@ -44,10 +42,10 @@ class EngineLiveness:
         self._standstill = StallMonitor(self._look_s)
 
     def heartbeat(self, late_s: float = 0.0) -> None:
-        """Note a heartbeat.
+        """Record a heartbeat.
 
         Args:
-            late_s: seconds by which the engine's progress is overdue: its silence began then.
+            late_s: seconds for which the engine has made no progress. Its silence counts from then.
         """
         late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
         self._standstill.moved(late_s)
@@ -55,7 +53,7 @@ class EngineLiveness:
             self._report(moves=True)
 
     async def until_dead(self) -> None:
-        """Wait until the engine counts as dead. Returns at once while it stays dead."""
+        """Wait until the engine counts as dead. Returns immediately if it does already."""
         while (silence_s := self._standstill.look()) < self._patience.dead_s:
             if silence_s >= self._patience.silent_s:
                 self._report(moves=False)
@@ -70,10 +68,10 @@ class EngineLiveness:
 
 @dataclass(frozen=True, slots=True)
 class MigrationOutcome:
-    """Result of a migration.
+    """Result of a live migration.
 
-    `target` is "" if there was no node to migrate to. `because` is the reason why the request
-    stays, or empty after success.
+    `target` is "" if no node could accept the request. `because` is the reason why the request
+    stays, or "" after success.
     """
 
     target: str
@@ -88,16 +86,16 @@ class MigratableRequest(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of its node."""
+        """Address of its decode node."""
         ...
 
     @property
     def movable(self) -> bool:
-        """True if `migrate` may be called: the request has a token and no migration in progress."""
+        """True if `migrate` may be called: it has a token, and no migration is in progress."""
         ...
 
     def migrate(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
-        """Start to migrate it to `target`, or to any decode node.
+        """Start a migration to `target`, or to any decode node.
 
         The task ends when the request has migrated or stays. It is cancelled if the request ends.
         """

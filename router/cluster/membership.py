@@ -1,10 +1,9 @@
-"""Cluster membership: nodes that join and leave while the router runs.
+"""Cluster membership: nodes join and leave while the router runs.
 
-A new node gets a connection and joins the survey. CacheWatch follows its cache events. Decode nodes
-are sent new prefill nodes at once.
-A leaving node gets no new requests and finishes its running ones. Only then does its connection
-close, and only then do decode nodes end their pair with it. A node that reports another role than
-expected leaves in one role and joins in the other.
+A joining node gets a connection and is polled, and CacheWatch subscribes to its cache events.
+Decode nodes are sent the addresses of new prefill nodes immediately. A leaving node gets no new
+requests and finishes its running ones. Then its connection is closed and decode nodes end their
+pairs with it. A node that reports another role leaves with the old role and joins with the new one.
 """
 
 import asyncio
@@ -31,23 +30,18 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 5.0
-_MAX_PAGES = 1 << 16  # stored or removed in one message; a node sends at most half as many
+_MAX_PAGES = 1 << 16  # limit of pages in one message; a node sends at most half of it
 
 
-# Follows the cache events of all nodes for the prefix index, by one WatchCache call to each.
-#
-# If the call fails, the index continues with this router's history of placements.
+# If the WatchCache call to a node fails, the prefix index uses this router's history of placements.
 class CacheWatch:
-    """Subscriptions to cache events. For one event loop."""
+    """Subscriptions to the cache events of all nodes, for the prefix index. For one event loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
     async def run(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Keep the index of one node up to date until cancelled.
-
-        Then the index forgets the node.
-        """
+        """Update the prefix index by the events of one node until cancelled, then drop the node."""
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         backoff_s = _MIN_BACKOFF_S
         logged = ""
@@ -67,9 +61,9 @@ class CacheWatch:
             self._index.forget(address)
 
     async def _listen(self, address: str, stub: node_pb2_grpc.NodeStub) -> tuple[bool, str]:
-        """Follow one call to its end. Returns whether events came, and why it ended."""
+        """Read one call to its end. Returns whether events came, and why it ended."""
         heard = False
-        # wait_for_ready is off: a waiting call would keep old certificates.
+        # Without wait_for_ready: a waiting call would keep outdated certificates.
         call = stub.WatchCache(node_pb2.WatchCacheRequest())
         try:
             async for events in call:
@@ -97,16 +91,18 @@ class CacheWatch:
         return heard, "the node has ended the call"
 
 
-# By then a leaving prefill node has handed off its prompts. The rest is recomputed elsewhere.
+# Seconds after which a leaving prefill node has handed off its prompts. Later ones are recomputed
+# elsewhere.
 HANDOFFS_S = 30.0
-MOST_AT_ONCE = 4  # migrations from one node: each is a separate read, and other requests run on
+MOST_AT_ONCE = 4  # concurrent migrations from one node, to limit the effect on its other requests
 _LOOK_S = 0.1
-# Requests without a token cannot migrate yet, and failed migrations may be retried.
+# Seconds between attempts. Requests need a first token to migrate, and failed migrations are
+# retried.
 _AGAIN_S = 0.05
 
 
 class Membership:
-    """Connections to all members. For one event loop."""
+    """Connections to all nodes that discovery finds. For one event loop."""
 
     def __init__(
         self,
@@ -123,10 +119,10 @@ class Membership:
         """Create a membership without members.
 
         Args:
-            cache_watch: None if the policy does not use the nodes' caches.
-            pooling: is kept up to date about prefill nodes.
-            budget_s: longest time that a request can still need a node that has left.
-            patience: limits for decode nodes whose engine is silent.
+            cache_watch: None if the routing policy does not use cache events.
+            pooling: gets prefill nodes as they join and leave.
+            budget_s: longest time in seconds that a request may still need a leaving node.
+            patience: liveness limits of decode nodes' engines.
         """
         self._discovery = discovery
         self._state = state
@@ -136,15 +132,15 @@ class Membership:
         self._pooling = pooling
         self._budget_s = budget_s
         self._patience = patience
-        self._left: dict[tuple[Role, str], asyncio.Event] = {}  # set when the member has left
-        self._roles: dict[str, Role] = {}  # reported by nodes, where not as expected
-        self._prefill: list[str] = []  # members and leaving nodes
-        self._clients: list[DecodeClient] = []  # members and leaving nodes
-        self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # from their last Status
+        self._left: dict[tuple[Role, str], asyncio.Event] = {}  # set to make the member leave
+        self._roles: dict[str, Role] = {}  # reported roles that differ from the configured ones
+        self._prefill: list[str] = []  # including leaving nodes
+        self._clients: list[DecodeClient] = []  # including leaving nodes
+        self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # `_shape` of their last Status
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Keep all connections and the survey until cancelled. Active requests then fail."""
+        """Keep all connections and poll all nodes until cancelled. Then requests in flight fail."""
         async with self._tasks:
             try:
                 self._tasks.create_task(self._state.run())
@@ -152,11 +148,11 @@ class Membership:
                 await self._discovery.run(self._update)
                 await asyncio.Event().wait()
             finally:
-                # Before the streams end, so that no request is placed again.
+                # First, so that no request is placed again when the streams end.
                 self._cluster.close()
 
     def has_role(self, address: str, role: Role) -> None:
-        """Handle a member that reports another role than it has joined with."""
+        """Handle a node that reports another role than it joined with."""
         log.info("node changed role %s", kv(role=role, node=address))
         self._roles[address] = role
         self._update(self._discovery.members)
@@ -178,9 +174,10 @@ class Membership:
         self._cluster.refresh()
 
     def _join(self, role: Role, address: str) -> None:
-        """Add a member.
+        """Add a node.
 
-        If it has just left, it counts as a new node, and the old one ends separately.
+        If a node at this address is still leaving, this is a new node and the old one ends
+        separately.
         """
         log.info("node added %s", kv(role=role, node=address))
         left = self._left[role, address] = asyncio.Event()
@@ -203,7 +200,7 @@ class Membership:
             async with self._pooling.member(address):
                 await left.wait()
             watching.cancel()
-            if address not in self._roles:  # otherwise its old role is gone already
+            if address not in self._roles:  # otherwise its old role has left already
                 await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
             self._send_peers()
@@ -211,7 +208,7 @@ class Membership:
     async def _keep_encode(
         self, address: str, channel: grpc.aio.Channel, left: asyncio.Event
     ) -> None:
-        """Keep a connection for descriptions. Only prefill nodes call encode nodes."""
+        """Keep a connection for descriptions only. Encode nodes are called by prefill nodes."""
         async with channel:
             await left.wait()
 
@@ -260,7 +257,7 @@ class Membership:
             self._state.lost(client.address, broke=broke)
         elif client.drains:
             self._state.drains(client.address)
-        # A Status that only updates page counts does not trigger a survey.
+        # A change of page counts alone does not need a survey.
         shape = _shape(client.status)
         if shape != self._shapes.get(client):
             self._shapes[client] = shape
@@ -268,7 +265,7 @@ class Membership:
         self._cluster.status_changed(client)
 
     def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
-        """Handle a change of liveness: the node's description changes with it."""
+        """Handle a change of liveness, which also changes the node's description."""
         if not left.is_set():
             self._state.want()
             self._cluster.heard(client)
@@ -285,12 +282,12 @@ class Membership:
 
 
 def _shape(status: decode_pb2.Status | None) -> tuple[str, ...]:
-    """Return the parts of a Status that decide whether nodes are usable."""
+    """Return the fields of a Status on which the usability of nodes depends."""
     return (status.state, *(link.peer for link in status.links)) if status else ()
 
 
 async def evacuate(client: DecodeClient) -> None:
-    """Migrate the requests of a node to others whenever it drains, a few at a time."""
+    """Migrate requests away from a node whenever it drains, a few at a time."""
     under_way: set[asyncio.Task[MigrationOutcome]] = set()
     while True:
         await client.draining.wait()

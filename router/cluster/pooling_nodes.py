@@ -1,7 +1,7 @@
-"""Prefill nodes for pooling calls: the choice of a node, and the call.
+"""Placement of pooling calls (embeddings, scores) on prefill nodes, and the call itself.
 
-Each has a separate connection for this, opened by the first call, so that pooling prompts do not
-delay Describe calls.
+Each node has a separate connection for pooling, opened by the first call, so that large prompts do
+not delay Describe calls.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPoli
 from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad, RequestDue
 
 NO_PREFILL_NODE = "no prefill node is ready to compute embeddings or scores"
-_MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection
+_MAX_CALLS = 32  # concurrent calls to one node from this router; a node accepts 64 per connection
 _MAX_RETRY_S = 3600.0
-_LATE_S = 1.0  # added to the budget: the node's own error is more specific
+_LATE_S = 1.0  # seconds added to the budget, because the node's own error is more specific
 _NO_NODE = ""  # in place of a decode node
 
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
@@ -52,7 +52,7 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
 
 
 class PoolingNode:
-    """A prefill node for pooling calls. For one event loop."""
+    """Connection to one prefill node for pooling calls. For one event loop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PoolingNode:
         """Create a node without a connection.
 
         Args:
-            resources: closed when the node has left.
+            resources: gets the connection. The caller closes it when the node has left.
         """
         self.address = address
         self._make_channel = make_channel
@@ -77,7 +77,7 @@ class PoolingNode:
         """Call the node. Cancellation cancels the call.
 
         Raises:
-            ServingError: the node's error, or the number of vectors is wrong.
+            ServingError: the node's error, or a wrong number of vectors.
         """
         async with self._places:
             try:
@@ -102,14 +102,14 @@ class PoolingNode:
 
 
 class PoolingPlacement(msgspec.Struct, frozen=True):
-    """The chosen node for a call. The caller of `choose` closes the charge."""
+    """The node chosen for a pooling call. The caller of `choose` closes the charge."""
 
     node: PoolingNode
     charge: LoadReservation
 
 
 class PoolingNodes:
-    """All prefill nodes for pooling calls. Members may change. For one event loop."""
+    """All prefill nodes for pooling calls. Nodes may join and leave. For one event loop."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class PoolingNodes:
         backlogs: NodeBacklogs,
         served: str = "",
     ) -> None:
-        """Create a list without members.
+        """Create a list without nodes.
 
         Args:
-            served: see Cluster.
             fit: returns whether the node at an address has a role and may get requests now.
-            paused: returns whether requests would wait there.
+            paused: returns whether requests would wait at an address.
+            served: see Cluster.
         """
         self._make_channel = make_channel
         self._fit: Callable[[str], bool] = lambda address: fit(address, "prefill")
@@ -139,7 +139,7 @@ class PoolingNodes:
 
     @asynccontextmanager
     async def member(self, address: str) -> AsyncIterator[None]:
-        """Keep the prefill node as a member while inside the context."""
+        """Offer the prefill node for pooling calls while inside the context."""
         async with AsyncExitStack() as resources:
             node = self._nodes[address] = PoolingNode(address, self._make_channel, resources)
             try:
@@ -153,13 +153,13 @@ class PoolingNodes:
         return any(map(self._fit, self._nodes))
 
     def others(self, tried: Collection[str]) -> bool:
-        """Return whether there is a usable node that was not tried."""
+        """Return whether there is a usable node that is not in `tried`."""
         return any(address not in tried and self._fit(address) for address in self._nodes)
 
     def choose(
         self, key: PlacementKey, due: RequestDue, avoid: Collection[str] = ()
     ) -> PoolingPlacement:
-        """Return the node that the policy chooses for a prompt.
+        """Choose a node for a prompt by the routing policy.
 
         Args:
             avoid: nodes that were tried.

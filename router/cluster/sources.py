@@ -1,10 +1,10 @@
-"""Sources of node addresses: the parsed entries of --prefill, --decode and --encode.
+"""Service discovery: node addresses from the entries of --prefill, --decode and --encode.
 
-    host:port        that node
-    dns:NAME:PORT    every address (A, AAAA) of NAME, such as a headless Service
-    file:PATH        those that a YAML or JSON file names: a list, or a list for each role
+    host:port        one node
+    dns:NAME:PORT    every address (A, AAAA) of NAME, for example of a headless Service
+    file:PATH        addresses in a YAML or JSON file: a list, or one list for each role
 
-A source looks up addresses on request and keeps little state. DiscoveredNodes polls and merges.
+A source looks up its addresses on request. Discovery polls all sources and merges the results.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RefreshTimes:
-    """Seconds between lookups."""
+    """Polling intervals in seconds."""
 
     dns_s: float = 3.0
     file_s: float = 1.0
-    settled_s: float = 0.1  # between two reads of a changed file
+    settled_s: float = 0.1  # until the second read of a changed file
 
 
 class DiscoveryError(Exception):
-    """The source has no result now. The message gives the reason."""
+    """The source has no result now. The message says why."""
 
 
 class DiscoverySource(Protocol):
-    """A source of addresses."""
+    """One source of node addresses."""
 
     @property
     def interval_s(self) -> float | None:
@@ -65,7 +65,7 @@ class DiscoverySource(Protocol):
 
 
 def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> DiscoverySource:
-    """Parse an entry. Raises ConfigError if its form is unknown."""
+    """Return the source for an entry. Raises ConfigError if the entry has an unknown form."""
     kind, _, rest = entry.partition(":")
     try:
         match kind:
@@ -83,10 +83,10 @@ def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> Disc
 
 
 async def resolve(name: str, port: int) -> Addresses:
-    """Return host:port of each address that the system resolver has for `name`, without blocking.
+    """Return host:port of each address of `name` by the system resolver, without blocking.
 
     Raises:
-        OSError: there is no address, or the resolver does not answer.
+        OSError: the name has no address, or the resolver does not respond.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -95,7 +95,7 @@ async def resolve(name: str, port: int) -> Addresses:
 
 @dataclass(frozen=True, slots=True)
 class FixedSource:
-    """A fixed address."""
+    """One fixed address."""
 
     address: str
     interval_s: None = None
@@ -129,7 +129,7 @@ class DnsSource:
 class FileSource:
     """A file that may be rewritten at any time.
 
-    Its content counts once two reads in a row are equal, because a write may take several steps.
+    New content is used once two successive reads are equal, because a write may take several steps.
     """
 
     required = True
@@ -192,18 +192,15 @@ def _bounded(addresses: Addresses) -> Addresses:
     return addresses
 
 
-_LOOK_S = 10.0  # time limit of a lookup
-_FIRST_LOOK_S = 2.0  # time limit at the start
+_LOOK_S = 10.0  # time limit of a lookup, in seconds
+_FIRST_LOOK_S = 2.0  # time limit of the first lookup, in seconds
 
 
-# Service discovery: the node addresses that the entries of --prefill, --decode and --encode give
-# now.
-#
-# All sources are polled and their results merged. A source that fails keeps its last result: a
-# failed resolver or a half-written file removes no node. Discovery does not contact the nodes.
+# A source that fails keeps its last result, so a failed resolver or a half-written file removes no
+# node. Discovery does not contact the nodes.
 @dataclass(frozen=True, slots=True)
 class DiscoveredNodes:
-    """Addresses by role. Each address occurs once, with one role."""
+    """Node addresses by role. Each address occurs once, with one role."""
 
     prefill: Addresses = ()
     decode: Addresses = ()
@@ -211,7 +208,7 @@ class DiscoveredNodes:
 
 
 class _Entry:
-    """A source, its last result and its failure."""
+    """One source, its last result and its failure."""
 
     def __init__(self, text: str, role: Role, source: DiscoverySource) -> None:
         self.text = text
@@ -244,7 +241,7 @@ class _Entry:
 
 
 class Discovery:
-    """Polling of all sources. For one event loop."""
+    """Polls all sources. For one event loop."""
 
     def __init__(
         self,
@@ -258,11 +255,11 @@ class Discovery:
         """Parse the entries.
 
         Args:
-            prefill, decode, encode: entries, in the forms of sources.py.
-            resolve: a resolver like sources.resolve.
+            prefill, decode, encode: entries, in the forms listed at the top of this file.
+            resolve: resolves DNS names, like `resolve` of this module.
             times: polling intervals.
         Raises:
-            ConfigError: an entry is invalid, there is no entry, or one occurs twice.
+            ConfigError: an entry is invalid or occurs twice, or there is no entry.
         """
         if not decode and not prefill:
             raise ConfigError(
@@ -287,7 +284,7 @@ class Discovery:
         """Look up all sources for the first time.
 
         Raises:
-            ConfigError: a file is unreadable or invalid. A name that does not resolve is no error.
+            ConfigError: a file is unreadable or invalid. An unresolved DNS name is not an error.
         """
         failed = await asyncio.gather(*(entry.look(_FIRST_LOOK_S) for entry in self._entries))
         for entry in itertools.compress(self._entries, failed):
@@ -327,7 +324,7 @@ class Discovery:
         )
 
     def _named(self, role: Role) -> dict[str, None]:
-        """Return each address once, in the order of the entries."""
+        """Return the addresses of a role without duplicates, in the order of the entries."""
         return dict.fromkeys(
             address for entry in self._entries if entry.role == role for address in entry.addresses
         )

@@ -1,4 +1,4 @@
-"""Routing policies: one policy per file and one table of names. Policies open no connections."""
+"""Routing policies, which choose the nodes of a request. They open no connections."""
 
 from router.policy.load import DecodeChoice, PlacementDecision, PlacementKey, PrefillChoice
 from router.policy.policies import USE_PREFIX_INDEX, RoutingPolicy, make_policy

@@ -1,15 +1,15 @@
-"""The placement of a request, and the load and expected queue time of each node.
+"""Load and expected queue time of each node, and the data types of a placement.
 
-`NodeLoad` is load that this router has placed on its nodes and that they do not report yet. It is
-charged when a request is placed:
+`NodeLoad` counts load that this router has placed on nodes and that they do not report yet. A
+request is charged when it is placed:
 
-    prefill node   the prompt's uncached tokens, and a request     until the first token, or the end
-    decode node    the prompt's tokens, for the pages they take    until a Status shows those pages:
-                                                                   the first after the first token
-                   and a request                                   until the end
+    prefill node   uncached prompt tokens, and 1 request           until the first token or the end
+    decode node    prompt tokens, for the pages they need          until a Status after the first
+                                                                   token includes those pages
+                   1 request                                       until the end
     the node that computes the prompt
-                   all its tokens, in `queued`                     until the first token, or the end
-    encode node    the tokens of its images                        until the first token, or the end
+                   all prompt tokens, in `queued`                  until the first token or the end
+    encode node    tokens of its images                            until the first token or the end
 """
 
 import math
@@ -31,10 +31,10 @@ class PlacementKey(msgspec.Struct, frozen=True):
     """The parts of a request that decide its placement."""
 
     token_ids: Sequence[int]
-    session_id: str = ""  # requests of a session belong together; "": no session
-    namespace: Namespace = SHARED  # of prefix caches, which other namespaces cannot use
-    adapter: AdapterId = NO_ADAPTER  # the decode node must have it
-    invariant_fingerprint: str = ""  # of a batch-invariant response; "": it may run anywhere
+    session_id: str = ""  # requests of one session should share nodes; "": no session
+    namespace: Namespace = SHARED  # namespace of the prefix cache
+    adapter: AdapterId = NO_ADAPTER  # adapter that the decode node must have
+    invariant_fingerprint: str = ""  # of a batch-invariant response to continue; "": any node
 
 
 class PrefillChoice(msgspec.Struct, frozen=True):
@@ -49,12 +49,12 @@ class DecodeChoice(msgspec.Struct, frozen=True):
     """A decode node that accepts requests, as of its last Status."""
 
     address: str
-    prefill: tuple[PrefillChoice, ...]  # empty if it prefills itself
+    prefill: tuple[PrefillChoice, ...]  # empty if the node prefills itself
     pages_total: int = 0  # 0: not reported
-    pages_free: int = 0  # includes pages held only by the prefix cache
+    pages_free: int = 0  # including pages that only the prefix cache holds
     page_size: int = 16
     adapters: frozenset[AdapterId] = frozenset()  # loaded on it
-    invariant_fingerprint: str = ""  # of its responses; "": they are not batch invariant
+    invariant_fingerprint: str = ""  # fingerprint of its responses; "": not batch invariant
 
 
 class PlacementDecision(msgspec.Struct, frozen=True):
@@ -62,11 +62,11 @@ class PlacementDecision(msgspec.Struct, frozen=True):
 
     decode: str
     prefill: tuple[str, ...]  # candidates in order of preference
-    uncached_tokens: int  # prompt tokens for the first candidate to compute, as far as known
+    uncached_tokens: int  # estimated prompt tokens that the first candidate computes
 
 
 class NodeTally:
-    """Tokens and requests by node address. Nodes without any are dropped."""
+    """Tokens and requests by node address. Nodes at zero are dropped."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
@@ -90,11 +90,11 @@ class NodeTally:
             _add(self._requests, address, num_requests)
 
 
-_EMPTY = QueueModel()  # an empty queue
+_EMPTY = QueueModel()  # shared by all nodes without queued prompts
 
 
 class QueuedWork:
-    """Queued prompts and their start times, by the node that computes them."""
+    """Queued prompts and their latest start times, by the node that computes them."""
 
     def __init__(self) -> None:
         self._lines: dict[str, QueueModel] = {}
@@ -104,7 +104,7 @@ class QueuedWork:
         return not self._lines
 
     def at(self, address: str) -> QueueModel:
-        """Return the queue of a node. The caller must not change it."""
+        """Return the queue of a node. The caller must not modify it."""
         return self._lines.get(address, _EMPTY)
 
     def tokens(self, address: str) -> int:
@@ -121,7 +121,7 @@ class QueuedWork:
 
 
 class NodeLoad:
-    """Load of all nodes. A closed charge leaves nothing behind. For one event loop."""
+    """Load of all nodes, as the sum of open charges. For one event loop."""
 
     def __init__(self) -> None:
         self.prefill = NodeTally()
@@ -139,20 +139,17 @@ class NodeLoad:
         start_by: float = -math.inf,
         priority: int = 0,
     ) -> "LoadReservation":
-        """Charge a placement.
+        """Charge the nodes of a placement for one request.
 
         Args:
-            num_tokens: of the prompt.
-            start_by: time by which it must start. -inf: before all others.
-            priority: of the request.
+            num_tokens: length of the prompt.
+            start_by: time.monotonic() by which it must start. -inf: before all others.
+            priority: priority of the request.
         """
         return LoadReservation(self, placement, QueueEntry(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
-        """Process a Status of a decode node.
-
-        It includes requests that had their first token before.
-        """
+        """Process a Status, which includes the pages of requests past their first token."""
         for charge in self._unshown.pop(decode, ()):
             charge.shown()
 
@@ -173,7 +170,7 @@ class NodeLoad:
 
 
 class LoadReservation(AbstractContextManager["LoadReservation"]):
-    """The charge of one request. Leaving the context closes it. All calls are idempotent."""
+    """The charge of one request. Leaving the context closes it. All methods are idempotent."""
 
     __slots__ = (
         *("_computing", "_decode", "_images", "_live", "_load"),
@@ -184,9 +181,9 @@ class LoadReservation(AbstractContextManager["LoadReservation"]):
         self._load = load
         self._decode = placement.decode
         self._prefill = placement.prefill[0] if placement.prefill else ""
-        self._tokens = place.units  # tokens whose pages no Status includes
+        self._tokens = place.units  # tokens whose pages no Status includes yet
         self._uncached = placement.uncached_tokens
-        self._images: list[tuple[str, int]] = []  # encode node and tokens of each
+        self._images: list[tuple[str, int]] = []  # encode node and number of tokens
         self._computing = True
         self._live = True
         if self._prefill:
@@ -195,17 +192,17 @@ class LoadReservation(AbstractContextManager["LoadReservation"]):
         load.decode.add(self._decode, num_tokens=place.units, num_requests=1)
 
     def encoding(self, address: str) -> int:
-        """Return the tokens of images that are charged to an encode node, of all requests."""
+        """Return the image tokens that all requests are charged for at an encode node."""
         return self._load.encode.tokens(address)
 
     def encodes(self, address: str, num_tokens: int) -> None:
-        """Charge an image of this request to an encode node, unless its prompt is computed."""
+        """Charge an image of this request to an encode node, unless the prompt is computed."""
         if self._computing:
             self._images.append((address, num_tokens))
             self._load.encode.add(address, num_tokens=num_tokens)
 
     def first_token(self) -> None:
-        """Note that the prompt is computed and its pages are in use on the decode node."""
+        """Record that the prompt is computed and its pages are in use on the decode node."""
         if not self._computing:
             return
         self._computing = False
@@ -217,12 +214,12 @@ class LoadReservation(AbstractContextManager["LoadReservation"]):
         self._load.wait_for_status(self._decode, self)
 
     def shown(self) -> None:
-        """Note that a Status of the decode node includes the pages of this request."""
+        """Record that a Status of the decode node includes the pages of this request."""
         self._load.decode.add(self._decode, num_tokens=-self._tokens)
         self._tokens = 0
 
     def close(self) -> None:
-        """Close the charge when the request has ended, in any way."""
+        """Remove the charge when the request has ended."""
         if not self._live:
             return
         self._live = False
@@ -248,28 +245,27 @@ def _add(counts: dict[str, int], address: str, change: int) -> None:
         counts.pop(address, None)
 
 
-_MOST_S = 1e6  # upper limit of reported values
+_MOST_S = 1e6  # upper limit of reported values, in seconds
 
 
-LASTING_S = 1.0  # after a rejection
-LEAST_S = 0.5  # lower bound of the limit: a shorter queue would run empty now and then
+LASTING_S = 1.0  # seconds for which a limit applies after a rejection
+LEAST_S = 0.5  # seconds; lower bound of the limit, because a shorter queue runs empty now and then
 
 
 class PoolPressure:
-    """Temporary limits of the queue time by priority, so that all requests are treated alike.
+    """Temporary limits of the queue time by priority, for fairness under overload.
 
-    In a lasting overload, requests with a long wait limit would fill every queue, and requests with
-    a short limit would always be rejected. So for a while after a rejection, the limit of the
-    rejected request applies to all requests of at most its priority. The queue is then as short as
-    the shortest limit requires. Higher priorities are not limited. For one thread. The caller
-    provides the clock.
+    Without them, requests that may wait long fill every queue, and requests that may not are always
+    rejected. After a rejection, the wait limit of the rejected request therefore applies to all
+    requests of the same or lower priority for `LASTING_S`. For one thread. The caller provides the
+    clock.
     """
 
     def __init__(self) -> None:
-        self._refusals: dict[int, tuple[float, float]] = {}  # by priority: limit, expiry
+        self._refusals: dict[int, tuple[float, float]] = {}  # limit and its expiry, by priority
 
     def limit_s(self, now: float, priority: int = 0) -> float:
-        """Return the current limit. inf: no request of at least this priority was rejected."""
+        """Return the limit in seconds. inf: no recent rejection at this priority or above."""
         if not self._refusals:
             return math.inf
         limits = (
@@ -280,7 +276,7 @@ class PoolPressure:
         return min(limits, default=math.inf)
 
     def refused(self, may_wait_s: float, now: float, priority: int = 0) -> None:
-        """Record the rejection of a request that could have waited `may_wait_s`."""
+        """Record the rejection of a request that could have waited `may_wait_s` seconds."""
         may_wait_s = max(may_wait_s, LEAST_S)
         if may_wait_s <= self.limit_s(now, priority):
             self._refusals[priority] = may_wait_s, now + LASTING_S
@@ -299,8 +295,8 @@ WHENEVER = RequestDue(math.inf, math.inf)
 
 class _Reported(NamedTuple):
     token_s: float = 0.0  # seconds per prompt token
-    others_s: float = 0.0  # queue time of other routers' requests at that time
-    pages_s: float = 0.0  # until pages are free for another request, at that time
+    others_s: float = 0.0  # queue time of other routers' requests, as reported
+    pages_s: float = 0.0  # seconds until pages are free for another request, as reported
     at: float = 0.0
 
 
@@ -308,18 +304,17 @@ _NOTHING = _Reported()
 
 
 class NodeBacklogs:
-    """Expected queue time of a request at each node, and the nodes where it can start in time.
+    """Expected queue time at each node, for admission control.
 
-    The prompt tokens that this router has placed on a node and that have no first token yet are
-    known exactly at any time. The seconds per token change slowly and are reported by the node.
-    Their product is the queue time. Where it is wrong, the node itself rejects the request. For
-    requests of other routers, only the part of the node's reported queue beyond this router's own
-    requests is known. It is assumed to be computed meanwhile. A node that has reported nothing
-    counts as idle.
+    The queue time is the product of two numbers: the prompt tokens that this router has placed
+    there without a first token yet, and the seconds per token that the node reports. The reported
+    queue in excess of this router's own requests belongs to other routers, and shrinks with time. A
+    node without a report counts as idle. If the estimate is wrong, the node itself rejects the
+    request.
 
-    A node serves the earliest start time first, with higher priorities shifted to earlier times. A
-    request is placed on a node only if all requests there of at least its priority still start in
-    time. So under overload the lowest priorities are rejected. For one event loop.
+    A node serves the earliest start time first, and higher priorities get earlier times. A request
+    is placed on a node only if all requests there of its priority or above still start in time. So
+    under overload the lowest priorities are rejected. For one event loop.
     """
 
     def __init__(self, load: NodeLoad, now: Callable[[], float] = time.monotonic) -> None:
@@ -334,7 +329,6 @@ class NodeBacklogs:
         """Record the queue times that a node reports. Impossible values count as 0.
 
         Args:
-            address: of the node.
             queued_s: seconds until all prompts queued there are computed.
             token_s: seconds per prompt token. 0.0: not known.
             pages_s: seconds until a new request would get its pages.
@@ -345,11 +339,11 @@ class NodeBacklogs:
         self._reported[address] = _Reported(token_s, others_s, pages_s, self._now())
 
     def forget(self, address: str) -> None:
-        """Drop the reports of a node. Another node may come back at its address."""
+        """Drop the reports of a node. Another node may appear at its address."""
         self._reported.pop(address, None)
 
     def queue_s(self, address: str) -> float:
-        """Return the seconds until a request that comes now starts on a node, behind all others."""
+        """Return the seconds until a request that arrives now starts on a node, as the last one."""
         reported = self._reported.get(address, _NOTHING)
         others_s, pages_s = self._left_s(reported)
         return max(
@@ -359,11 +353,10 @@ class NodeBacklogs:
     def in_time(
         self, choices: Sequence[DecodeChoice], num_tokens: int, due: RequestDue
     ) -> Sequence[DecodeChoice]:
-        """Return the choices, with those of their prefill nodes, that can start a prompt in time.
+        """Return the nodes that can start a prompt in time, each with its suitable prefill nodes.
 
         Raises:
-            QueueFull: no node can start it in time. `retry_after_s` is the expected time until
-                one can.
+            QueueFull: no node can. `retry_after_s` is the expected time until one can.
         """
         if due is WHENEVER:
             return choices
@@ -392,7 +385,7 @@ class NodeBacklogs:
         return left
 
     def start_by(self, address: str, num_tokens: int, due: RequestDue) -> float:
-        """Return the time by which a prompt must start on a node.
+        """Return the time.monotonic() by which a prompt must start on a node.
 
         -inf for a continued response, which goes before all others.
         """
@@ -404,7 +397,7 @@ class NodeBacklogs:
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
     def _late_s(self, address: str, num_tokens: int, due: RequestDue) -> float:
-        """Return how late the request would start, or would make another request start.
+        """Return how many seconds too late the request, or one that it delays, would start.
 
         0.0 or less: all start in time, or nothing is queued.
         """
@@ -420,7 +413,7 @@ class NodeBacklogs:
         return max(late, now + pages_s - newcomer.start_by)
 
     def _left_s(self, reported: _Reported) -> tuple[float, float]:
-        """Return what is left of `others_s` and `pages_s`. Negative: seconds since they ended."""
+        """Return the rest of `others_s` and `pages_s`. Negative: seconds since they ended."""
         passed_s = self._now() - reported.at
         return reported.others_s - passed_s, reported.pages_s - passed_s
 

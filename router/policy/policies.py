@@ -1,4 +1,4 @@
-"""Routing policies by name, and how they choose decode nodes."""
+"""All routing policies, their common choice of decode nodes, and the choice of encode nodes."""
 
 import math
 import random
@@ -23,17 +23,17 @@ from router.policy.load import (
 )
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 
-# A link half as fast counts as this share of the pages, for at most five halvings.
+# Half the link speed costs as much as this share of the pages, for at most five halvings.
 _SHARE_PER_HALVING = 0.05
 _MOST_HALVINGS = 5
-# Assumed speeds of links that are not measured.
+# Assumed speeds of unmeasured links.
 _USUAL_GIB_PER_S = {"nvlink": 200.0, "cuda_ipc": 50.0, "rdma": 20.0, "cma": 8.0, "tcp": 2.0}
 _MOST_GIB_PER_S = 1e6
 _MAX_KNOWN = 1024  # nodes
-# Image tokens by which an encode node may exceed the least loaded one: two images at the default
-# limit of their size.
+# Image tokens by which an encode node may exceed the least loaded one: two images of the default
+# size limit.
 MAX_MORE_IMAGE_TOKENS = 2560
-_NAME_TOKENS = 4  # first tokens of an image that stand for its content
+_NAME_TOKENS = 4  # first tokens of an image, which identify its content
 
 T = TypeVar("T")
 
@@ -41,18 +41,18 @@ T = TypeVar("T")
 def encode_nodes(
     spec: RequestSpec, encoders: Sequence[str], charge: LoadReservation
 ) -> tuple[str, ...]:
-    """Return the encode node of each image, and charge it. Empty if there are no encode nodes.
+    """Choose and charge the encode node of each image. Empty if there are no encode nodes.
 
-    Rendezvous hashing by content: an image goes to the node that has its embeddings cached, and few
-    images change their node when nodes join or leave. The hash gives an order of all nodes. The
-    first one is skipped while its images have far more tokens than those of the least loaded node.
+    Uses rendezvous hashing by content: an image goes to the node that has its embeddings cached,
+    and few images change nodes when nodes join or leave. A node is skipped while it has far more
+    image tokens than the least loaded one.
     """
     if not encoders:
         return ()
 
     def node_of(image: Image) -> str:
         end = min(image.at + _NAME_TOKENS, image.end)
-        # The ids of its tokens are drawn from its content.
+        # The ids of its tokens are derived from its content.
         content = spec.token_ids[BYTES_PER_TOKEN * image.at : BYTES_PER_TOKEN * end]
         loads = {node: charge.encoding(node) for node in encoders}
         most = min(loads.values()) + MAX_MORE_IMAGE_TOKENS
@@ -65,13 +65,13 @@ def encode_nodes(
 
 
 class RotatingOrder:
-    """Rotation among nodes that are otherwise equal."""
+    """Rotates among equal nodes."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def rotated(self, items: list[T]) -> list[T]:
-        """Return the items, rotated to another first one at each call."""
+        """Return the items, starting one item later at each call."""
         if len(items) < 2:
             return items
         self._turn += 1
@@ -80,11 +80,11 @@ class RotatingOrder:
 
 
 class LeastLoadedDecode:
-    """Choice of the least full decode node, for policies without a rule of their own for it.
+    """Choice of the least full decode node, shared by most policies.
 
-    The fullness of a node is the share of its KV pages that are in use or needed by requests that
-    this router has placed and no Status includes yet. Among nodes that are about equally full, the
-    one with the faster links is chosen. Equal nodes take turns.
+    Fullness is the share of KV pages in use, plus pages for requests that this router has placed
+    since the last Status. Among about equally full nodes, the one with the faster links is chosen.
+    Equal nodes take turns.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -104,7 +104,7 @@ class LeastLoadedDecode:
         best, best_key = choices[first], (math.inf, 0)
         for offset in range(len(choices)):
             at = (first + offset) % len(choices)
-            # Whole halvings: measurements of one kind of link differ by less.
+            # Whole halvings, because measurements of one kind of link differ by less.
             halvings = min(_MOST_HALVINGS, int(fastest - speeds[at]))
             fullness = self._fullness(choices[at]) + _SHARE_PER_HALVING * halvings
             key = fullness, self._load.decode.requests(choices[at].address)
@@ -113,7 +113,7 @@ class LeastLoadedDecode:
         return best
 
     def _fullness(self, choice: DecodeChoice) -> float:
-        """Return the share of its pages in use or reserved. 0 if they are not known."""
+        """Return the share of its pages in use or reserved, 0.0 to 1.0. 0 if unknown."""
         if not choice.pages_total:
             return 0.0
         used = max(0, choice.pages_total - choice.pages_free)
@@ -134,7 +134,7 @@ class LeastLoadedDecode:
 
 
 def _log2_speed(link: PrefillChoice) -> float:
-    """Return the log2 speed of a link. It is finite for any reported value."""
+    """Return the log2 speed of a link, finite for any reported value."""
     if link.gib_per_s > 0:  # rejects NaN too
         return math.log2(min(link.gib_per_s, _MOST_GIB_PER_S))
     return math.log2(_USUAL_GIB_PER_S.get(link.path, 1.0))
@@ -161,9 +161,9 @@ class LeastTokens:
 class LeastRequests:
     """Least-requests policy: the nodes with the fewest requests of this router.
 
-    Counts each prompt the same, however long it is. Prefill nodes count requests without a first
-    token, decode nodes all running ones. Equal prefill nodes take turns. Of equal decode nodes the
-    least full one is chosen.
+    Prompts count equally, whatever their length. Prefill nodes count requests without a first
+    token, decode nodes all running ones. Equal prefill nodes take turns. Among equal decode nodes,
+    the least full one is chosen.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -183,9 +183,9 @@ class LeastRequests:
 class ShortestQueue:
     """Shortest-queue policy: the nodes where a new request starts soonest.
 
-    Uses the queue times that the nodes report, which include the requests of other routers and the
-    speed of each node. Nodes of unknown speed are ordered by the tokens that this router has queued
-    there. Equal prefill nodes take turns. Of equal decode nodes the least full one is chosen.
+    Uses the queue times that nodes report, which include other routers' requests and the speed of
+    each node. Nodes of unknown speed are ordered by the tokens that this router has queued there.
+    Equal prefill nodes take turns. Among equal decode nodes, the least full one is chosen.
     """
 
     def __init__(self, load: NodeLoad, backlogs: NodeBacklogs) -> None:
@@ -205,19 +205,15 @@ class ShortestQueue:
         return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
 
     def _queue(self, address: str) -> tuple[float, int]:
-        """Return the seconds until a new request starts, and the tokens that this router queued."""
+        """Return the seconds until a new request starts, and this router's queued tokens."""
         return self._backlogs.queue_s(address), self._load.queued.tokens(address)
 
 
 class PowerOfTwo:
-    """Power-of-two-choices policy: of two random nodes, the one with less work.
+    """Power-of-two-choices policy: the less loaded of two random nodes.
 
-    It balances almost as well as the least-loaded policy, and independent routers do not all choose
+    Balances almost as well as the least-loaded policy, and independent routers do not all choose
     the same node.
-
-    Args:
-        load: of the nodes.
-        rng: source of randomness.
     """
 
     def __init__(self, load: NodeLoad, rng: random.Random) -> None:
@@ -234,11 +230,7 @@ class PowerOfTwo:
 
 
 class RandomPolicy:
-    """Random policy: any node, with equal probability.
-
-    Args:
-        rng: source of randomness.
-    """
+    """Random policy: any node, with equal probability."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -263,7 +255,7 @@ class RoundRobin:
         decode = choices[turn % len(choices)]
         nodes = [choice.address for choice in decode.prefill]
         if nodes:
-            # With equal numbers of both roles, plain rotations would always give the same pairs.
+            # With as many prefill as decode nodes, two plain rotations would repeat the same pairs.
             first = (turn + turn // math.lcm(len(nodes), len(choices))) % len(nodes)
             nodes = nodes[first:] + nodes[:first]
         return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
@@ -273,9 +265,9 @@ MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is droppe
 
 
 class SessionAffinity:
-    """Session-affinity policy: the requests of a session use the same nodes, which cache its KV.
+    """Session-affinity policy: requests of a session use the same nodes, which cache its KV.
 
-    Requests without a session, and the first one of a session, go to the least-loaded nodes.
+    The first request of a session, and requests without a session, go to the least-loaded nodes.
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -301,11 +293,11 @@ class SessionAffinity:
 
 
 def _by_key(key: int, nodes: Iterable[str]) -> list[str]:
-    """Return the nodes in the order in which rendezvous hashing prefers them for a key."""
+    """Return the nodes in the order of rendezvous hashing for a key."""
     return sorted(nodes, key=lambda node: -xxh3_64_intdigest(node.encode(), key))
 
 
-KEY_TOKENS = 256  # of the prompt: requests of one application often share them
+KEY_TOKENS = 256  # of the prompt; requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
 
@@ -313,11 +305,11 @@ class ConsistentHash:
     """Consistent-hashing policy: equal keys go to the same prefill node, from every router.
 
     The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
-    score from the key and its address, and the node with the highest score is chosen (rendezvous
-    hashing, Thaler and Ravishankar 1996). If a node leaves, only its keys move. A new node gets an
-    equal share of keys from each other node. A node is skipped if its queue is a quarter longer
-    than the mean plus one prompt, because one key could overload it (consistent hashing with
-    bounded loads, Mirrokni et al. 2018).
+    score from the key and its address, and the highest score wins (rendezvous hashing, Thaler and
+    Ravishankar 1996). If a node leaves, only its keys move. A new node takes an equal share of keys
+    from each other node. A node is skipped if its queue is a quarter longer than the mean plus one
+    prompt, because one key could overload it (consistent hashing with bounded loads, Mirrokni et
+    al. 2018).
     """
 
     def __init__(self, load: NodeLoad) -> None:
@@ -336,8 +328,8 @@ class ConsistentHash:
         return PlacementDecision(decode.address, tuple(nodes), num_tokens)
 
 
-# Added to the lowest cost. This value was best in simulations (docs/benchmarks/routing.md). A
-# higher value keeps more prefixes in place but lengthens queues where one prefix dominates.
+# Added to the lowest cost. Best value in simulations (docs/benchmarks/routing.md). A higher value
+# keeps more prefixes in place but lengthens queues where one prefix dominates.
 NEAR_TOKENS = 512
 
 
@@ -345,11 +337,11 @@ class PrefixAware:
     """Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
 
     The cost of a node is its queued uncached tokens plus the uncached tokens of this prompt. Among
-    the nodes whose cost is near the lowest, the one with the longest prefix is chosen. A prompt
-    therefore waits for its prefix only if recomputation on another node would take about as long.
-    A popular prefix does not overload one node: when its queue is longer than the prefix, the next
-    prompt goes to another node, which then caches the prefix too. Equal nodes take turns, or
-    the session decides among them.
+    the nodes with about the lowest cost, the one with the longest prefix is chosen. So a prompt
+    waits for its cached prefix only if recomputation elsewhere would take about as long. A popular
+    prefix does not overload one node: once its queue is longer than the prefix, the next prompt
+    goes to another node, which then caches the prefix too. Equal nodes take turns, or are chosen by
+    session.
     """
 
     def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
@@ -395,7 +387,7 @@ class RoutingPolicy(Protocol):
     """
 
     def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        """Choose one of `choices`, which is never empty, and an order of its prefill nodes."""
+        """Choose one of `choices`, which is not empty, and order its prefill nodes, best first."""
         ...
 
 
@@ -432,9 +424,9 @@ def make_policy(
 
     Args:
         name: one of NAMES.
-        load: of the nodes. The caller adds each placement to it.
+        load: load of the nodes. The caller charges each placement to it.
         backlogs: queue times that the nodes report.
-        prefixes: index of the nodes' caches.
+        prefixes: index of the nodes' prefix caches.
         rng: source of randomness.
     """
     rng = rng or random.Random(secrets.randbits(64))  # virtual time makes `secrets` repeatable

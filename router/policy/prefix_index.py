@@ -1,9 +1,9 @@
-"""Index of prefixes that nodes probably have cached.
+"""Index of the prefixes that nodes probably have cached, for prefix-aware routing.
 
 A prefix is identified by a hash that includes its namespace, so namespaces never match each other.
-There are two sources: the cache events of nodes, which are exact but slightly delayed, and this
+The index has two sources: cache events from nodes, which are exact but slightly delayed, and this
 router's history of placements, which is a guess. For a node with events, the history only covers
-the delay between a placement and its event. For other nodes it is the only source.
+the delay of the events. For other nodes it is the only source.
 """
 
 import time
@@ -19,10 +19,10 @@ from router.policy.load import PlacementDecision, PlacementKey
 
 MAX_PAGES = 1 << 18  # per node, from events: 4 Mi tokens in pages of 16, about 25 MB
 MAX_PAGE_SIZE = 1 << 12  # tokens
-# History contains prefixes whose length is a multiple of this many tokens.
+# History has prefixes whose length is a multiple of this many tokens.
 STRIDE = 128
 MAX_HISTORY = 1 << 15  # prefixes per node: 4 Mi tokens
-HISTORY_S = 10.0  # minimum lifetime of history of a node with events
+HISTORY_S = 10.0  # seconds for which history is kept at least, for a node with events
 
 
 class PromptPrefixes:
@@ -32,7 +32,7 @@ class PromptPrefixes:
 
     def __init__(self, token_ids: Sequence[int], namespace: Namespace = SHARED) -> None:
         self.num_tokens = len(token_ids)
-        self._begin = len(namespace)  # where the tokens begin
+        self._begin = len(namespace)  # index of the first token, after the namespace
         self._bytes = memoryview(namespace + as_bytes(token_ids))
         self._names: dict[int, int] = {}
         self._strides: list[int] | None = None
@@ -47,7 +47,7 @@ class PromptPrefixes:
 
     @property
     def strides(self) -> list[int]:
-        """Hashes of all prefixes of whole strides, shortest first."""
+        """Hashes of all prefixes whose length is a multiple of the stride, shortest first."""
         if self._strides is None:
             hasher = PrefixHasher(self._bytes[: self._begin])
             self._strides = hasher.extend(self._bytes[self._begin :], STRIDE)
@@ -66,21 +66,21 @@ class PrefixIndex:
         self._nodes: dict[str, _Node] = {}
 
     def cached_tokens(self, prompt: PromptPrefixes, address: str) -> int:
-        """Return how many prompt tokens the node has cached. 0 if nothing is known of the node."""
+        """Return how many prompt tokens the node has cached. 0 for an unknown node."""
         node = self._nodes.get(address)
         return node.match(prompt) if node else 0
 
     def reporting(self) -> set[str]:
-        """Return the nodes that have sent events."""
+        """Return the nodes that have sent cache events."""
         return {address for address, node in self._nodes.items() if node.reported}
 
     def reported_tokens(self, prompt: PromptPrefixes, address: str) -> int:
-        """Return how many prompt tokens the node has cached, by its events alone."""
+        """Return how many prompt tokens the node has cached according to its events alone."""
         node = self._nodes.get(address)
         return node.match_reported(prompt) if node else 0
 
     def placed(self, prompt: PromptPrefixes, address: str) -> None:
-        """Note that the node is about to compute the prompt."""
+        """Record that the node is about to compute the prompt."""
         self._node(address).remember(prompt.strides, self._clock())
 
     def changed(
@@ -94,14 +94,13 @@ class PrefixIndex:
     ) -> None:
         """Apply cache events of a node.
 
-        Pages are identified by the hash of the prefix that they end.
+        A page is identified by the hash of the prefix that ends with it.
 
         Args:
-            address: of the node.
-            page_size: tokens.
-            cleared: earlier events are void.
-            stored: pages added since. Those beyond MAX_PAGES are ignored.
-            removed: pages removed since.
+            page_size: tokens per page.
+            cleared: drop all earlier events first.
+            stored: pages added. Pages beyond MAX_PAGES are ignored.
+            removed: pages removed.
         Raises:
             ProtocolViolation: the page size is impossible.
         """
@@ -114,7 +113,7 @@ class PrefixIndex:
         node.change(stored, removed)
 
     def silent(self, address: str) -> None:
-        """Drop the events of a node that sends no more: they may be wrong from now on."""
+        """Drop the events of a node whose event stream has ended, because they become outdated."""
         if address in self._nodes:
             self._nodes[address].stop_reporting()
 
@@ -134,7 +133,7 @@ class PrefixIndex:
 
 
 class _Node:
-    """Prefixes of one node. A node with a prefix has all shorter ones."""
+    """Prefixes of one node. A node with a prefix also has all shorter ones."""
 
     def __init__(self) -> None:
         self.page_size = 1
@@ -143,12 +142,12 @@ class _Node:
         # History has two generations, so that dropping the older one costs nothing per prefix.
         self._recent: dict[int, None] = {}
         self._older: dict[int, None] = {}
-        self._since = 0.0  # start of `_recent`, by the clock
+        self._since = 0.0  # when `_recent` was started, by the clock
 
     def match(self, prompt: PromptPrefixes) -> int:
-        """Return the tokens of the longest cached prefix."""
+        """Return the length of the longest cached prefix in tokens."""
         reported = self.match_reported(prompt)
-        # From the first stride that history could add.
+        # Begin with the first stride beyond the events, where only history can add.
         strides = prompt.strides[reported // STRIDE :] if self._recent or self._older else ()
         known = reported // STRIDE
         for name in strides:
@@ -183,9 +182,9 @@ class _Node:
         self._reports = False
 
     def match_reported(self, prompt: PromptPrefixes) -> int:
-        """Return the cached tokens by events, in O(log(pages)).
+        """Return the tokens cached according to events, in O(log(pages)).
 
-        Most uncached prompts differ in page one.
+        The first page is checked first, because most uncached prompts differ in it.
         """
         if not self.reported:
             return 0
@@ -201,16 +200,14 @@ class _Node:
         return low * size
 
 
-LEAST_TOKENS = 64  # minimum advantage over the computing node; a shorter fetch is not worthwhile
-MOST = MAX_HINTS - 1  # a decode node adds itself
+LEAST_TOKENS = 64  # minimum advantage of a hint; a shorter fetch is not worthwhile
+MOST = MAX_HINTS - 1  # one less than the limit, because a decode node adds itself
 
 
-# Prefix hints: other nodes that hold more of a prompt than the node that will compute it.
-#
-# Hints come from the nodes' cache events. The computing node may fetch the prefix there. A wrong
-# or late hint costs it one request at most.
+# The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
+# request at most.
 class PrefixHints:
-    """Prefix hints from the prefix index. For one event loop."""
+    """Prefix hints: other nodes with more of a prompt cached than the node that computes it."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes

@@ -1,6 +1,6 @@
-"""Cost models: the duration of a step on a device, from public measurements or from a file.
+"""Cost models for simulations and plans: the duration of a step on a device.
 
-Needs no torch and no GPU.
+Based on public kernel measurements, or on a file of `baton bench steps`. Needs no torch and no GPU.
 """
 
 from simulation.cost.models import StepShape

@@ -1,25 +1,24 @@
 """The GPUs of the cost model, and the duration of their kernels in seconds, in bfloat16.
 
-Each kind of kernel has its own few constants, which are fitted to public tables by
-`python -m tools.calibrate`.
+Each kind of kernel has a few constants, which `python -m tools.calibrate` fits to public tables.
 """
 
 import msgspec
 
-BYTES = 2  # of a bfloat16 number
+BYTES = 2  # size of a bfloat16 number
 
-# Of an all-reduce over NVLink: seconds to start, and bytes/s, by the number of ranks.
+# All-reduce over NVLink: seconds to start, and bytes/s, by number of ranks.
 _ALL_REDUCE = {2: (2.5e-6, 156e9), 4: (6e-6, 110e9), 8: (6.4e-6, 74e9)}
 TP_SIZES = (1, *_ALL_REDUCE)
 
 
 class DataSheet(msgspec.Struct, frozen=True):
-    """The figures of a GPU's manufacturer.
+    """Figures from a GPU's manufacturer.
 
     Attributes:
-        bandwidth: of its memory, bytes/s.
+        bandwidth: memory bandwidth in bytes/s.
         flops: dense bfloat16 operations/s.
-        memory_bytes: as the driver reports it.
+        memory_bytes: memory as the driver reports it.
     """
 
     bandwidth: float
@@ -31,8 +30,8 @@ class MatrixProduct(msgspec.Struct, frozen=True):
     """Constants of matrix products.
 
     Attributes:
-        sharpness: exponent that joins memory time and compute time. They overlap completely if it
-            is large.
+        sharpness: exponent that combines memory time and compute time. The larger it is, the more
+            they overlap.
     """
 
     bandwidth_share: float
@@ -41,7 +40,7 @@ class MatrixProduct(msgspec.Struct, frozen=True):
     start_us: float
 
     def seconds(self, sheet: DataSheet, m: int, n: int, k: int) -> float:
-        """Return the time of an (m, k) matrix times a (k, n) one."""
+        """Return the time of an (m, k) matrix times a (k, n) matrix."""
         memory = BYTES * (n * k + m * k + m * n) / (self.bandwidth_share * sheet.bandwidth)
         compute = 2 * m * n * k / (self.flops_share * sheet.flops)
         longer, shorter = max(memory, compute), min(memory, compute)
@@ -50,10 +49,10 @@ class MatrixProduct(msgspec.Struct, frozen=True):
 
 
 class DecodeAttention(msgspec.Struct, frozen=True):
-    """Constants of attention for one new token of each row.
+    """Constants of attention for one new token in each row.
 
     Attributes:
-        tile_ns: for each KV head of each row.
+        tile_ns: nanoseconds for each KV head of each row.
     """
 
     bandwidth_share: float
@@ -61,7 +60,7 @@ class DecodeAttention(msgspec.Struct, frozen=True):
     tile_ns: float
 
     def seconds(self, sheet: DataSheet, kv_bytes: int, tiles: int) -> float:
-        """Return the time for KV of `kv_bytes`, in `tiles` pairs of a row and a KV head."""
+        """Return the time for `kv_bytes` of KV, in `tiles` pairs of a row and a KV head."""
         reading = kv_bytes / (self.bandwidth_share * sheet.bandwidth)
         return reading + self.start_us * 1e-6 + tiles * self.tile_ns * 1e-9
 
@@ -70,7 +69,7 @@ class PrefillAttention(msgspec.Struct, frozen=True):
     """Constants of causal attention for many new tokens of a row.
 
     Attributes:
-        half_tokens: new tokens of a row with which the kernel reaches half its speed.
+        half_tokens: new tokens of a row at which the kernel reaches half its speed.
     """
 
     flops_share: float
@@ -78,11 +77,11 @@ class PrefillAttention(msgspec.Struct, frozen=True):
     start_us: float
 
     def row_seconds(self, sheet: DataSheet, begin: int, end: int, width: int, window: int) -> float:
-        """Return the time for the tokens from `begin` to `end` of one row, without the start.
+        """Return the time for the tokens [begin, end) of one row, without the kernel's start.
 
         Args:
-            width: query heads times their size.
-            window: tokens that each token sees at most.
+            width: number of query heads times head size.
+            window: number of tokens that each token attends to at most.
         """
         new = end - begin
         speed = self.flops_share * sheet.flops * new / (new + self.half_tokens)
@@ -92,7 +91,7 @@ class PrefillAttention(msgspec.Struct, frozen=True):
 
 
 class Experts(msgspec.Struct, frozen=True):
-    """Constants of the experts of a layer."""
+    """Constants of the expert layers."""
 
     bandwidth_share: float
     flops_share: float
@@ -103,7 +102,7 @@ class Experts(msgspec.Struct, frozen=True):
     ) -> float:
         """Return the time of `tokens` tokens, each of which uses `per_token` of `experts` experts.
 
-        Tokens choose independently. Hence a batch uses some experts more than once.
+        Tokens choose independently, so a batch uses some experts several times.
         """
         bandwidth = self.bandwidth_share * sheet.bandwidth
         used = experts * (1 - (1 - per_token / experts) ** tokens)
@@ -124,7 +123,7 @@ def delta_net_s(sheet: DataSheet, rows: int, tokens: int, state_bytes: int) -> f
 
 
 def all_reduce_s(tp: int, num_bytes: int) -> float:
-    """Return the time of an all-reduce between `tp` ranks, one of TP_SIZES."""
+    """Return the time of an all-reduce of `num_bytes` between `tp` ranks, one of TP_SIZES."""
     if tp == 1:
         return 0.0
     start, speed = _ALL_REDUCE[tp]
@@ -135,10 +134,10 @@ _MIB = 1 << 20
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU: its data sheet, and the constants of its kernels.
+    """A GPU: its data sheet and the constants of its kernels.
 
     Attributes:
-        band: relative error to expect of the time of a step of a dense model.
+        band: expected relative error of the step time of a dense model.
     """
 
     sheet: DataSheet
@@ -149,8 +148,8 @@ class Gpu(msgspec.Struct, frozen=True):
     band: float
 
 
-# Fitted by `python -m tools.calibrate`. The larger band of the B200: no public measurement of whole
-# steps was compared.
+# Fitted by `python -m tools.calibrate`. The B200's band is larger because no public measurement of
+# whole steps was compared.
 GPUS = {
     "h100": Gpu(
         DataSheet(3.35e12, 989e12, 81559 * _MIB),

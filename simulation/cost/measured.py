@@ -1,7 +1,7 @@
 """Step times from a file of `baton bench steps`.
 
-Each mode has a curve over tokens at the smallest context, and a slope for more context: attention
-takes time in proportion to pairs of a new token and a cached one.
+Each mode has a curve over tokens at the smallest context, and a slope for longer contexts:
+attention takes time in proportion to the pairs of a new token and a cached token.
 """
 
 from bisect import bisect_right
@@ -13,19 +13,19 @@ import msgspec
 
 from simulation.cost.models import StepShape
 
-MAX_BYTES = 1 << 20  # of a file
-BAND = 0.2  # the error to expect between two runs of one machine, with other rows and contexts
+MAX_BYTES = 1 << 20  # size limit of a file
+BAND = 0.2  # expected error between two runs on one machine, with other rows and contexts
 
 
 MODES = ("prefill", "decode")
 
 
 class MeasuredStep(msgspec.Struct, frozen=True):
-    """A timed step.
+    """A measured step.
 
     Attributes:
-        mode: prefill: one row. decode: one token of each row.
-        tokens: that the step computes, in all rows.
+        mode: prefill: one row. decode: one token in each row.
+        tokens: number of tokens that the step computes, in all rows.
         context: KV tokens of each row after the step.
     """
 
@@ -37,17 +37,17 @@ class MeasuredStep(msgspec.Struct, frozen=True):
 
     @property
     def cached_pairs(self) -> int:
-        """Return the pairs of a new token and a token that was cached before the step."""
+        """Return the number of pairs of a new token and a token cached before the step."""
         return self.tokens * (self.context - self.tokens // self.rows)
 
 
 class StepTable(msgspec.Struct, frozen=True):
-    """The content of the file.
+    """The content of a file of `baton bench steps`.
 
     Attributes:
-        model: last part of the path or hub id of the model.
-        machine: processor or GPU, for readers.
-        weight_bytes, kv_bytes_per_token, kv_capacity_tokens, vocabulary, context_length: as in
+        model: last part of the model's path or hub id.
+        machine: processor or GPU, for display.
+        weight_bytes, kv_bytes_per_token, kv_capacity_tokens, vocabulary, context_length: see
             StepCost.
     """
 
@@ -65,7 +65,7 @@ class StepTable(msgspec.Struct, frozen=True):
         """Read a file.
 
         Raises:
-            ValueError: the file is not one of `baton bench steps`, or its numbers are impossible.
+            ValueError: the file is not from `baton bench steps`, or its numbers are impossible.
         """
         try:
             if file.stat().st_size > MAX_BYTES:
@@ -86,7 +86,7 @@ class StepTable(msgspec.Struct, frozen=True):
 
 
 class MeasuredTimes:
-    """Step times by interpolation in a table."""
+    """Step times by interpolation in a StepTable."""
 
     def __init__(self, table: StepTable) -> None:
         self._prefill = _Curve(table, "prefill")
@@ -94,8 +94,10 @@ class MeasuredTimes:
         self._least = min(self._prefill.least, self._decode.least)
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds of a step. Prompts and decode rows share the time of the smallest
-        step, in which the device reads the weights."""
+        """Return the seconds of a step.
+
+        Prompts and decode rows share the time of the smallest step, in which the weights are read.
+        """
         rows, pairs, extra = 0, 0, 0.0
         for new, context in zip(shape.new_tokens, shape.contexts, strict=True):
             if new == 1:
@@ -109,10 +111,10 @@ class MeasuredTimes:
 
 
 class _Curve:
-    """The times of one mode.
+    """The step times of one mode.
 
     Attributes:
-        least: smallest measured seconds.
+        least: shortest measured step in seconds.
     """
 
     def __init__(self, table: StepTable, mode: str) -> None:
@@ -131,7 +133,7 @@ class _Curve:
         )
 
     def seconds(self, tokens: int, cached_pairs: int) -> float:
-        """Return the seconds of a step, extrapolated by the last segment of the curve."""
+        """Return the seconds of a step. Beyond the curve, its last segment is extrapolated."""
         place = min(max(1, bisect_right(self._tokens, tokens)), len(self._tokens) - 1)
         below, above = self._firsts[place - 1], self._firsts[place]
         share = (tokens - below.tokens) / (above.tokens - below.tokens)
@@ -141,6 +143,6 @@ class _Curve:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the slope of the best line through the origin, and at least 0."""
+    """Return the slope of the best line through the origin, at least 0."""
     squares = sum(each * each for each in x)
     return max(0.0, sum(a * b for a, b in zip(x, y, strict=True)) / squares) if squares else 0.0

@@ -1,7 +1,6 @@
-"""The dimensions of models: a table by name, and checkpoint directories. The shapes of their steps
-and of their KV.
+"""Dimensions of models, from a table or a checkpoint, and the shapes of their steps and KV.
 
-KV lies in pages as `engine.kv_cache.layout` lays them out.
+KV is laid out in pages as in `engine.kv_cache.layout`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import msgspec
 from common.page_tables import PageTables
 from simulation.cost.kernels import BYTES
 
-_MAX_PADDING = 0.05  # share of unused bytes in the pages of a request, at each of these lengths
+_MAX_PADDING = 0.05  # highest share of unused bytes in a request's pages, at each of these lengths
 _TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 
 
@@ -21,11 +20,11 @@ class KvShape(msgspec.Struct, frozen=True):
     """The KV of a request.
 
     Attributes:
-        layer_bytes: of a token in one layer, with the heads of all ranks.
-        full: layers that keep the KV of all tokens.
-        windowed: layers that keep that of a window.
-        window: tokens of the window.
-        state_bytes: of the state of all other layers.
+        layer_bytes: bytes of a token in one layer, with the heads of all ranks.
+        full: number of layers with the KV of all tokens.
+        windowed: number of layers with the KV of a window.
+        window: size of the window in tokens.
+        state_bytes: bytes of the recurrent state of all other layers.
     """
 
     layer_bytes: int
@@ -55,7 +54,7 @@ class KvShape(msgspec.Struct, frozen=True):
         return PageTables(page_size, tables.windows, state_pages)
 
     def _layers_per_page(self, page_size: int) -> int:
-        """Return the layers of the largest page that wastes little memory."""
+        """Return the number of layers in the largest page that wastes little memory."""
         if not self.windowed:
             return self.full
         counts = range(1, max(self.full, self.windowed) + 1)
@@ -68,7 +67,7 @@ class KvShape(msgspec.Struct, frozen=True):
         return PageTables(page_size, full + (self.window,) * -(-self.windowed // layers_per_page))
 
     def _padding(self, page_size: int, layers_per_page: int) -> float:
-        """Return the unused bytes per used byte, at the worst of the typical lengths."""
+        """Return the unused bytes per used byte, for the worst of the typical lengths."""
         tables = self._tables(page_size, layers_per_page)
         return (
             max(
@@ -90,22 +89,22 @@ class StepShape(msgspec.Struct, frozen=True):
     """The rows of one forward pass.
 
     Attributes:
-        new_tokens: tokens that the step computes, by row. 1 in a decode row.
-        contexts: KV tokens of the row after the step, by row.
+        new_tokens: number of tokens that the step computes, by row. 1 in a decode row.
+        contexts: KV tokens after the step, by row.
     """
 
     new_tokens: tuple[int, ...]
     contexts: tuple[int, ...]
 
 
-_MAX_BYTES = 1 << 20  # of a config.json
+_MAX_BYTES = 1 << 20  # size limit of a config.json
 _MAX_SIZE = 1 << 24
 _MAX_LAYERS = 1024
-_STATE_BYTES = 4  # of a number of a state
+_STATE_BYTES = 4  # bytes of a number in a recurrent state
 _FULL = "full_attention"
 _KINDS = (_FULL, "sliding_attention", "linear_attention")
 _EXPERTS = ("num_local_experts", "num_experts")  # fields with the number of experts
-# Fields of config.json whose models are computed in a way that the cost model lacks.
+# Fields of config.json of models that the cost model does not support.
 _UNSUPPORTED = {
     "kv_lora_rank": "multi-head latent attention",
     "quantization_config": "quantized weights",
@@ -116,7 +115,7 @@ _UNSUPPORTED = {
 
 
 class DeltaNet(msgspec.Struct, frozen=True):
-    """The dimensions of a gated delta-net, a layer that keeps a state in place of KV.
+    """Dimensions of a gated delta-net, a layer that has a recurrent state instead of KV.
 
     Attributes:
         width: tokens of its convolution.
@@ -130,17 +129,17 @@ class DeltaNet(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Return the queries, keys and values of a token, which pass the convolution."""
+        """Return the query, key and value channels of a token, which pass the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def projected(self) -> int:
-        """Return all projections of a token: the channels, the gates, and two numbers by head."""
+        """Return the size of a token's projections: channels, gates, two numbers per head."""
         return self.channels + self.value_heads * (self.value_dim + 2)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the state, which is kept in float32, and of the convolution."""
+        """Return the bytes of the convolution and of the state, which is float32."""
         matrices = self.value_heads * self.key_dim * self.value_dim
         return matrices * _STATE_BYTES + self.channels * (self.width - 1) * BYTES
 
@@ -149,17 +148,17 @@ NO_DELTA_NET = DeltaNet(0, 0, 0, 0, 1)
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The dimensions of a decoder with grouped-query attention, in bfloat16.
+    """Dimensions of a decoder with grouped-query attention, in bfloat16.
 
     Attributes:
         intermediate: hidden size of the MLP, or of each expert.
-        experts: 0 in a dense model.
-        experts_per_token: 0 in a dense model.
-        tied: whether the head and the embeddings share their weights.
-        shared: hidden size of the expert that all tokens use. 0: the model has no such expert.
-        windowed: layers whose tokens see only a window.
-        window: tokens of the window, a token's own included.
-        recurrent: layers with a delta-net in place of attention.
+        experts: 0 for a dense model.
+        experts_per_token: 0 for a dense model.
+        tied: the head and the embeddings share their weights.
+        shared: hidden size of the expert that all tokens use. 0: none.
+        windowed: number of layers with sliding-window attention.
+        window: size of the window in tokens, including a token itself.
+        recurrent: number of layers with a delta-net instead of attention.
     """
 
     layers: int
@@ -181,7 +180,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def full(self) -> int:
-        """Return the layers whose tokens see all tokens before them."""
+        """Return the number of layers with full attention."""
         return self.layers - self.windowed - self.recurrent
 
     @property
@@ -192,18 +191,18 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def attention_parameters(self) -> int:
-        """Return the parameters of the attention of one layer."""
+        """Return the number of attention parameters in one layer."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
     def recurrent_parameters(self) -> int:
-        """Return the parameters of one delta-net."""
+        """Return the number of parameters of one delta-net."""
         net = self.delta_net
         return self.hidden * (net.projected + net.value_heads * net.value_dim)
 
     @property
     def mlp_parameters(self) -> int:
-        """Return the parameters of one MLP or expert."""
+        """Return the number of parameters of one MLP or expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
@@ -241,7 +240,7 @@ def model_shape(model: str) -> ModelShape:
     """Return the dimensions of a model in MODELS, or of a checkpoint directory.
 
     Raises:
-        ValueError: the model is unknown, or the cost model lacks a part of it.
+        ValueError: the model is unknown, or the cost model does not support a part of it.
     """
     if model in MODELS:
         return MODELS[model]
@@ -312,7 +311,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer. Raise ValueError if the cost model lacks one."""
+    """Return the kind of each layer. Raises ValueError for an unsupported kind."""
     number = _size(config, "num_hidden_layers")
     if number > _MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {number}: expected at most {_MAX_LAYERS}")
@@ -334,7 +333,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _every(number: int, every: Any, others: str) -> list[str]:
-    """Return layers of a kind, each n-th of which has full attention in its place."""
+    """Return `number` layers of kind `others`, except that every n-th one has full attention."""
     if type(every) is not int or every < 1:
         raise ValueError(f"the interval of full attention is {every!r}: expected an integer")
     return [others if (layer + 1) % every else _FULL for layer in range(number)]

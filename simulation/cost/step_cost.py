@@ -1,6 +1,4 @@
-"""The costs of a node: the duration of its steps, as the sum of their kernels or measured, and of
-transfers, and the sizes of its model.
-"""
+"""Costs of one node: step times, modelled or measured, transfer times, and sizes."""
 
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +9,10 @@ from simulation.cost.kernels import BYTES, GPUS, TP_SIZES, Gpu, all_reduce_s, de
 from simulation.cost.measured import BAND, MeasuredTimes, StepTable
 from simulation.cost.models import KvShape, ModelShape, StepShape, model_shape
 
-_LAUNCHES_S = 5 * 2.5e-6  # of a layer: norms, rotation, the write of KV, activation
-_FEW_TOKENS = 16  # of a row, whose attention reads its KV once as for one token
+_LAUNCHES_S = 5 * 2.5e-6  # seconds per layer: norms, rotation, writing KV, activation
+_FEW_TOKENS = 16  # up to this many tokens of a row, attention reads its KV once, as for one token
 _SAMPLING_S = 0.1e-3
-_CPU_S = 80e-6  # of the scheduler. The device hides it unless its step is even shorter
+_CPU_S = 80e-6  # seconds of the scheduler, which the device hides unless its step is even shorter
 
 
 class ModelledTimes:
@@ -59,7 +57,7 @@ class ModelledTimes:
         return projected + self._product_s(tokens, hidden, self._width)
 
     def _attention_s(self, shape: StepShape, window: int) -> float:
-        """Return the time of one layer whose tokens see at most so many tokens."""
+        """Return the attention time of one layer with at most `window` visible tokens."""
         sheet, decode, prefill = self._gpu.sheet, self._gpu.decode, self._gpu.prefill
         decoding, decode_rows, prefill_s = 0, 0, 0.0
         for new, context in zip(shape.new_tokens, shape.contexts, strict=True):
@@ -94,13 +92,13 @@ class ModelledTimes:
         return router + gpu.experts.seconds(gpu.sheet, tokens, *sizes, model.experts)
 
 
-_MEMORY_SHARE = 0.9  # of a GPU, for weights and KV
-_OTHER_BYTES = 3 << 30  # of a GPU, for activations, graphs and communication
-_WIDE_BAND = 0.3  # of models with experts, whose tables differ, and with parts without tables
-_SET_UP_S = 0.2e-3  # of a transfer
+_MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV
+_OTHER_BYTES = 3 << 30  # memory of a GPU for activations, graphs and communication
+_WIDE_BAND = 0.3  # for models with experts, whose tables differ, and with parts without tables
+_SET_UP_S = 0.2e-3  # seconds to set up a transfer
 _HOST_BYTES_PER_S = 50e9  # between a GPU and host memory, over PCIe 5
-_COPY_BYTES_PER_S = 10e9  # between two places of host memory
-# Bytes/s of a node's port, and the share that transfers reach.
+_COPY_BYTES_PER_S = 10e9  # within host memory
+# Bytes/s of a node's network port, and the share of it that transfers reach.
 _PATHS = {
     "nvlink": 450e9 * 0.73,
     "rdma400": 50e9 * 0.73,
@@ -111,23 +109,23 @@ PATHS = tuple(_PATHS)
 
 
 class StepTimes(Protocol):
-    """The source of step times: a model of kernels, or a file of measurements."""
+    """Source of step times: a model of kernels, or a file of measurements."""
 
     def step_s(self, shape: StepShape) -> float: ...
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """The costs of one node.
+    """Costs of one node.
 
     Attributes:
-        kv: of all ranks, each head once.
-        weight_bytes: of all ranks.
-        kv_capacity_tokens: KV tokens that fit beside the weights, none of them outside a window.
-        vocabulary: token ids of the model.
+        kv: KV of all ranks, with each head once.
+        weight_bytes: weights of all ranks.
+        kv_capacity_tokens: KV tokens inside windows that fit beside the weights.
+        vocabulary: number of token ids of the model.
         context_length: maximum tokens of a request.
-        band: relative error to expect of step_s.
-        host_bytes_per_s: rate of copies between the device and host memory.
-        has_drafts: whether step_s knows steps that verify drafts.
+        band: expected relative error of step_s.
+        host_bytes_per_s: speed of copies between the device and host memory.
+        has_drafts: step_s supports steps that verify drafts.
     """
 
     times: StepTimes
@@ -168,7 +166,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.kv.token_bytes
 
     def num_pages(self, page_size: int) -> int:
-        """Return the pages that fit beside the weights."""
+        """Return the number of pages that fit beside the weights."""
         return self.kv_capacity_tokens * self.kv.token_bytes // self.kv.page_bytes(page_size)
 
     def host_copy_s(self, num_bytes: int) -> float:
@@ -197,7 +195,7 @@ def _modelled(gpu: str, model: str, tp: int) -> StepCost:
         )
     kv = shape.kv.token_bytes
     weights = shape.parameters * BYTES
-    copies = max(1, tp // shape.kv_heads)  # of each KV head
+    copies = max(1, tp // shape.kv_heads)  # copies of each KV head
     free = tp * (int(_MEMORY_SHARE * device.sheet.memory_bytes) - _OTHER_BYTES) - weights
     if free < kv * copies:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""A device that computes nothing: steps take the time of the cost model, KV is a witness."""
+"""A simulated device: steps take the modelled time, and pages hold witnesses instead of KV."""

@@ -1,6 +1,4 @@
-"""Launches of steps, and copies beside them, that take the modelled time. Steps write witnesses in
-place of KV.
-"""
+"""Launches steps and copies that take the modelled time. Steps write witnesses instead of KV."""
 
 import asyncio
 import logging
@@ -17,9 +15,9 @@ from simulation.cost import StepCost, StepShape
 from simulation.device.sim_device import SimDevice
 from simulation.device.witness import Words, torn
 
-_LONG_LAG_S = 0.1  # is logged
+_LONG_LAG_S = 0.1  # a longer lag is logged
 _MOST_LAG_S = 1.0
-_CATCHING_UP = 0.96  # shortest duration of a step of a node that is late, as a share
+_CATCHING_UP = 0.96  # shortest step of a node that lags, as a share of its modelled duration
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
@@ -28,9 +26,9 @@ class SimStep:
     """A launched step.
 
     Attributes:
-        done_at: end by the node's own time.
+        done_at: end of the step by the node's own time.
         seconds: duration by the cost model.
-        result: carries out the step.
+        result: executes the step and returns its result.
     """
 
     batch: ScheduleBatch
@@ -39,23 +37,23 @@ class SimStep:
     result: Callable[[], BatchResult]
 
     def sample(self) -> None:
-        """Do nothing: a device finds the newest tokens by itself."""
+        """Do nothing: the device finds the newest tokens on its own."""
 
 
 class SimRunner:
     """Launches the steps of an engine on a simulated device, one after the other.
 
-    A step begins at the node's own time, which is that of the event which the engine handles. So
-    the delays of a busy host do not add up. A node that is late makes its steps a little shorter
-    until it has caught up. Time beyond a lag of a second is lost.
+    A step begins at the node's own time, which is the time of the event that the engine handles, so
+    delays of a busy host do not add up. A node that lags shortens its steps a little until it has
+    caught up. Lag beyond a second is lost.
 
     Args:
-        page_bytes: of a real page, which determine the time of copies.
+        page_bytes: bytes of a real page, which determine the time of copies.
 
     Attributes:
         now: the node's own time, on the clock of time.monotonic(). Set by the driver of the loop.
         busy_s: duration of all launched steps.
-        slowness: factor of the duration of steps, for tests of failures.
+        slowness: factor of step durations, for tests of failures.
     """
 
     def __init__(self, device: SimDevice, cost: StepCost, page_bytes: int) -> None:
@@ -63,14 +61,14 @@ class SimRunner:
         self._page_bytes = page_bytes
         self._cost = cost
         self._free_at = 0.0  # end of the last launched step
-        self._lag_s = 0.0  # the longest since the last report
-        self._reached_at = 0.0  # time.monotonic() when the last step was reached
+        self._lag_s = 0.0  # longest lag since the last report
+        self._reached_at = 0.0  # time.monotonic() when the driver reached the last step
         self.now = time.monotonic()
         self.busy_s = 0.0
         self.slowness = 1.0
 
     def due(self, step: SimStep) -> float:
-        """Return the time.monotonic() until which the driver waits for a step."""
+        """Return the time.monotonic() until which the driver must wait for a step."""
         return max(step.done_at, self._reached_at + _CATCHING_UP * step.seconds)
 
     def reached(self, step: SimStep) -> None:
@@ -120,7 +118,7 @@ class SimCopier:
         notify: called when a copy is done.
 
     Args:
-        page_bytes: of a real page, which determine the time of copies.
+        page_bytes: bytes of a real page, which determine the time of copies.
     """
 
     def __init__(self, pool: Words, host_pool: Words, cost: StepCost, page_bytes: int) -> None:
@@ -141,13 +139,13 @@ class SimCopier:
 
 
 class _Direction:
-    """The copies of one direction, one after the other."""
+    """Copies in one direction, one after the other."""
 
     def __init__(self, cost: StepCost, page_bytes: int, notify: Callable[[], None]) -> None:
         self._cost = cost
         self._page_bytes = page_bytes
         self._notify = notify
-        self._waiting: deque[Callable[[], None]] = deque()  # begins of copies
+        self._waiting: deque[Callable[[], None]] = deque()  # starts of later copies
         self._timer: asyncio.TimerHandle | None = None
 
     def submit(self, source: Words, pages: Ints, target: Words, target_pages: Ints) -> SimCopy:

@@ -35,15 +35,15 @@ _Places = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """The rows of a step, copied at the launch. All arrays but `tokens` are by row.
+    """The rows of a step, copied at the launch. All arrays except `tokens` are by row.
 
     Attributes:
-        starts, ends: places of the first token and after the last one, if the row is not moved.
-        early: places by which the device may move the row back, see ScheduleBatch.
-        known: tokens that the table had. The one after them is the last one that was sampled in
-            the slot.
-        tokens: of all rows, each from the first place that it may have.
-        offsets: place 0 of each row in `tokens`, which may be negative.
+        starts, ends: positions of the first token and after the last one, unless the row is moved.
+        early: positions by which the device may move the row back, see ScheduleBatch.
+        known: number of tokens that the table had. The next one is the last token sampled in the
+            slot.
+        tokens: tokens of all rows, each from the first position that it may have.
+        offsets: index of position 0 of each row in `tokens`, which may be negative.
         pages: [rows, tables, most pages of a row].
         state: [rows, state pages].
     """
@@ -60,7 +60,7 @@ class StepRows:
 
 
 class SimDevice:
-    """The memory of a simulated device, and what it keeps of each slot.
+    """The memory of a simulated device, and its state of each slot.
 
     Args:
         pool, host_pool: witnesses of all pages.
@@ -76,13 +76,13 @@ class SimDevice:
         self._host_pool = host_pool
         self._draft_acceptance = draft_acceptance
         self._newest = np.zeros(table.num_slots, np.int32)  # the last token sampled in each slot
-        self._rejected = np.zeros(table.num_slots, np.intp)  # drafts of the last step of each slot
+        self._rejected = np.zeros(table.num_slots, np.intp)  # drafts of each slot's last step
         self._token_weights = token_weights(table.page_size, self._tables.num_tables)
         self._place_weights = place_weights(table.page_table.shape[2])
         self._state_weights = state_weights(self._tables.state_pages)
 
     def rows_of(self, batch: ScheduleBatch) -> StepRows:
-        """Copy what a step needs of the table."""
+        """Copy the parts of the table that a step needs."""
         table = self._table
         slots, starts, ends = (
             each.astype(np.intp) for each in (batch.slots, batch.starts, batch.ends)
@@ -104,7 +104,7 @@ class SimDevice:
         )
 
     def compute(self, batch: ScheduleBatch, step: StepRows) -> BatchResult:
-        """Carry out a step, in the order of launches."""
+        """Execute a step. Called in the order of launches."""
         self._copy(batch)
         if not len(step.slots):
             return BatchResult(np.empty(0, np.int32))
@@ -120,8 +120,7 @@ class SimDevice:
         return BatchResult(np.where(batch.samples, sampled, NOT_SAMPLED).astype(np.int32))
 
     def _verified(self, step: StepRows, starts: _Places, ends: _Places) -> BatchResult:
-        """Compute one token of each row after another, up to the first wrong draft. Rejected drafts
-        leave no trace."""
+        """Compute tokens one by one in each row, up to the first wrong draft."""
         most = int((ends - starts).max())
         runs = np.full((len(starts), most), NOT_SAMPLED, np.int32)
         counts = np.zeros(len(starts), np.int32)
@@ -150,8 +149,7 @@ class SimDevice:
         ends: _Places,
         kept: Sequence[StateCheckpoint] = (),
     ) -> None:
-        """Add the tokens of some rows, from `starts` to `ends`, to their pages. `kept`: states to
-        write to other pages as well."""
+        """Add tokens [starts, ends) to their rows' pages. `kept`: states to write twice."""
         numbers, places = _places(starts, ends)
         owners = rows[numbers]
         tokens = step.tokens[step.offsets[owners] + places]
@@ -174,11 +172,11 @@ class SimDevice:
         added: Words,
         kept: Sequence[StateCheckpoint],
     ) -> None:
-        """Add the tokens of rows to their states.
+        """Add the tokens of rows to their recurrent states.
 
         Args:
-            own: the state pages of each row.
-            added: for each token.
+            own: state pages of each row.
+            added: value to add for each token.
             kept: states to write to other pages as well.
         """
         firsts = np.cumsum(ends - starts) - (ends - starts)
@@ -191,22 +189,21 @@ class SimDevice:
             self._pool[each.pages] = before[each.row] + part * self._state_weights
 
     def _resume(self, batch: ScheduleBatch, step: StepRows) -> None:
-        """Copy the states from which rows continue."""
+        """Copy the recurrent states from which rows continue."""
         for each in batch.resumed:
             self._pool[step.state[each.row]] = self._pool[each.pages]
 
     def _sampled(
         self, step: StepRows, rows: _Places, ends: _Places
     ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return the tokens of rows after these numbers of tokens, and whether the device's drafts
-        of them are right."""
+        """Return each row's token after `ends` tokens, and whether the device drafts it."""
         totals = self._totals(step, rows, ends)
         sampled = tokens_of(totals)
         self._newest[step.slots[rows]] = sampled
         return sampled, is_accepted(totals, self._draft_acceptance)
 
     def _totals(self, step: StepRows, rows: _Places, ends: _Places) -> Words:
-        """Return the total of each row, from the witnesses of all pages that it sees."""
+        """Return the total of each row, from the witnesses of all pages that it attends to."""
         columns = np.arange(step.pages.shape[2])
         is_seen = columns < -(-ends[:, None] // self._tables.page_size)
         totals = np.zeros(len(rows), np.uint64)
@@ -230,7 +227,7 @@ class SimDevice:
 
 
 def _places(starts: _Places, ends: _Places) -> tuple[_Places, _Places]:
-    """Return the row and the place of each token from `starts` to `ends`, row by row."""
+    """Return the row and the position of each token in [starts, ends), row by row."""
     counts = ends - starts
     rows = np.repeat(np.arange(len(counts)), counts)
     behind = np.cumsum(counts) - ends

@@ -1,12 +1,12 @@
-"""KV that proves which tokens it was computed from: 8 bytes a page.
+"""Witnesses: 8 bytes per simulated page, which replace KV and prove its tokens.
 
-A page's witness is the sum over its tokens of (token + 1) times a weight of the page table and the
-index in the page. The witness of a state page is such a sum over all tokens of the request with
-weights of their places, times an odd weight of the page. The total of a request is the sum of the
-witnesses that its newest token sees, each times an odd weight of its place: all pages of a full
-table, those from the beginning of the window on, and all state pages. All sums are modulo 2**64. A
-sampled token is a hash of the total. So each token of a response depends on every page that it
-sees, and on their order.
+The witness of a page is the sum over its tokens of (token + 1) times a weight, which depends on the
+page table and the index in the page. The witness of a state page is such a sum over all tokens of
+the request, with weights of their positions, times an odd weight of the page. The total of a
+request is the sum of the witnesses that its newest token sees, each times an odd weight of its
+position: all pages of a full table, the pages inside a window, and all state pages. All sums are
+modulo 2**64. A sampled token is a hash of the total, so each token of a response depends on every
+page that it sees, and on their order.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ _STEP, _FIRST, _SECOND = (
     for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _A_HALF, _A_PART, _MOST = np.uint64(30), np.uint64(27), np.uint64(31)
-# Begins of the numbers whose hashes are weights: of indices in pages, of the places of pages and of
-# state pages, and of the places of tokens in states.
+# Start of the numbers whose hashes are weights: for indices in pages, positions of pages, positions
+# of state pages, and positions of tokens in states.
 _PLACES, _STATES, _STATE_TOKENS = 1 << 20, 1 << 40, 1 << 41
 
 
 def mix(values: Words) -> Words:
-    """Return well-mixed 64-bit hashes of these values (splitmix64)."""
+    """Return 64-bit hashes of these values (splitmix64)."""
     mixed = values * _STEP + _STEP
     mixed = (mixed ^ (mixed >> _A_HALF)) * _FIRST
     mixed = (mixed ^ (mixed >> _A_PART)) * _SECOND
@@ -48,7 +48,7 @@ def token_weights(page_size: int, num_tables: int) -> Words:
 
 @lru_cache(maxsize=8)
 def place_weights(num_pages: int) -> Words:
-    """Return the weight of each page of a request by its place, all odd."""
+    """Return the weight of each page of a request by its position, all odd."""
     return mix(np.arange(_PLACES, _PLACES + num_pages, dtype=np.uint64)) | np.uint64(1)
 
 
@@ -59,18 +59,18 @@ def state_weights(state_pages: int) -> Words:
 
 
 def state_token_weights(places: NDArray[np.intp]) -> Words:
-    """Return the weights of tokens in the state by their places."""
+    """Return the weights of tokens in the recurrent state by their positions."""
     return mix(places.astype(np.uint64) + np.uint64(_STATE_TOKENS))
 
 
 def tokens_of(totals: Words) -> NDArray[np.int32]:
-    """Return the token that follows each total. It is the byte of a letter or a space."""
+    """Return the token that follows each total: the byte of a letter or a space."""
     return _TEXT[(mix(totals) % np.uint64(len(_TEXT))).astype(np.intp)]
 
 
 def torn(before: Words, after: Words) -> Words:
-    """Return copies of pages that had these witnesses before and after the copy. The copy of a page
-    that has changed equals neither."""
+    """Return copies of pages with these witnesses before and after the copy. The copy of a page
+    that changed equals neither."""
     return np.where(before == after, after, ~(after ^ before))
 
 
@@ -82,10 +82,10 @@ def is_accepted(totals: Words, probability: float) -> NDArray[np.bool_]:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, tables: PageTables) -> list[int]:
-    """Return the first `count` tokens of the response to a prompt, as every correct node has them.
+    """Return the first `count` tokens of the response that every correct node generates.
 
     Args:
-        tables: of the nodes.
+        tables: page tables of the nodes.
     """
     num_pages = tables.num_pages(len(prompt) + count)
     weights = _weights(num_pages, tables)
@@ -105,12 +105,12 @@ def expected_tokens(prompt: Sequence[int], count: int, tables: PageTables) -> li
 
 
 def first_page(num_tokens: Any, window: int, tables: PageTables) -> Any:
-    """Return the first page that the last of so many tokens sees. Both are arrays or numbers."""
+    """Return the first page that the last of `num_tokens` tokens sees. For arrays or numbers."""
     return np.maximum(num_tokens - window, 0) // tables.page_size
 
 
 def _weights(num_pages: int, tables: PageTables) -> Words:
-    """Return the weight of each token by its place: [tables and the state, places]."""
+    """Return the weight of each token by its position: [tables and the state, positions]."""
     of_tokens = np.tile(token_weights(tables.page_size, tables.num_tables), num_pages)
     weights = of_tokens * np.repeat(place_weights(num_pages), tables.page_size)
     if not tables.state_pages:

@@ -1,1 +1,1 @@
-"""A node whose engine runs on the event loop of its frontend, on a simulated device."""
+"""A simulated node: its engine runs on the event loop of its frontend, with a simulated device."""

@@ -1,4 +1,4 @@
-"""A simulated engine on the event loop of its frontend, in place of an engine process."""
+"""A simulated engine on the event loop of its frontend, instead of an engine process."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from simulation.node.runtime import SimRuntime
 
 log = logging.getLogger(__name__)
 
-_FLUSH_S = 0.01  # between two attempts to send to a frontend that does not read
+_FLUSH_S = 0.01  # seconds between two attempts to send to a frontend that does not read
 _KILLED = -9  # exit code of an engine that the frontend has ended
 
 
 class SimChannel:
-    """The engine's socket to its frontend. `wait` only notes the time: see `sleep`."""
+    """The engine's end of the socket to its frontend. `wait` only stores the time for `sleep`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._frames: FrameSocket[FrontMessage] = FrameSocket(sock, FrontMessage)
@@ -50,9 +50,9 @@ class SimChannel:
         self._woken.set()
 
     async def sleep(self) -> None:
-        """Sleep as the last `wait` asked: until its time expires, the frontend has sent something,
-        or `wake` is called. The socket is watched only meanwhile, because a busy engine does not
-        read it.
+        """Sleep until the time of the last `wait`, a message from the frontend, or `wake`.
+
+        The socket is watched only meanwhile, because a busy engine does not read it.
         """
         loop = asyncio.get_running_loop()
         self._frames.flush()
@@ -73,14 +73,14 @@ class SimChannel:
 class SimEngine:
     """The frontend's view of a simulated engine. EngineProcess documents the other members.
 
+    Create it on the event loop on which the engine will run.
+
     Attributes:
         runner, core: None until the engine has started.
-        moves: not set while the engine is frozen, for tests of failures.
+        moves: cleared while the engine is frozen, for tests of failures.
 
     Args:
-        wire_to: the network between this node and others.
-
-    Made on the event loop, on which the engine runs from then on.
+        wire_to: network between this node and others.
     """
 
     def __init__(self, wire_to: WireTo = healthy) -> None:
@@ -119,8 +119,8 @@ class SimEngine:
 
     def close(self) -> None:
         self._task.cancel()
-        # The frontend's transport closes it at the end of file. If it were closed here, the loop
-        # would not watch the next socket that gets its number.
+        # The frontend's transport closes the socket at end of file. If it were closed here, the
+        # loop would not watch the next socket with the same number.
         with contextlib.suppress(OSError):
             self.engine_socket.shutdown(socket.SHUT_RDWR)
         for unused in self._handed_over:
@@ -158,7 +158,7 @@ class SimEngine:
         roles = load_roles()
         config = NODE_CONFIGS[start.role].model_validate_json(start.config)
         check_config(config)
-        # All host pages, because the node may become a decode node. They cost nothing here.
+        # All host pages, because the node may become a decode node. Simulated pages cost nothing.
         wanted = roles[start.role].wants(config.engine)
         parts = SimParts.of(wanted.model_copy(update={"cache": config.engine.cache}))
         self.runner, self.core = parts.runner, parts.core
@@ -191,7 +191,7 @@ class SimEngine:
             parts.close()
 
     async def _drive(self, role: DrivenRole, runtime: SimRuntime, parts: SimParts) -> None:
-        """Run the loop until PeerGone or RoleEnded. Its waits are those of this coroutine."""
+        """Run the loop until PeerGone or RoleEnded. Its waits are sleeps of this coroutine."""
         runtime.begin(parts)
         for awaited in runtime.loop(role, parts).turns():
             if awaited is None:
@@ -206,6 +206,5 @@ class SimEngine:
 
 
 async def _until(end: float) -> None:
-    """Wait until `time.monotonic()` is `end`, to the millisecond. Lets other work run in any
-    case."""
+    """Wait until `end` in time.monotonic(), to the millisecond. Always yields."""
     await asyncio.sleep(max(end - time.monotonic(), 0.0))

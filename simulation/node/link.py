@@ -1,8 +1,8 @@
-"""Reads of other nodes' pages that take the modelled time. All on the event loop, without threads.
+"""Simulated reads of other nodes' pages, which take the modelled time. All on the event loop.
 
 Each node has one port, through which its reads pass one after the other. A page is torn if it
-changes while it is read: the copy then equals neither state. A Wire is the condition of the network
-between two nodes, which only simulations with faults change.
+changes while it is read: the copy equals neither state. A Wire is the condition of the network
+between two nodes, which simulations with faults change.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from simulation.node.pools import open_pool
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The condition of one direction between two processes.
+    """Network condition in one direction between two processes.
 
     Attributes:
-        factor: of all delays and of the duration of reads.
-        is_cut: connections end, and new ones are refused.
-        is_silent: packets vanish, and no process is informed.
+        factor: factor of all delays and of the duration of reads.
+        is_cut: connections end, and new ones are rejected.
+        is_silent: packets vanish without an error.
     """
 
     factor: float = 1.0
@@ -48,7 +48,7 @@ class Wire:
     is_silent: bool = False
 
     def __or__(self, other: "Wire") -> "Wire":
-        """Return the condition under both faults."""
+        """Return the condition with both faults."""
         return Wire(
             self.factor * other.factor,
             self.is_cut or other.is_cut,
@@ -57,7 +57,7 @@ class Wire:
 
 
 HEALTHY = Wire()
-# Returns the condition between this node and the one at an address.
+# Returns the condition between this node and the node at an address.
 WireTo = Callable[[str], Wire]
 
 
@@ -68,14 +68,14 @@ def healthy(address: str) -> Wire:
 
 BACKEND = "simulated"
 GIB = 1 << 30
-_MAX_JOBS = 4096  # of one link
+_MAX_JOBS = 4096  # reads of one link
 _CONNECT_S = 5.0
-_RESEND_S = 0.2  # until packets that vanished are sent again
+_RESEND_S = 0.2  # seconds until vanished packets are sent again
 _METRIC_PATHS = {"nvlink": "nvlink", "rdma400": "rdma", "tcp100": "tcp", "tcp25": "tcp"}
 
 
 class SharedPages:
-    """Access to the bytes of this node's pages, for checksums."""
+    """The bytes of this node's pages, for checksums."""
 
     def __init__(self, pool: Words) -> None:
         self._pool = pool
@@ -103,7 +103,7 @@ class SimOffers:
         return ()
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Do nothing: a read of withdrawn pages shows in the tokens."""
+        """Do nothing: a read of withdrawn pages is detected by wrong tokens."""
 
     def poll(self) -> None:
         """Do nothing: no connection needs it."""
@@ -118,15 +118,15 @@ class SimOffers:
 
 @dataclass(slots=True, eq=False)
 class ReadPort:
-    """The network port of a node.
+    """The network port of a node, through which its reads pass one after the other.
 
     Attributes:
-        page_bytes: of a real page, which determine the time of a read.
+        page_bytes: bytes of a real page, which determine the time of a read.
         path: see StepCost.transfer_s.
         pool: pages of this node.
-        pool_directory: of the pools of all nodes.
-        wire_to: the network to other nodes.
-        read_timeout_s: that a read may take longer than at a tenth of its rate.
+        pool_directory: directory of the pools of all nodes.
+        wire_to: network to other nodes.
+        read_timeout_s: seconds that a read may take beyond ten times its normal duration.
         free_at: time.monotonic() of the end of the last read.
     """
 
@@ -144,10 +144,10 @@ class ReadPort:
         return 1.0 / self.cost.transfer_s(GIB, self.path)
 
     def take(self, num_pages: int, factor: float) -> tuple[float, float, float]:
-        """Reserve the port for a read. Returns its begin, its end and its deadline.
+        """Reserve the port for a read. Returns its start, end and deadline in time.monotonic().
 
         Args:
-            factor: of its duration.
+            factor: factor of the read's duration.
         """
         begin = max(self.free_at, time.monotonic())
         seconds = self.cost.transfer_s(num_pages * self.page_bytes, self.path)
@@ -181,7 +181,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Jobs:
-    waiting: deque[_Job] = field(default_factory=deque)  # the first may be under way
+    waiting: deque[_Job] = field(default_factory=deque)  # the first may be in progress
     timer: asyncio.TimerHandle | None = None
 
 
@@ -215,7 +215,7 @@ class SimLink:
         self._set_timer()
 
     def expect(self, destination_pages: Ints) -> None:
-        """Do nothing: the memory is there."""
+        """Do nothing: the memory is allocated already."""
 
     def expire(self, now: float) -> None:
         if (deadline := self.deadline) is not None and now >= deadline:
@@ -262,7 +262,7 @@ class SimLink:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Call `_advance` when the first read begins or ends."""
+        """Schedule `_advance` for the next start or end of a read."""
         jobs = self._jobs
         if jobs.timer is None and jobs.waiting and self._source is not None:
             job = jobs.waiting[0]

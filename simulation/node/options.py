@@ -1,4 +1,4 @@
-"""The costs that a simulated node's options select, and the options that it does not support."""
+"""Options of simulated nodes: the cost model that they select, and unsupported ones."""
 
 from functools import reduce
 from typing import Any
@@ -46,7 +46,7 @@ def check_config(config: NodeConfig) -> None:
     """Check that a simulated node supports the configuration.
 
     Raises:
-        ConfigError: it does not. The error names all options that it does not support.
+        ConfigError: names all unsupported options.
     """
     standard = _STANDARD[type(config)]
     changed = [name for name in _UNSUPPORTED if _value(config, name) != _value(standard, name)]
@@ -62,7 +62,7 @@ def check_config(config: NodeConfig) -> None:
 
 
 def cost_of(config: EngineConfig) -> StepCost:
-    """Return the costs of a node. Raises ConfigError if they are not known."""
+    """Return the costs of a node. Raises ConfigError if they are unknown."""
     try:
         return StepCost.of(config.simulated_gpu, config.model, config.parallel.tp)
     except ValueError as error:

@@ -1,6 +1,4 @@
-"""The parts of a simulated engine: the shipped core over witnesses, and refusals of the features
-that are not simulated.
-"""
+"""The parts of a simulated engine: the real core with witnesses, and rejected features."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,12 +35,12 @@ from simulation.device.sim_device import SimDevice
 from simulation.node.options import cost_of
 from simulation.node.pools import SharedPool, pool_directory
 
-_CHUNK_TOKENS = 2048  # of nodes that choose no other size
+_CHUNK_TOKENS = 2048  # default chunk of simulated nodes
 _NOT_SIMULATED = "is not supported by simulated nodes"
 
 
 class SimLimits(RequestLimits):
-    """The limits of a model without the features that are not simulated."""
+    """Request limits that reject the features that are not simulated."""
 
     def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
         asked = {
@@ -130,7 +128,7 @@ class SimOperations:
 
 
 class UnsharedWeights:
-    """The port to the transfer, without the weights that real nodes share over it."""
+    """The transfer's interface without the weights that real nodes share."""
 
     busy = False
 
@@ -152,7 +150,7 @@ class SimParts:
     """The parts of a simulated engine that stay when its role changes. See RoleEngine.
 
     Attributes:
-        fingerprint: equal on nodes that may pair.
+        fingerprint: equal for nodes that may pair.
     """
 
     core: EngineCore
@@ -226,8 +224,7 @@ class SimParts:
 
 
 def _speculator(config: EngineConfig) -> Speculator | None:
-    """Return the parts of speculation. The device makes the drafts, because no text of a simulated
-    response repeats another one."""
+    """Return the speculator. The device drafts, because simulated text does not repeat."""
     speculator = Speculator.of(config.speculative, config.scheduler.num_slots)
     return None if speculator is None else replace(speculator, drafter=HeadDrafter())
 

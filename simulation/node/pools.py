@@ -1,4 +1,4 @@
-"""Witnesses of nodes' pages, in files of shared memory that other nodes on this host read."""
+"""Witnesses of nodes' pages in shared-memory files, which other nodes on this host read."""
 
 import contextlib
 import fcntl
@@ -18,11 +18,10 @@ _NAME = re.compile(rb"[0-9a-f]{16}")
 
 
 def pool_directory(configured: Path | None) -> Path:
-    """Create the directory of the files, which belongs to this user alone, and delete the files of
-    nodes that were killed.
+    """Create this user's directory for the files, and delete the files of killed nodes.
 
     Raises:
-        ConfigError: it cannot be created, or is another user's.
+        ConfigError: it cannot be created, or belongs to another user.
     """
     directory = configured or Path(f"/dev/shm/baton-sim-{os.getuid()}")
     try:
@@ -41,7 +40,7 @@ def pool_directory(configured: Path | None) -> Path:
 
 
 def _delete_unused(file: Path) -> None:
-    """Delete the file unless a living node has locked it."""
+    """Delete the file unless a running node has locked it."""
     with contextlib.suppress(OSError):
         fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -74,7 +73,7 @@ class SharedPool:
             raise ConfigError(f"engine.sim.pool_dir: {self._file}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Delete the file. Nodes that read it keep its memory. Idempotent."""
+        """Delete the file. Readers keep its memory. Idempotent."""
         if self._fd >= 0:
             self._file.unlink(missing_ok=True)
             os.close(self._fd)

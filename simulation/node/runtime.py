@@ -1,4 +1,4 @@
-"""The parts of a simulated engine for one role, as NodeRuntime has them for a real one."""
+"""The parts of a simulated engine for one role, like NodeRuntime for a real engine."""
 
 import asyncio
 import logging
@@ -30,23 +30,23 @@ from simulation.node.tokenizer import tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-_FLUSH_S = 0.01  # between two attempts to send to a frontend that does not read
+_FLUSH_S = 0.01  # seconds between two attempts to send to a frontend that does not read
 
 
 class WakingChannel(FrontendChannel, Protocol):
-    """The channel of a simulated engine."""
+    """Channel to the frontend that can be woken."""
 
     def wake(self) -> None: ...
 
 
 class TransferDriver:
-    """Runs a Transfer on the event loop, in place of a thread."""
+    """Runs a Transfer on the event loop, instead of on a thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transfer: Transfer[NodeCommand, NodeEvent]
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
-        self._is_next = False  # a turn follows as soon as the loop is free
+        self._is_next = False  # the next turn is scheduled
         self._ended = False
 
     def start(self, transfer: Transfer[NodeCommand, NodeEvent]) -> None:
@@ -56,13 +56,13 @@ class TransferDriver:
         self.wake()
 
     def wake(self) -> None:
-        """Run a turn soon."""
+        """Schedule a turn."""
         if not (self._is_next or self._ended):
             self._is_next = True
             self._loop.call_soon(self._turn)
 
     def stop(self) -> None:
-        """End every stream and every link. Idempotent."""
+        """End all streams and links. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -95,8 +95,7 @@ class TransferDriver:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimRuntime:
-    """The parts of a simulated engine for one role. Nothing runs before `begin`. See
-    RoleRuntime."""
+    """The parts of a simulated engine for one role, which start with `begin`. See RoleRuntime."""
 
     instance: int
     channel: WakingChannel
@@ -117,7 +116,7 @@ class SimRuntime:
         transfer_socket: socket.socket,
         wire_to: WireTo,
     ) -> "SimRuntime":
-        """Make the parts. Takes ownership of the socket."""
+        """Make the parts. Takes ownership of `transfer_socket`."""
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
         reads, driver = ReadMetrics(), TransferDriver()
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
@@ -161,7 +160,7 @@ class SimRuntime:
         return self.transfer
 
     def begin(self, parts: SimParts) -> None:
-        """Begin to pair, and report to the frontend that requests may come."""
+        """Start pairing, and report to the frontend that requests are accepted."""
         self.driver.start(self.transfer)
         parts.copier.notify = self.channel.wake
         engine = self.config.engine
@@ -189,12 +188,12 @@ class SimRuntime:
         )
 
     def close(self) -> None:
-        """End every stream and every link."""
+        """End all streams and links."""
         self.driver.stop()
 
 
 def _prepare(role: str) -> None:
-    """Do nothing: a simulated engine has all that each role needs."""
+    """Do nothing: a simulated engine needs no preparation for a role."""
 
 
 def _sides(

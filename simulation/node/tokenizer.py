@@ -1,4 +1,4 @@
-"""The model files that routers of simulated nodes read. Each byte of a text is a token.
+"""Model files for routers of simulated nodes. Each byte of a text is a token.
 
 `python -m simulation.node.tokenizer MODEL DIRECTORY` writes them.
 """
@@ -17,7 +17,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 def has_model_files(model: str) -> bool:
-    """Return whether the model is a checkpoint directory whose own files routers can read."""
+    """Return whether the model is a checkpoint directory with files that routers can read."""
     return (Path(model) / _TOKENIZER).is_file()
 
 

@@ -1,6 +1,6 @@
-"""Capacity planning: which layout of GPUs serves the highest rate within limits of latency.
+"""Capacity planning: the layout of GPUs that serves the highest rate within latency limits.
 
-`make_plan` predicts every layout by closed forms. Nothing is simulated step by step.
+`make_plan` predicts every layout by closed forms, without simulating steps.
 """
 
 from simulation.plan.layouts import Layout

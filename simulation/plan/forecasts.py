@@ -1,9 +1,9 @@
-"""Closed forms: the latency of a layout at a rate of requests.
+"""Closed forms: the latency of a layout at a given request rate.
 
-Prefill nodes are one queue with several servers. The running requests of a node that decodes follow
-from its rate and its step time (Little's law), and their number varies like a Poisson variable. The
-first token comes from the prefill node, so that the hand-off delays only the second one. Each step
-time is computed once per node size.
+Prefill nodes are one queue with several servers. The number of running requests on a decode node
+follows from its rate and its step time (Little's law) and varies like a Poisson variable. The first
+token comes from the prefill node, so the hand-off delays only the second one. Each step time is
+computed once per node size.
 """
 
 import math
@@ -15,8 +15,8 @@ import msgspec
 from simulation.cost import StepCost, StepShape
 from simulation.plan.traffic import PERCENTILE, Forecast, Traffic
 
-CHUNK = 8192  # tokens of a chunk on prefill nodes, the default
-MAX_BATCH_TOKENS = 16384  # of the prompts in one step, the default
+CHUNK = 8192  # default chunk of prefill nodes, in tokens
+MAX_BATCH_TOKENS = 16384  # default limit of prompt tokens in one step
 MAX_ROWS = 1024
 
 
@@ -25,9 +25,9 @@ class NodeSteps:
 
     Attributes:
         prompts: seconds of each request's prompt on an idle prefill node.
-        kv_rows: running requests that the KV pool holds.
+        kv_rows: number of running requests that fit the KV pool.
         max_batch: prompts that share a step on a prefill node.
-        batch_s: seconds of a step with a number of mean prompts.
+        batch_s: seconds of a step, by number of mean prompts.
     """
 
     def __init__(self, cost: StepCost, traffic: Traffic) -> None:
@@ -49,7 +49,7 @@ class NodeSteps:
         return _between(self._decode_at, rows)
 
     def mixed_s(self, chunk: int, rows: float) -> float:
-        """Return the seconds of a step of a chunk of prompts beside `rows` decode rows."""
+        """Return the seconds of a step with a chunk of prompts and `rows` decode rows."""
         return _between(lambda number: self._mixed_at(chunk, number), rows)
 
     def _decode_s(self, rows: int) -> float:
@@ -57,7 +57,10 @@ class NodeSteps:
         return self.cost.step_s(StepShape((1,) * rows, (self._context,) * rows))
 
     def _mixed_s(self, chunk: int, rows: int) -> float:
-        """A chunk is the middle one of a long prompt, or consists of several short prompts."""
+        """Return the seconds of a mixed step.
+
+        The chunk is the middle one of a long prompt, or consists of several short prompts.
+        """
         length = self._input
         if length >= chunk:
             chunks: Sequence[int] = (chunk,)
@@ -90,15 +93,15 @@ def _between(at: Callable[[int], float], place: float) -> float:
     return at(below) if share == 0 else (1 - share) * at(below) + share * at(below + 1)
 
 
-_BISECTIONS = 24  # to 1e-7 of the range
+_BISECTIONS = 24  # precision: 1e-7 of the range
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A waiting time: zero, or else exponential.
+    """A waiting time: zero, or else exponentially distributed.
 
     Attributes:
-        probability: that a request waits.
-        mean: seconds of requests that wait.
+        probability: probability that a request waits.
+        mean: mean seconds of the requests that wait.
     """
 
     probability: float
@@ -116,8 +119,8 @@ def waiting(servers: int, rate: float, service: float, variation: float) -> Wait
 
     Args:
         rate: requests/s at all servers together, less than servers / service.
-        service: mean seconds.
-        variation: squared coefficient of variation of the service.
+        service: mean service time in seconds.
+        variation: squared coefficient of variation of the service time.
     """
     offered = rate * service
     blocked = 1.0  # Erlang's formula B, by its recursion over servers
@@ -135,7 +138,7 @@ def variation(values: Sequence[float]) -> float:
 
 
 def percentile(share: float, wait: Waiting, services: Sequence[float]) -> float:
-    """Return the time within which a share of requests is done, after its wait and its service."""
+    """Return the time within which `share` of the requests have waited and been served."""
 
     def lacks(limit: float) -> bool:
         within = sum(wait.share_within(limit - service) for service in services)
@@ -148,8 +151,7 @@ def percentile(share: float, wait: Waiting, services: Sequence[float]) -> float:
 
 
 def highest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the highest value between `low` and `high` for which a condition holds, which does
-    not hold above it. Return `low` if it holds nowhere."""
+    """Return the highest value up to which a condition holds, or `low` if it never does."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -170,7 +172,7 @@ def disaggregated(
 
     Args:
         nodes: numbers of prefill nodes and of decode nodes.
-        path: of hand-offs, see PATHS.
+        path: data path of hand-offs, see PATHS.
     """
     kv_bytes = round(traffic.input) * prefill.cost.kv_bytes_per_token
     link_busy = traffic.rate / min(nodes) * prefill.cost.transfer_s(kv_bytes, path)
@@ -191,14 +193,14 @@ def disaggregated(
 def _prefill(traffic: Traffic, steps: NodeSteps, nodes: int) -> tuple[float, float]:
     """Return the 90th percentile of TTFT, and the busy share of the nodes.
 
-    Prompts that wait share a step. The more wait, the less time each takes.
+    Waiting prompts share a step: the more wait, the less time each takes.
     """
     spread = variation(steps.prompts)
     mean = sum(steps.prompts) / len(steps.prompts)
     alone = steps.batch_s(1)
 
     def shared(batch: float) -> float:
-        """Return the mean seconds of a prompt in a step with `batch` prompts."""
+        """Return the mean seconds per prompt in a step with `batch` prompts."""
         return mean * steps.batch_between(batch) / batch / alone
 
     def wait(batch: float) -> Waiting | None:
@@ -223,7 +225,7 @@ def _prefill(traffic: Traffic, steps: NodeSteps, nodes: int) -> tuple[float, flo
 
 
 def _rows(traffic: Traffic, steps: NodeSteps, nodes: int) -> float:
-    """Return the mean running requests of a decode node. MAX_ROWS: it cannot keep up."""
+    """Return the mean number of running requests of a decode node. MAX_ROWS: it is overloaded."""
     rate = traffic.rate / nodes
 
     def too_few(rows: float) -> bool:
@@ -233,7 +235,7 @@ def _rows(traffic: Traffic, steps: NodeSteps, nodes: int) -> float:
 
 
 def most_rows(rows: float) -> float:
-    """Return the running requests for which a node has slots and pages, by their mean."""
+    """Return the running requests for which a node needs slots and pages, by their mean."""
     return rows + _RESERVE * math.sqrt(rows)
 
 
@@ -244,13 +246,13 @@ def _exhausted(rows: float, steps: NodeSteps) -> str:
 
 
 def _high(rows: float) -> float:
-    """Return the 90th percentile of the running requests, averaged over a request's time."""
+    """Return the 90th percentile of running requests, averaged over a request's time."""
     return rows + _NORMAL * _AVERAGED * math.sqrt(rows)
 
 
 def colocated(traffic: Traffic, steps: NodeSteps, nodes: int, chunk: int) -> Forecast:
-    """Return the latency with nodes that compute chunks of prompts beside their decode rows."""
-    rate, chunks = traffic.rate / nodes, traffic.input / chunk  # chunks of a request
+    """Return the latency with colocated nodes: prompt chunks beside decode rows."""
+    rate, chunks = traffic.rate / nodes, traffic.input / chunk  # chunks per request
 
     def delay(rows: float) -> float:
         """Return the seconds by which a prompt delays each running request."""
@@ -267,12 +269,12 @@ def colocated(traffic: Traffic, steps: NodeSteps, nodes: int, chunk: int) -> For
     if exhausted := _exhausted(rows, steps):
         return Forecast(_INFINITE, _INFINITE, exhausted, rows, busy)
     services = [
-        max(each.input / chunk * mixed, step) + step / 2  # half of the step under way
+        max(each.input / chunk * mixed, step) + step / 2  # plus half of the step in progress
         for each in traffic.requests
     ]
     inputs = variation([each.input for each in traffic.requests])
     wait = waiting(nodes, traffic.rate, chunks * mixed, inputs)
-    prompts = rate * traffic.output * step / (1 - rate * delay(rows))  # during a request
+    prompts = rate * traffic.output * step / (1 - rate * delay(rows))  # prompts during a request
     many = prompts + _NORMAL * math.sqrt(prompts * (1 + inputs))
     high = _high(rows)
     tpot = steps.decode_s(high) + many * delay(high) / traffic.output

@@ -1,4 +1,4 @@
-"""The layouts of a number of GPUs: splits into prefill and decode nodes, and colocated nodes."""
+"""The possible layouts of a number of GPUs: prefill and decode nodes, or colocated nodes."""
 
 import shlex
 from collections.abc import Collection, Iterator
@@ -8,16 +8,16 @@ import msgspec
 from simulation.cost.models import MODELS
 
 _CHUNKS = (512, 1024, 2048)
-DEFAULT_ROWS = 256  # of --engine.scheduler.max-running-requests
+DEFAULT_ROWS = 256  # default of --engine.scheduler.max-running-requests
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Nodes and their sizes.
+    """Numbers and sizes of nodes.
 
     Attributes:
-        prefill: number of prefill nodes. 0: the decode nodes compute prompts, too.
-        prefill_tp: GPUs of a prefill node. Without prefill nodes, those of a decode node.
-        chunk: prompt tokens of a step of colocated nodes. 0: not colocated.
+        prefill: number of prefill nodes. 0: the decode nodes also compute prompts.
+        prefill_tp: GPUs of a prefill node. Without prefill nodes, GPUs of a decode node.
+        chunk: prompt tokens in a step of colocated nodes. 0: not colocated.
     """
 
     prefill: int
@@ -41,8 +41,8 @@ class Layout(msgspec.Struct, frozen=True):
         """Return the command that starts this layout.
 
         Args:
-            model: directory. The name of a model in the table of the cost model becomes DIR.
-            rows: running requests of a node for which there must be slots.
+            model: directory. The name of a model of the cost model becomes DIR.
+            rows: running requests of a node for which slots are needed.
         """
         directory = "DIR" if model in MODELS else shlex.quote(model)
         words = ["baton up", f"--model {directory}"]
@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def layouts(gpus: int, sizes: Collection[int]) -> Iterator[Layout]:
-    """Yield all layouts that leave no room for another node.
+    """Yield all layouts that leave no GPUs for another node.
 
     Args:
         sizes: numbers of GPUs that a node may have.

@@ -1,4 +1,4 @@
-"""The search for the layouts with the highest rate within the objectives."""
+"""Search for the layouts with the highest request rate within the latency objectives."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from simulation.plan.traffic import Forecast, Objectives, Traffic
 
 MAX_GPUS = 512
 _LEAST_RATE = 1e-6  # requests/s: a load without queues
-_BEYOND = 1.02  # the rate at which the bottleneck is determined, as a multiple of the capacity
+_BEYOND = 1.02  # rate at which the bottleneck is determined, as a multiple of the capacity
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     Attributes:
         gpu: kind of GPU, or a file of measured step times.
-        path: of hand-offs between nodes.
+        path: data path of hand-offs between nodes.
     """
 
     gpus: int
@@ -34,11 +34,11 @@ class Candidate(msgspec.Struct, frozen=True):
     """A layout with its predicted capacity.
 
     Attributes:
-        capacity: highest rate within the objectives, requests/s. 0: no rate is.
-        bottleneck: the resource or objective that limits the capacity.
-        forecast: at the rate of the load.
-        slots: running requests of a node that decodes, at the capacity.
-        tie: whether the lead of the best layout is within the band of the cost model.
+        capacity: highest rate within the objectives, in requests/s. 0: none.
+        bottleneck: resource or objective that limits the capacity.
+        forecast: latency at the rate of the load.
+        slots: running requests of a decode node at the capacity.
+        tie: the lead of the best layout is within the error of the cost model.
     """
 
     layout: Layout
@@ -50,11 +50,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class NodeFigures(msgspec.Struct, frozen=True):
-    """Figures of a node of `tp` GPUs.
+    """Figures of a node with `tp` GPUs.
 
     Attributes:
         prefill_s: seconds of a mean prompt on an idle node.
-        hand_off_s: seconds of the transfer of its KV over an idle link.
+        hand_off_s: seconds to transfer its KV over an idle link.
     """
 
     tp: int
@@ -69,8 +69,8 @@ class Plan(msgspec.Struct, frozen=True):
     """All layouts, best first.
 
     Attributes:
-        nodes: by their number of GPUs.
-        band: relative error to expect of step times, TPOT and capacities.
+        nodes: figures of nodes by number of GPUs.
+        band: expected relative error of step times, TPOT and capacities.
     """
 
     candidates: tuple[Candidate, ...]
@@ -79,22 +79,22 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def ttft_band(self) -> float:
-        """Return the relative error to expect of TTFT, which also has that of the queues."""
+        """Return the expected relative error of TTFT, which includes the error of the queues."""
         return 1.5 * self.band
 
     def best(self, *, disaggregated: bool) -> Candidate | None:
-        """Return the best candidate of one kind, or None without one."""
+        """Return the best candidate of one kind, or None."""
         kind = [each for each in self.candidates if bool(each.layout.prefill) is disaggregated]
         return kind[0] if kind else None
 
     def leaders(self, top: int) -> list[Candidate]:
-        """Return the best `top` candidates, and the best of each kind in any case."""
+        """Return the best `top` candidates, always including the best one of each kind."""
         best = self.best(disaggregated=True), self.best(disaggregated=False)
         return [each for i, each in enumerate(self.candidates) if i < top or each in best]
 
     @property
     def verdict(self) -> str:
-        """Return a sentence on whether disaggregation pays."""
+        """Return a sentence on whether disaggregation is better."""
         split, whole = self.best(disaggregated=True), self.best(disaggregated=False)
         if not self.candidates[0].capacity:
             return "No layout meets the objectives at any rate."
@@ -117,8 +117,8 @@ def make_plan(cluster: Cluster, traffic: Traffic, objectives: Objectives) -> Pla
     """Return the predicted capacity of every layout, by closed forms.
 
     Raises:
-        ValueError: the cost model lacks the GPU or the model, or the model fits on no node, or a
-            request is longer than the model's context.
+        ValueError: the cost model does not support the GPU or the model, the model fits on no node,
+            or a request is longer than the model's context.
     """
     steps = _node_sizes(cluster, traffic)
     found = [
@@ -145,8 +145,7 @@ def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeFigu
 
 
 def _node_sizes(cluster: Cluster, traffic: Traffic) -> Mapping[int, NodeSteps]:
-    """Return the step times by the GPUs of a node. Sizes on which the model cannot run are left
-    out."""
+    """Return the step times by number of GPUs of a node, for sizes on which the model can run."""
     if not 1 <= cluster.gpus <= MAX_GPUS:
         raise ValueError(f"{cluster.gpus} GPUs: expected 1 to {MAX_GPUS}")
     costs, reason = {}, ""
@@ -197,7 +196,7 @@ def _candidate(
 
 
 def _with_ties(ranked: Sequence[Candidate], band: float) -> tuple[Candidate, ...]:
-    """Mark the candidates whose capacity is within the band of the best one's."""
+    """Mark the candidates whose capacity is within the error band of the best one's."""
     least = ranked[0].capacity / (1 + band) if ranked else math.inf
     close = [0 < least <= each.capacity for each in ranked]
     ties = sum(close) > 1

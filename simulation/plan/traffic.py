@@ -1,6 +1,4 @@
-"""The load of a plan: a rate, and the lengths of prompts and responses. The limits of latency, and
-the predicted latency that is compared with them.
-"""
+"""Input and output of a plan: load, latency limits, and predicted latency."""
 
 import math
 import random
@@ -10,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 _MAX_BYTES = 1 << 30
-_SAMPLE = 128  # requests that stand for all of a file
+_SAMPLE = 128  # requests that represent all requests of a file
 _SEED = 1
 
 
@@ -26,7 +24,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
     input_length: int
     output_length: int
-    timestamp: float = 0.0  # ms
+    timestamp: float = 0.0  # milliseconds
     hash_ids: list[int] = []
 
 
@@ -36,7 +34,7 @@ class Traffic(msgspec.Struct, frozen=True):
     Attributes:
         rate: requests/s.
         requests: their lengths, all equally likely.
-        prefixes: whether the file has prefixes that requests share. Plans ignore them.
+        prefixes: requests of the file share prefixes, which plans ignore.
     """
 
     rate: float
@@ -78,7 +76,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest request and its response."""
+        """Return the tokens of the longest request, with its response."""
         return max(each.input + each.output for each in self.requests)
 
     @property
@@ -93,7 +91,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> float:
-        """Return the mean KV tokens of a running request. Long responses run longer."""
+        """Return the mean KV tokens of a running request. Long responses count longer."""
         weighted = sum(each.output * (each.input + each.output / 2) for each in self.requests)
         return weighted / sum(each.output for each in self.requests)
 
@@ -124,7 +122,7 @@ def _line(decoder: msgspec.json.Decoder[TraceLine], text: bytes, where: str) -> 
     return line
 
 
-PERCENTILE = 0.9  # of the requests that must be within each limit
+PERCENTILE = 0.9  # share of the requests that must be within each limit
 
 
 class Objectives(msgspec.Struct, frozen=True):
@@ -138,13 +136,13 @@ class Forecast(msgspec.Struct, frozen=True):
     """The predicted latency of a layout at one rate, in seconds.
 
     Attributes:
-        ttft: 90th percentile. Infinite if a queue grows without end.
+        ttft: 90th percentile. Infinite if a queue grows without limit.
         tpot: 90th percentile.
-        exhausted: the resource that the load needs more of than there is. "": none.
-        rows: mean running requests of a node that decodes.
-        prefill_busy: share of time that prefill takes.
-        kv_used: share of the KV pool of a node that decodes.
-        link_busy: share of the busiest port that hand-offs take.
+        exhausted: resource that is too small for the load. "": none.
+        rows: mean number of running requests of a decode node.
+        prefill_busy: share of time spent on prefill.
+        kv_used: share of a decode node's KV pool in use.
+        link_busy: share of the busiest network port that hand-offs use.
     """
 
     ttft: float
@@ -156,7 +154,7 @@ class Forecast(msgspec.Struct, frozen=True):
     link_busy: float = 0.0
 
     def bottleneck(self, objectives: Objectives) -> str:
-        """Return the first resource that keeps the layout from its objectives. "": none."""
+        """Return the first resource or objective that limits the layout. "": none."""
         if self.exhausted:
             return self.exhausted
         if self.tpot > objectives.tpot:

@@ -1,4 +1,4 @@
-"""The program of `baton sim`. It replaces the clocks before it imports what reads them."""
+"""The program of `baton sim`. It replaces the clocks before it imports modules that read them."""
 
 import json
 import sys
@@ -18,8 +18,7 @@ def main(load_planner: Callable[[], Any] = lambda: None) -> int:
     """Run the scenarios of the command line. Returns the exit code.
 
     Args:
-        load_planner: called after the clocks are replaced. Returns what makes the planner of a
-            scenario, see MakePlanner.
+        load_planner: called after the clocks are replaced. Returns a MakePlanner.
     """
     clock = VirtualClock()
     clock.install()

@@ -1,8 +1,8 @@
-"""Runs of seeds, each of which draws a scenario. Scenarios that break a rule are reduced.
+"""Chaos tests in virtual time: each seed draws a scenario. Failing scenarios are reduced.
 
-Most draws are near a limit, because defects show there: pools with room for few requests, few
-slots, small chunks, slow networks, and clients that leave. Each run is a process of its own, so
-that a scenario has the same result as with `baton sim FILE`.
+Most draws are near a limit, where defects occur: small KV pools, few slots, small chunks, slow
+networks, and clients that disconnect. Each run is a separate process, so that a scenario has the
+same result as with `baton sim FILE`.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ from simulation.virtual.scenario import (
     Scenario,
 )
 
-_TIMEOUT_S = 120.0  # of a request. No drawn load comes near it
+_TIMEOUT_S = 120.0  # seconds; no drawn load comes near it
 _INPUTS = ((1, 100), (20, 900), (500, 3000))
 _OUTPUTS = ((1, 8), (5, 60), (30, 150))
 _POLICIES = tuple(name for name in get_args(Policy) if name != "session_affinity")
-_STANDARD = None  # leave the default
-# Values of options of all nodes.
+_STANDARD = None  # keep the default
+# Values of options for all nodes.
 _OPTIONS: dict[str, Sequence[Any]] = {
     "engine.scheduler.max_running_requests": (_STANDARD, _STANDARD, 2, 4, 8),
     "engine.scheduler.chunked_prefill_tokens": (_STANDARD, _STANDARD, 64, 256, 512),
@@ -66,8 +66,10 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 
 
 def drawn(seed: int) -> Scenario:
-    """Return the scenario of a seed. Node 0 of each kind is never killed, and keeps its role unless
-    a planner changes it."""
+    """Return the scenario of a seed.
+
+    Node 0 of each kind is never killed, and only a planner changes its role.
+    """
     rng = random.Random(f"chaos/{seed}")
     prompt, response = rng.choice(_INPUTS), rng.choice(_OUTPUTS)
     cluster = _cluster(rng, prompt[1] + response[1])
@@ -100,9 +102,9 @@ def drawn(seed: int) -> Scenario:
 
 
 def _cluster(rng: random.Random, longest_tokens: int) -> ClusterSpec:
-    """Draw a cluster for requests of at most so many tokens."""
+    """Draw a cluster for requests of at most `longest_tokens` tokens."""
     page_size = rng.choice((16, 16, 32))
-    room = rng.choice((None, None, 1.3, 3.0))  # for so many of the longest requests
+    room = rng.choice((None, None, 1.3, 3.0))  # KV pool size, in longest requests
     chosen = {name: rng.choice(values) for name, values in _OPTIONS.items()}
     options = {name: value for name, value in chosen.items() if value is not _STANDARD}
     if page_size != 16:
@@ -154,16 +156,16 @@ def _operation(
     return rng.choice(kinds)()
 
 
-_MOST_CPU_S = 120  # of a run. A run beyond it is a violation
+_MOST_CPU_S = 120  # CPU seconds of a run; more is a violation
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
         violations: sentences, one for each rule that the run broke.
         hash: see RunReport. "": the run has no report.
-        cpu_s: CPU time of the run.
+        cpu_s: CPU seconds of the run.
     """
 
     violations: list[str]
@@ -175,7 +177,7 @@ class Failure(msgspec.Struct, frozen=True):
     """A seed whose run broke a rule.
 
     Attributes:
-        violations: of the reduced scenario.
+        violations: violations of the reduced scenario.
         scenario: the reduced scenario, as a file for `baton sim`.
     """
 
@@ -188,8 +190,8 @@ class ChaosReport(msgspec.Struct, frozen=True):
     """The result of several seeds.
 
     Attributes:
-        cpu_s: of the first run of each seed.
-        hash: of all runs.
+        cpu_s: CPU seconds of the first run of each seed.
+        hash: hash of all runs.
     """
 
     seeds: int
@@ -228,11 +230,12 @@ def search(
 def reduced(
     scenario: Scenario, violations: list[str], broken: Callable[[Scenario], list[str]]
 ) -> tuple[Scenario, list[str]]:
-    """Remove faults and operations, then requests, while a scenario still breaks a rule. Requests
-    go in halves first and one by one last.
+    """Remove faults and operations, then requests, while the scenario still breaks a rule.
+
+    Requests are removed in halves first, and one by one last.
 
     Args:
-        violations: of the scenario.
+        violations: violations of the scenario.
         broken: runs a scenario and returns its violations.
     Returns:
         The reduced scenario and its violations.
@@ -255,7 +258,7 @@ def reduced(
 
 
 def _disturbances(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
-    """Yield what removes each fault, each command and the planner from a scenario."""
+    """Yield functions that each remove one fault, one command or the planner from a scenario."""
     for fault in scenario.faults:
         yield partial(_without, "faults", fault)
     for operation in scenario.operations:
@@ -273,7 +276,7 @@ def _without(field: str, item: Fault | Operation, scenario: Scenario) -> Scenari
 def outcome_of(
     clock: VirtualClock, make_planner: MakePlanner | None, scenario: Scenario
 ) -> Outcome:
-    """Run a scenario in a child of this process.
+    """Run a scenario in a child process.
 
     Args:
         clock: installed, and never moved.
@@ -297,11 +300,11 @@ def outcome_of(
 def _run_child(
     clock: VirtualClock, make_planner: MakePlanner | None, scenario: Scenario, writing: int
 ) -> None:
-    """Run a scenario, write its Outcome, and end this process."""
+    """Run a scenario, write its Outcome to `writing`, and exit."""
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log. `baton sim FILE` shows it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log, which `baton sim FILE` shows
         seed_all(scenario.seed)
         try:
             report: Any = run(scenario, clock, make_planner)

@@ -1,13 +1,12 @@
-"""Virtual time and chance in place of those of the host. Only the program of a simulation installs
-them, before it imports anything else.
-"""
+"""Virtual time and seeded random numbers instead of the host's. Only a simulation's program
+installs them, before it imports anything else."""
 
 import random
 import secrets
 import time
 
-_BEGIN_S = 1000.0  # of the monotonic clock
-_UNIX_S = 1_700_000_000.0  # time.time() at that time
+_BEGIN_S = 1000.0  # start of the monotonic clock
+_UNIX_S = 1_700_000_000.0  # time.time() at that moment
 
 
 class VirtualClock:
@@ -32,9 +31,8 @@ class VirtualClock:
 
 
 def seed_all(seed: int) -> None:
-    """Make the random numbers of this process repeatable, those of `secrets` included: instance
-    ids and the order of equal candidates depend on them.
-    """
+    """Make the random numbers of this process repeatable, including those of `secrets`: instance
+    ids and the order of equal candidates depend on them."""
     random.seed(seed)
     chance = random.Random(seed)
 

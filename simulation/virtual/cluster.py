@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the shipped router without HTTP and ports, and simulated nodes."""
+"""A cluster in virtual time: the real router without HTTP and ports, and simulated nodes."""
 
 import asyncio
 import logging
@@ -47,11 +47,11 @@ from simulation.virtual.scenario import Arrival, Scenario
 
 log = logging.getLogger(__name__)
 
-CANCELLED = "ClientCancelled"  # the error of a response whose client has left
-ROUTER_ADDRESS = "127.0.0.1:50050"  # as clients call it
+CANCELLED = "ClientCancelled"  # error of a response whose client has disconnected
+ROUTER_ADDRESS = "127.0.0.1:50050"  # address that clients call
 _FIRST_PORT = 50100
 _READY_S = 60.0
-_SETTLE_S = 10.0  # after the first node is ready, until all have paired and reported
+_SETTLE_S = 10.0  # seconds after the first node is ready, until all have paired and reported
 
 
 @dataclass(eq=False)
@@ -60,8 +60,8 @@ class Response:
 
     Attributes:
         times: time.monotonic() of each token.
-        version: of the last token.
-        error: name of the error with which the request failed, or CANCELLED. "": it did not fail.
+        version: version of the last token.
+        error: name of the error, or CANCELLED. "": none.
         ended_at: time.monotonic() of the end of the request.
     """
 
@@ -75,7 +75,7 @@ class Response:
     ended_at: float = math.inf
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
-        """Do nothing: reports do not have the number."""
+        """Do nothing: reports do not include the number."""
 
     def add(self, output: NodeOutput) -> bool:
         self.token_ids += output.token_ids
@@ -86,28 +86,28 @@ class Response:
         return True
 
     async def flush(self) -> None:
-        """Do nothing: this client reads at once."""
+        """Do nothing: this client reads without delay."""
 
 
 class VirtualNode:
-    """A node with its own place on the network. See FaultyNode.
+    """A node as a separate host on the network. See FaultyNode.
 
     Attributes:
-        role: its current one.
-        killed: whether `kill` was called, and `restart` was not since then.
-        drained: whether an operator drains it. It ends when its requests have moved.
+        role: current role.
+        killed: `kill` was called, and `restart` was not called since.
+        drained: an operator drains it. It ends when its requests have migrated.
     """
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
         self._program = program
         self._host = host
         self._engines: list[SimEngine] = []
-        self._earlier_busy_s = 0.0  # of killed processes
+        self._earlier_busy_s = 0.0  # busy seconds of killed processes
         self._start()
 
     @property
     def busy_s(self) -> float:
-        """Return the duration of all steps of its device."""
+        """Return the duration of all steps of its device in seconds."""
         runners = (each.runner for each in self._engines)
         return self._earlier_busy_s + sum(each.busy_s for each in runners if each is not None)
 
@@ -116,7 +116,7 @@ class VirtualNode:
         return self._task.done()
 
     def problems(self) -> Iterator[str]:
-        """Yield each inconsistency of the core of an engine without requests."""
+        """Yield each inconsistency in an engine that has no requests."""
         for each in self._engines:
             if (core := each.core) is None:
                 continue
@@ -128,11 +128,11 @@ class VirtualNode:
                 yield str(error)
 
     async def ended(self) -> None:
-        """Wait until the node ends by itself."""
+        """Wait until the node ends on its own."""
         await asyncio.wait({self._task})
 
     async def freeze(self, seconds: float) -> None:
-        """Stop the engine for a time, as a stuck device does."""
+        """Stop the engine for a time, like a stuck device."""
         for each in self._engines:
             each.moves.clear()
         try:
@@ -142,7 +142,7 @@ class VirtualNode:
                 each.moves.set()
 
     async def slow(self, factor: float, seconds: float) -> None:
-        """Make the steps of the device longer for a time, as a throttled GPU does."""
+        """Lengthen the steps of the device for a time, like a throttled GPU."""
         runners = [each.runner for each in self._engines if each.runner is not None]
         for each in runners:
             each.slowness *= factor
@@ -153,7 +153,7 @@ class VirtualNode:
                 each.slowness /= factor
 
     async def kill(self) -> None:
-        """End the node at once, as `kill -9` does: its peers see only that connections end."""
+        """End the node like `kill -9`: its peers only see that connections end."""
         self.killed = True
         self._host.kill()
         for each in self._engines:
@@ -162,7 +162,7 @@ class VirtualNode:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def restart(self) -> None:
-        """Start a new process of a killed node, as its supervisor does."""
+        """Start a new process for a killed node, like its supervisor."""
         if self.killed:
             self._earlier_busy_s = self.busy_s
             self._engines = []
@@ -189,8 +189,8 @@ class VirtualCluster:
     """A running cluster. Made by `running`. See FaultyCluster and OperatedCluster.
 
     Attributes:
-        nodes: by the names of Scenario.nodes.
-        operator: the place on the network from which operators and the planner call.
+        nodes: nodes by the names of Scenario.nodes.
+        operator: host on the network from which operators and the planner call.
         page_size: tokens per page.
     """
 
@@ -249,7 +249,7 @@ class VirtualCluster:
         return response
 
     async def reports(self) -> dict[str, NodeReport]:
-        """Return what the router knows of each node, by name."""
+        """Return the router's report of each node by name."""
         reports = await self._router.state.look()
         return {self._names[each.address]: each for each in reports}
 
@@ -266,7 +266,7 @@ class VirtualCluster:
         try:
             await self._call(node, "Drain", DrainRequest())
         except grpc.aio.AioRpcError:
-            operated.drained = operated.has_ended  # a node that ends at once may not respond
+            operated.drained = operated.has_ended  # a node that ends immediately may not respond
             raise
 
     async def pause(self, node: str, mode: str) -> None:
@@ -276,13 +276,13 @@ class VirtualCluster:
         await self._call(node, "Continue", ContinueRequest())
 
     async def migrate(self, node: str) -> None:
-        """Let one of the node's requests continue elsewhere. Raises AioRpcError if none can."""
+        """Migrate one of the node's requests. Raises AioRpcError if none can migrate."""
         async with rpc.make_channel(ROUTER_ADDRESS) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
             await stub.Move(MoveRequest(source=self._addresses[node]))
 
     async def _call(self, node: str, method: str, request: Any) -> None:
-        """Call a node as an operator does. Raises AioRpcError if it refuses."""
+        """Call a node as an operator does. Raises AioRpcError if it rejects the call."""
         async with rpc.make_channel(self._addresses[node]) as channel:
             await getattr(NodeStub(channel), method)(request)  # type: ignore[no-untyped-call]
 
@@ -290,7 +290,7 @@ class VirtualCluster:
         """Wait until all nodes serve.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they do not start.
         """
         ready = asyncio.ensure_future(self._router.cluster.until_first_ready())
         ended = [asyncio.ensure_future(node.ended()) for node in self.nodes.values()]
@@ -311,7 +311,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
     """Run the cluster of a scenario inside the context.
 
     Args:
-        directory: empty, for pools and the router's files.
+        directory: empty directory for pools and the router's files.
     Raises:
         ConfigError: the nodes do not support the scenario.
     """
@@ -343,7 +343,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
 
 
 async def _serve(base: RouterBase, pool: ModelPool) -> None:
-    """Serve the router's gRPC methods, for operators and the planner."""
+    """Serve the router's gRPC methods for operators and the planner."""
     pools, others = {pool.base.name: pool}, OtherProcesses({})
     admin = make_admin(base, pools, CollectorRegistry(), alone(), others, others, lambda: None)
     await make_grpc(base, pools, admin.service, shares_port=False).server.start()
@@ -392,7 +392,7 @@ def _address(program: RoleProgram) -> str:
 
 
 def _files(model: str, directory: Path) -> Path:
-    """Return the directory of the files that the router reads."""
+    """Return the directory with the files that the router reads."""
     if has_model_files(model):
         return Path(model)
     write_model_files(model, directory / "model")

@@ -1,6 +1,4 @@
-"""The faults of a scenario: what the file says, what they do, and those of the network between
-processes.
-"""
+"""The faults of a scenario: their form in the file, their effect, and network conditions."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,12 +19,12 @@ Factor = Annotated[float, Meta(gt=1, le=1e6)]
 Pair = tuple[str, str]
 
 
-KEEPALIVE_S = 15.0  # until gRPC's pings detect a silent connection, see common/rpc/channels.py
+KEEPALIVE_S = 15.0  # seconds until gRPC detects a silent connection (common/rpc/channels.py)
 Ends = tuple[str, str]  # names of the sending and the receiving process
 
 
 class WiredConnection(Protocol):
-    """A connection between two processes.
+    """A connection between two processes that can be reset.
 
     Attributes:
         ends: names of the client and the server.
@@ -35,15 +33,15 @@ class WiredConnection(Protocol):
     ends: Ends
 
     def reset(self) -> None:
-        """End both sides at once."""
+        """End both sides immediately."""
         ...
 
 
 class Wires:
-    """The condition of the network between all processes.
+    """Network conditions between all processes.
 
     Attributes:
-        connections: that are open, in order.
+        connections: open connections, in order.
     """
 
     def __init__(self) -> None:
@@ -51,14 +49,14 @@ class Wires:
         self.connections: dict[WiredConnection, None] = {}
 
     def wire(self, sender: str, receiver: str) -> Wire:
-        """Return the condition of one direction."""
+        """Return the condition in one direction."""
         if not self._faults:
             return HEALTHY
         ends = (sender, receiver)
         return reduce(or_, (wire for found, wire in self._faults if ends in found), HEALTHY)
 
     def both(self, one: str, other: str) -> Wire:
-        """Return the condition of the worse direction."""
+        """Return the worse condition of both directions."""
         there, back = self.wire(one, other), self.wire(other, one)
         return Wire(
             max(there.factor, back.factor),
@@ -67,7 +65,7 @@ class Wires:
         )
 
     async def fail(self, ends: Collection[Ends], wire: Wire, seconds: float) -> None:
-        """Put these directions into a condition for a time."""
+        """Set these directions to a condition for some seconds."""
         with self._failing(ends, wire):
             if wire.is_cut:
                 self._reset(ends)
@@ -109,7 +107,7 @@ class FaultyCluster(Protocol):
     """A cluster whose parts can fail.
 
     Attributes:
-        wires: between its nodes and the router.
+        wires: network between its nodes and the router.
     """
 
     @property
@@ -120,27 +118,27 @@ class FaultyCluster(Protocol):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A mapping of the file. Unknown keys are refused by name."""
+    """A mapping in the scenario file. Unknown keys are rejected by name."""
 
 
 @runtime_checkable  # a scenario is checked when it is read
 class Fault(Protocol):
-    """A failure at a time. The key of its kind names what fails.
+    """A failure at a given time. A key that differs by kind names the process that fails.
 
     Attributes:
-        at: seconds after the begin of the load.
+        at: seconds after the start of the load.
     """
 
     @property
     def at(self) -> float: ...
 
     async def strike(self, cluster: FaultyCluster) -> None:
-        """Let the fault happen, and wait until it ends."""
+        """Cause the fault, and wait until it ends."""
         ...
 
 
 class Kill(Record, frozen=True):
-    """A node ends, as if killed.
+    """A node is killed.
 
     Attributes:
         restart_s: seconds until its supervisor starts it again. None: it stays down.
@@ -184,7 +182,7 @@ class SlowDevice(Record, frozen=True):
 
 
 class Cut(Record, frozen=True):
-    """Connections between two processes end, and new ones are refused for a time."""
+    """Connections between two processes end, and new ones are rejected for a time."""
 
     cut: Pair
     at: At
@@ -195,7 +193,7 @@ class Cut(Record, frozen=True):
 
 
 class HalfOpen(Record, frozen=True):
-    """Packets from the first process to the second vanish for a time. No process is informed."""
+    """Packets from the first process to the second vanish for a time, without an error."""
 
     half_open: Pair
     at: At
@@ -217,7 +215,7 @@ class SlowLink(Record, frozen=True):
         await cluster.wires.fail(_both(self.slow_link), Wire(factor=self.factor), self.seconds)
 
 
-# By the key that names what fails.
+# Kinds of faults, by the key that names the process that fails.
 KINDS: dict[str, type[Record]] = {
     "kill": Kill,
     "freeze": Freeze,
@@ -229,7 +227,7 @@ KINDS: dict[str, type[Record]] = {
 
 
 def target(record: Any, kinds: Iterable[str]) -> Any:
-    """Return the value of the key that names what a record of one of these kinds concerns."""
+    """Return the value of the key by which a record names its process."""
     return getattr(record, next(kind for kind in kinds if hasattr(record, kind)))
 
 
@@ -240,10 +238,10 @@ def targets(fault: Fault) -> tuple[str, ...]:
 
 
 def record_of(content: Any, kinds: Mapping[str, type[Record]]) -> Any:
-    """Return the record that a mapping of the file describes.
+    """Return the record for a mapping of the file.
 
     Args:
-        kinds: by the key that only this kind has.
+        kinds: record types by the key that only this kind has.
     Raises:
         ValueError: the mapping is invalid.
     """

@@ -11,11 +11,11 @@ _MOST_TURNS = 200_000  # at one instant
 
 
 class Deadlock(Exception):
-    """Nothing is ready, and no timer is set; or work repeats without progress of time."""
+    """No task is ready and no timer is set, or work repeats without progress of time."""
 
 
 class JumpingSelector(selectors.DefaultSelector):
-    """A selector that moves the clock in place of waiting. Sockets are real."""
+    """A selector that moves the clock instead of waiting. Sockets are real."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -23,7 +23,8 @@ class JumpingSelector(selectors.DefaultSelector):
         self._turns_since, self._turns = clock.now, 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # A call takes longer than most callbacks. Sockets are read when no callback is ready.
+        # A call takes longer than most callbacks, so sockets are read only when no callback is
+        # ready.
         ready = [] if timeout == 0 else super().select(0)
         if self._clock.now > self._turns_since:
             self._turns_since, self._turns = self._clock.now, 0
@@ -57,7 +58,7 @@ def _sentence(what: str, ready: list[tuple[selectors.SelectorKey, int]]) -> str:
 
 
 def _waiters(tasks: set[asyncio.Task[Any]]) -> Iterator[str]:
-    """Yield where each task waits, in its innermost coroutine."""
+    """Yield the position where each task waits, in its innermost coroutine."""
     for task in tasks:
         waiting: Any = task.get_coro()
         while hasattr(inner := getattr(waiting, "cr_await", None), "cr_await"):

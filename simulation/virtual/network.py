@@ -1,8 +1,8 @@
 """gRPC in memory: channels and servers that behave like those of grpc.aio.
 
-Each direction of a call is a queue. One timer after another delivers its entries, because asyncio
-runs timers with equal deadlines in no defined order. Servers have only handlers for streams both
-ways, which common/rpc/services.py makes of all methods. Faults of Wires delay, hold or end calls.
+Each direction of a call is a queue. A chain of timers delivers its entries, because asyncio runs
+timers with equal deadlines in no defined order. Servers have only handlers for streams both ways,
+which common/rpc/services.py makes of all methods. Faults of Wires delay, hold or end calls.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from common.rpc.channels import CallingChannel
 from simulation.node.link import Wire, WireTo
 from simulation.virtual.faults import KEEPALIVE_S, Ends, Wires
 
-LATENCY_S = 100e-6  # of a message
-_RESEND_S = 0.2  # until a lost packet is sent again
-_WINDOW = 64  # messages on the way or unread, after which writes wait
+LATENCY_S = 100e-6  # seconds for a message
+_RESEND_S = 0.2  # seconds until a lost packet is sent again
+_WINDOW = 64  # messages in transit or unread, after which writes wait
 _NO_METADATA = grpc.aio.Metadata()
 
 
@@ -40,8 +40,9 @@ _LATE = _Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 class _Direction:
-    """One direction of a call. Messages arrive in order, each after the latency. While the wire is
-    silent, they are sent again and again.
+    """One direction of a call. Messages arrive in order, each after the latency.
+
+    While the wire is silent, they are sent again and again.
     """
 
     def __init__(self, wire: Callable[[], Wire], on_end: Callable[[_Status], None]) -> None:
@@ -50,10 +51,10 @@ class _Direction:
         self._on_end = on_end
         self._under_way: deque[bytes | _Status] = deque()
         self._arrived: deque[bytes] = deque()
-        self._changed = asyncio.Event()  # for the reader
+        self._changed = asyncio.Event()  # wakes the reader
         self._room = asyncio.Event()
         self._room.set()
-        self.ended = False  # at the reader
+        self.ended = False  # the reader has seen the end
 
     def put(self, item: bytes | _Status) -> None:
         """Send a message, or the end, which arrives after all messages."""
@@ -66,7 +67,7 @@ class _Direction:
         await self._room.wait()
 
     def cut(self) -> None:
-        """End the direction at once. Messages that have not arrived are lost."""
+        """End the direction immediately. Messages that have not arrived are lost."""
         self._under_way.clear()
         self.ended = True
         self._changed.set()
@@ -125,11 +126,11 @@ class _Connection:
 
     @property
     def wire(self) -> Wire:
-        """Return the condition of the worse direction."""
+        """Return the worse condition of both directions."""
         return self._wires.both(*self.ends)
 
     def end(self, status: _Status) -> None:
-        """Record the status as the client sees it. Only the first one counts."""
+        """Record the status that the client sees. Only the first one counts."""
         if not self.status.done():
             self.status.set_result(status)
         self.metadata.set()
@@ -137,22 +138,22 @@ class _Connection:
             self._wires.connections.pop(self, None)
 
     def reset(self) -> None:
-        """End both sides at once."""
+        """End both sides immediately."""
         self._end_client(_RESET)
         self._end_server()
 
     def close(self, status: _Status) -> None:
-        """End the client's side at once, and the server's when it is informed."""
+        """End the client's side immediately, and the server's when the message arrives."""
         self._end_client(status)
         self._when_informed(self.ends, self._end_server)
 
     def stop(self, status: _Status) -> None:
-        """End the server's side at once, and the client's when it is informed."""
+        """End the server's side immediately, and the client's when the message arrives."""
         self._end_server()
         self._when_informed(self.ends[::-1], partial(self._end_client, status))
 
     def served(self) -> None:
-        """Note the end of the handler."""
+        """Record the end of the handler."""
         if self.status.done():
             self._wires.connections.pop(self, None)
 
@@ -190,7 +191,7 @@ class _Context:
         return {}
 
     def set_trailing_metadata(self, metadata: Any) -> None:
-        """Do nothing: no reader of the simulation needs it."""
+        """Do nothing: nothing in the simulation reads it."""
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         self._connection.metadata.set()
@@ -215,7 +216,7 @@ class MemoryServer:
         self._network = network
         self._name = name
         self._handlers: list[Any] = []
-        self._context = copy_context()  # of the server's process, not of its callers
+        self._context = copy_context()  # context of the server's process, not of its callers
         self._address = ""
         self._connections: dict[_Connection, None] = {}  # in order, unlike a set
 
@@ -238,7 +239,7 @@ class MemoryServer:
         self.cut(_STOPPED)
 
     def cut(self, status: _Status = _RESET) -> None:
-        """End all calls at once, as the death of the process would."""
+        """End all calls immediately, as when the process is killed."""
         self._forget()
         for each in list(self._connections):
             each.stop(status)
@@ -249,7 +250,7 @@ class MemoryServer:
             del servers[self._address]
 
     def accept(self, connection: _Connection, method: str) -> None:
-        """Begin a call whose request has arrived."""
+        """Start the handler of a call whose request has arrived."""
         details = _Details(method)
         handler = next(filter(None, (each.service(details) for each in self._handlers)), None)
         if handler is None:
@@ -270,7 +271,7 @@ class MemoryServer:
         try:
             await handler.stream_stream(_incoming(connection.to_server), context)
         except (grpc.aio.AbortError, asyncio.InvalidStateError):
-            return  # the client has the reason, or has gone
+            return  # the client has the reason, or has disconnected
         connection.to_client.put(_OK)
 
 
@@ -374,7 +375,7 @@ class MemoryCall:
 
 
 class _Cancelling:
-    """A context that cancels the call if its task is cancelled inside, as grpc.aio does."""
+    """A context that cancels the call if its task is cancelled inside, like grpc.aio."""
 
     def __init__(self, call: MemoryCall) -> None:
         self._call = call
@@ -402,7 +403,7 @@ class MemoryChannel(CallingChannel):
         self.cut(_Status(grpc.StatusCode.CANCELLED, "Channel closed!"))
 
     def cut(self, status: _Status = _RESET) -> None:
-        """End all calls at once, as the death of the process would."""
+        """End all calls immediately, as when the process is killed."""
         for each in list(self._connections):
             each.close(status)
         self._host.channels.pop(self, None)
@@ -433,7 +434,7 @@ class MemoryChannel(CallingChannel):
         return connection
 
     def _arrive(self, connection: _Connection, method: str, by: float) -> None:
-        """Begin the call at the server, or fail it if the network does not let it arrive."""
+        """Start the call at the server, or fail it if the network does not deliver it."""
         if connection.status.done():
             return
         loop, wire = asyncio.get_running_loop(), connection.wire
@@ -447,11 +448,11 @@ class MemoryChannel(CallingChannel):
 
 
 class MemoryNetwork:
-    """The network of all processes.
+    """The network between all processes.
 
     Attributes:
-        servers: that accept calls, by address.
-        names: of the processes, by address.
+        servers: listening servers by address.
+        names: names of processes by address.
     """
 
     def __init__(self) -> None:
@@ -460,12 +461,12 @@ class MemoryNetwork:
         self.names: dict[str, str] = {}
 
     def wires_of(self, name: str) -> WireTo:
-        """Return the wires of a process, for its reads of pages."""
+        """Return the network conditions of a process, for its reads of pages."""
         return lambda address: self.wires.both(name, self.names.get(address, address))
 
 
 class MemoryHost:
-    """One process on the network. See common.rpc.Network."""
+    """One process on the network. Implements common.rpc.Network."""
 
     def __init__(self, name: str, network: MemoryNetwork) -> None:
         self.name = name
@@ -484,7 +485,7 @@ class MemoryHost:
         return server
 
     def kill(self) -> None:
-        """End all calls from and to this process at once."""
+        """End all calls from and to this process immediately."""
         for server in self._own:
             server.cut()
         for channel in list(self.channels):

@@ -1,4 +1,4 @@
-"""Operators' commands in a scenario: changes of role, drains, migrations and pauses."""
+"""Operators' commands in a scenario: role changes, drains, migrations and pauses."""
 
 import asyncio
 from typing import Literal, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from simulation.virtual.faults import At, Record, Seconds, target
 
 Role = Literal["prefill", "decode"]
 PauseMode = Literal["abort", "retract", "in_place"]
-# A cluster may refuse a command with these. Others are errors of the cluster.
+# Status codes with which a cluster may reject a command. All others are errors of the cluster.
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.NOT_FOUND,
@@ -21,8 +21,7 @@ _REFUSALS = (
 
 
 class OperatedCluster(Protocol):
-    """A cluster that carries out commands, each on a node by its name. All raise AioRpcError if it
-    refuses."""
+    """A cluster that executes commands on nodes. Raises AioRpcError if it rejects one."""
 
     async def set_role(self, node: str, role: str) -> None: ...
 
@@ -37,11 +36,11 @@ class OperatedCluster(Protocol):
 
 @runtime_checkable  # a scenario is checked when it is read
 class Operation(Protocol):
-    """A command. The key of its kind names a node.
+    """A command at a given time. A key that differs by kind names the node.
 
     Attributes:
-        at: seconds after the begin of the load.
-        optional: the cluster may refuse it.
+        at: seconds after the start of the load.
+        optional: the cluster may reject it.
     """
 
     @property
@@ -51,7 +50,7 @@ class Operation(Protocol):
     def optional(self) -> bool: ...
 
     async def command(self, cluster: OperatedCluster) -> None:
-        """Give the command, and wait for its end. Raises AioRpcError if the cluster refuses."""
+        """Send the command, and wait for its end. Raises AioRpcError if the cluster rejects it."""
         ...
 
 
@@ -68,7 +67,7 @@ class SetRole(Record, frozen=True):
 
 
 class Drain(Record, frozen=True):
-    """The requests of a node continue elsewhere, and it ends."""
+    """A node is drained: its requests migrate, and it ends."""
 
     drain: str
     at: At
@@ -79,7 +78,7 @@ class Drain(Record, frozen=True):
 
 
 class Migrate(Record, frozen=True):
-    """One request of a decode node continues at another one."""
+    """One request of a decode node migrates."""
 
     migrate: str
     at: At
@@ -90,7 +89,7 @@ class Migrate(Record, frozen=True):
 
 
 class Pause(Record, frozen=True):
-    """A node launches no steps for a time."""
+    """A node is paused for a time."""
 
     pause: str
     mode: PauseMode
@@ -106,7 +105,7 @@ class Pause(Record, frozen=True):
             await cluster.resume(self.pause)
 
 
-# By the key that names the node.
+# Kinds of commands, by the key that names the node.
 COMMANDS: dict[str, type[Record]] = {
     "set_role": SetRole,
     "drain": Drain,
@@ -116,16 +115,16 @@ COMMANDS: dict[str, type[Record]] = {
 
 
 def node_of(operation: Operation) -> str:
-    """Return the name of the node."""
+    """Return the name of the node of an operation."""
     name: str = target(operation, COMMANDS)
     return name
 
 
 async def carry_out(operation: Operation, cluster: OperatedCluster) -> None:
-    """Carry out a command, and wait for its end.
+    """Execute a command, and wait for its end.
 
     Raises:
-        ConfigError: the cluster refuses it, and it is not optional.
+        ConfigError: the cluster rejects it, and it is not optional.
     """
     try:
         await operation.command(cluster)

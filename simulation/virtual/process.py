@@ -1,12 +1,12 @@
-"""The command line of a run, which needs a process of its own."""
+"""Command line and environment of a run, which needs its own process."""
 
 import os
 import sys
 from collections.abc import Mapping
 from typing import Literal
 
-# Nodes use a few rows of large tables. The other rows take no memory if a table is a mapping of its
-# own without huge pages.
+# Nodes use a few rows of large tables. The other rows take no memory if each table is a separate
+# mapping without huge pages.
 _MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -17,7 +17,7 @@ def command(
 
     Args:
         what: a file, or --chaos, the first seed and the number of seeds.
-        program: module. The default one supports no planner.
+        program: module to run. The default one supports no planner.
     """
     return [sys.executable, "-m", program, *what, form]
 
@@ -25,6 +25,6 @@ def command(
 def environment() -> Mapping[str, str]:
     """Return the environment of a run.
 
-    Its hash seed is fixed, because the order of sets of addresses decides between equal candidates.
+    The hash seed is fixed, because the order of sets of addresses decides between equal candidates.
     """
     return {**os.environ, **_MEMORY, "PYTHONHASHSEED": "0"}

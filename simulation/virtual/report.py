@@ -16,7 +16,7 @@ TTFT_BAND = 0.3
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds, or None without values."""
+    """Percentiles in seconds, or None without values."""
 
     mean: float | None
     p50: float | None
@@ -26,19 +26,19 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. All times are simulated.
+    """The report of a run. All times are simulated.
 
     Attributes:
-        band, ttft_band: relative errors to expect of ITL and TTFT.
-        seconds: from the first request of the figures to their last token.
-        tpot: the mean time between two tokens of each response.
-        right, wrong: complete responses that are equal to the oracle's, and the others.
-        errors: failed requests by error.
+        band, ttft_band: expected relative errors of ITL and TTFT.
+        seconds: from the first counted request to the last counted token.
+        tpot: mean time between two tokens, for each response.
+        right, wrong: number of complete responses that equal the oracle's, and of all others.
+        errors: number of failed requests by error.
         tokens_per_s: output tokens of complete responses.
-        goodput: complete requests/s within the limits of the scenario. None: it has no limits.
-        roles: at the end of the run, by node.
-        utilization: share of the time in which the device of a node computes, by node.
-        hash: of the times and tokens of all responses.
+        goodput: complete requests/s within the scenario's limits. None: it has no limits.
+        roles: roles at the end of the run, by node.
+        utilization: share of the time in which a node's device computes, by node.
+        hash: hash of the times and tokens of all responses.
         violations: sentences, one for each rule that the run broke.
     """
 
@@ -75,9 +75,9 @@ def make_report(
     """Return the report of a run.
 
     Args:
-        begin: time.monotonic() of the begin of the figures.
-        busy_s: seconds of the steps of each node since then.
-        roles: of each node, at the end.
+        begin: time.monotonic() from which figures count.
+        busy_s: seconds of steps since then, by node.
+        roles: roles at the end, by node.
         limits: None: the report has no goodput.
         wrong: names of responses with wrong tokens.
         violations: see RunReport.
@@ -163,7 +163,7 @@ def lines(report: RunReport) -> Iterable[str]:
 
 
 def _role(report: RunReport, node: str) -> str:
-    """Return the role of a node, if it has changed."""
+    """Return the role of a node if it has changed, else ""."""
     role, kind = report.roles[node], node.partition("/")[0]
     return "" if role in (kind, {"colocated": "decode"}.get(kind)) else f", now {role}"
 

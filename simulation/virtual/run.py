@@ -1,6 +1,7 @@
-"""A run of a scenario from its begin to its report, with the rules that every run must keep.
+"""A run of a scenario from start to report, with the rules that every run must keep.
 
-Its directory has pools and the router's files. The next run deletes those of killed ones.
+Its directory holds page pools and the router's files. The next run deletes the directories of
+killed runs.
 """
 
 import asyncio
@@ -32,9 +33,9 @@ from simulation.virtual.operations import Operation, carry_out
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Scenario
 
-RECOVERY_S = 60.0  # from the end of the last request and of all faults, until all is at rest
-_IDLE_PAGES = ("free", "cache")  # holders of pages of a node without requests
-# Errors that mean a defect and not a failure of a node: see common/errors.py.
+RECOVERY_S = 60.0  # seconds after the last request and fault until all must be idle
+_IDLE_PAGES = ("free", "cache")  # holders of pages on a node without requests
+# Errors that show a defect instead of a failure of a node, see common/errors.py.
 _INTERNAL = ("RequestFailed", "EngineFault", "ProtocolViolation", "InvalidRequest", "ConfigError")
 
 
@@ -73,7 +74,7 @@ def _wrong_place(response: Response, tables: PageTables) -> int | None:
 
 
 def of_responses(responses: Sequence[Response], wrong: Mapping[str, int]) -> Iterator[str]:
-    """Yield each response that is wrong, hangs, or failed with an internal error.
+    """Yield a sentence for each response that is wrong, hangs, or failed with an internal error.
 
     Args:
         wrong: see wrong_places.
@@ -91,7 +92,7 @@ def of_responses(responses: Sequence[Response], wrong: Mapping[str, int]) -> Ite
 
 
 async def unrest(cluster: VirtualCluster) -> list[str]:
-    """Wait until all living nodes are healthy and empty. Return what is not after RECOVERY_S."""
+    """Wait until all running nodes are healthy and empty. Return the problems after RECOVERY_S."""
     for _ in range(int(RECOVERY_S)):
         if not await _unrest(cluster):
             return []
@@ -128,12 +129,12 @@ def _of_report(report: NodeReport) -> Iterator[str]:
 
 
 _PREFIX = "baton-virtual-"
-_NEW = "new-"  # until the directory is locked, or another run would delete it
+_NEW = "new-"  # prefix until the directory is locked, or another run would delete it
 
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Make an empty directory, which is deleted at the end. Delete those that no process uses."""
+    """Make an empty directory, deleted at the end. Also delete directories of killed runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         _delete_unused(left)
     new = Path(tempfile.mkdtemp(prefix=_NEW + _PREFIX))
@@ -148,7 +149,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def _delete_unused(directory: Path) -> None:
-    """Delete a directory of this user, unless a living process has locked it."""
+    """Delete a directory of this user, unless a running process has locked it."""
     with contextlib.suppress(OSError):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -160,7 +161,7 @@ def _delete_unused(directory: Path) -> None:
 
 
 NAME = "sim"
-# Returns a planner by its flags and the address of the router. It runs until it is cancelled.
+# Returns a planner by its flags and the router's address. It runs until it is cancelled.
 MakePlanner = Callable[[Sequence[str], str], Callable[[], Coroutine[Any, Any, None]]]
 
 
@@ -170,7 +171,7 @@ def run(
     """Run a scenario to its end.
 
     Args:
-        clock: installed.
+        clock: installed virtual clock.
         make_planner: None: planners are not supported.
     Raises:
         ConfigError: nodes do not support the scenario.
@@ -248,7 +249,7 @@ def _beside(
     planner: Callable[[], Coroutine[Any, Any, None]] | None,
     begin: float,
 ) -> list[asyncio.Task[None]]:
-    """Begin everything that happens beside the load."""
+    """Start the faults, operations and planner that run beside the load."""
     work = [_fail(cluster, each, begin) for each in scenario.faults]
     work += [_operate(cluster, each, begin) for each in scenario.operations]
     if planner is not None:
@@ -263,7 +264,7 @@ async def _send(
     begin: float,
     sent: list[asyncio.Task[Response]],
 ) -> None:
-    """Send requests, each at its time. Append their tasks to `sent`."""
+    """Send each request at its time. Append their tasks to `sent`."""
     for arrival in arrivals:
         await _until(begin + arrival.at)
         sent.append(asyncio.ensure_future(cluster.answer(arrival)))

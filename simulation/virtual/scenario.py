@@ -1,4 +1,4 @@
-"""The file that `baton sim` reads: a cluster, its load, its policy, and what happens to it."""
+"""The file that `baton sim` reads: cluster, load, routing policy, faults and commands."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ from simulation.virtual.operations import COMMANDS, Operation, node_of
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
 _MOST_TOKENS = 1 << 20
-_BLOCK_TOKENS = 512  # of a trace
+_BLOCK_TOKENS = 512  # block size of a trace
 Range = tuple[int, int]
 Ranks = Literal[1, 2, 4, 8]
 NetworkPath = Literal["nvlink", "rdma400", "tcp100", "tcp25"]
-MAX_NODES = 256  # of each kind
+MAX_NODES = 256  # nodes of each kind
 Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
@@ -37,8 +37,8 @@ class ClusterSpec(Record, frozen=True):
         gpu: name of a GPU, or a file of `baton bench steps`.
         model: see `simulation.cost.models`.
         prefill_tp, decode_tp: GPUs of each node.
-        path: the network of each node.
-        options: of all nodes by their names, such as engine.cache.num_pages.
+        path: data path of each node.
+        options: options of all nodes by name, such as engine.cache.num_pages.
     """
 
     gpu: str
@@ -57,18 +57,18 @@ class LoadSpec(Record, frozen=True):
 
     Attributes:
         rate: requests/s with Poisson arrivals, of `input` and `output` tokens. A pair is a range.
-        prefixes: number of texts of 512 tokens, with one of which each prompt begins. 0: none.
-        trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
-            place of `rate`, `input` and `output`.
-        requests: their number. With a trace, its first ones. 0: all.
-        warm_up: first requests, which are not part of the figures.
-        cool_down: last requests, which are not part of the figures. They keep the cluster busy
+        prefixes: number of 512-token texts. Each prompt begins with one of them. 0: none.
+        trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids,
+            instead of `rate`, `input` and `output`.
+        requests: number of requests. With a trace, the first ones. 0: all.
+        warm_up: number of first requests that do not count in figures.
+        cool_down: number of last requests that do not count in figures. They keep the cluster busy
             until all others are complete.
-        only: numbers of the requests that are sent. The others are left out. None: all.
+        only: numbers of the requests to send. None: all.
         timeout: seconds for a complete request.
-        cancels: share of the requests whose clients leave at a random time, from a millisecond to
-            ten seconds after they were sent.
-        stops: share of the requests that end at a random letter, if the response has it.
+        cancels: share of requests whose clients disconnect at a random time, one millisecond to ten
+            seconds after sending.
+        stops: share of requests that end at a random letter, if the response has it.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
@@ -86,7 +86,7 @@ class LoadSpec(Record, frozen=True):
 
 
 class PlannerSpec(Record, frozen=True):
-    """The options of `baton planner`, which acts on the cluster. None: the planner's default."""
+    """Options of `baton planner`, which acts on the cluster. None: the planner's default."""
 
     every_s: Positive | None = None
     queued_s: Positive | None = None
@@ -103,20 +103,20 @@ class PlannerSpec(Record, frozen=True):
 
 
 class LatencyLimits(Record, frozen=True):
-    """Limits of one request in seconds, for its goodput."""
+    """Latency limits of one request in seconds, for goodput."""
 
     ttft: Positive
     tpot: Positive
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request.
+    """A request and its time.
 
     Attributes:
-        number: of the request in the load.
-        at: seconds after the begin of the load.
-        prompt: its tokens, a byte each.
-        output: most tokens of the response.
+        number: index of the request in the load.
+        at: seconds after the start of the load.
+        prompt: tokens of the prompt, a byte each.
+        output: maximum tokens of the response.
         leaves_s: seconds after which the client cancels it. None: it waits for the response.
         stop: token that ends the response. None: it has all its tokens.
     """
@@ -135,7 +135,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Scenario(Record, frozen=True):
-    """A run. The same file always gives the same times."""
+    """All inputs of a run. The same file always gives the same times."""
 
     cluster: ClusterSpec
     load: LoadSpec

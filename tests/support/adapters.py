@@ -1,5 +1,4 @@
-"""Random adapters in PEFT's form, and the oracle: the same model with their products added to its
-weights."""
+"""Random LoRA adapters in PEFT's format, and the oracle: the model with their products merged."""
 
 import json
 import math
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SIZE = 0.05  # of the numbers of an adapter; its products are as large as the weights
+SIZE = 0.05  # size of an adapter's numbers, so that its products are as large as the weights
 
 
 def make_adapter(
@@ -26,10 +25,10 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """Writes one for these modules of all layers; returns `directory`.
+    """Write an adapter for these modules of all layers. Returns `directory`.
 
     Args:
-        config: further fields of its configuration.
+        config: additional fields of the adapter's configuration.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -62,7 +61,7 @@ def make_adapter(
 
 
 def merge(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Adds an adapter to the weights of `model`, which it returns."""
+    """Add an adapter's products to the weights of `model`, and return the model."""
     fields = json.loads((directory / "adapter_config.json").read_text())
     rank = fields["r"]
     scale = fields["lora_alpha"] / (math.sqrt(rank) if fields.get("use_rslora") else rank)

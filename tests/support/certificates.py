@@ -1,4 +1,4 @@
-"""Certificates made on the spot, as files that programs are told of."""
+"""Certificates for tests, made on demand and written as files."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ LOOPBACK = ("localhost", "127.0.0.1")
 
 
 class Authority:
-    """Signs certificates, and is one that nobody knows unless told."""
+    """A certificate authority. Only processes configured with its certificate trust it."""
 
     def __init__(self) -> None:
         self._ca = trustme.CA()
@@ -36,8 +36,11 @@ class Authority:
         not_after: datetime | None = None,
         roles: Sequence[Role] = ROLES,
     ) -> TlsConfig:
-        """Writes a certificate for `names` (of this machine, if none are given) and `roles`, its
-        key and this authority to `directory`, over what is there. Each file changes at once."""
+        """Write a certificate for `names` and `roles`, its key and this authority to `directory`.
+
+        Without names, the certificate is for this machine. Existing files are replaced one by one,
+        each atomically.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         issued = self._issued(
             key.public_key(),
@@ -79,7 +82,7 @@ class Authority:
             .not_valid_after(not_after)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_of_issuer(authority), critical=False)  # Python 3.13 wants it
+            .add_extension(_of_issuer(authority), critical=False)  # Python 3.13 requires it
             .sign(signer, hashes.SHA256())
         )
 
@@ -90,7 +93,7 @@ def _of_issuer(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
 
 
 def flags(knob: str, config: TlsConfig) -> list[str]:
-    """Return the flags that make a process read `config` as `knob`, such as "server.tls"."""
+    """Return the flags that set `config` as the setting `knob`, such as "server.tls"."""
     given = config.model_dump(exclude_none=True)
     return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 

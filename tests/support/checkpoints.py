@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every supported architecture, with a byte-level tokenizer.
 
-Made by transformers, which is also the oracle: `greedy_tokens` is what it generates from one.
+transformers makes them and is also the oracle: `greedy_tokens` returns what it generates.
 """
 
 import json
@@ -34,7 +34,7 @@ from transformers import (
 
 transformers.utils.logging.disable_progress_bar()
 
-# What whole systems are tested with.
+# The model of tests of whole systems.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 HYBRID_ARCHITECTURES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
@@ -49,7 +49,7 @@ NATIVE_ARCHITECTURES = (
 GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
-VOCABULARY_SIZE = 320  # with ids that the tokenizer does not have, as real checkpoints do
+VOCABULARY_SIZE = 320  # includes ids that the tokenizer lacks, as in real checkpoints
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
@@ -130,15 +130,15 @@ def make_checkpoint(
     made_by: type = AutoModelForCausalLM,
     **overrides: object,
 ) -> Path:
-    """Writes config, weights, generation config and tokenizer; returns `directory`.
+    """Write config, weights, generation config and tokenizer. Returns `directory`.
 
-    Matrices are twice as large as transformers draws them, so that greedy choices have margins
-    well above the differences between two ways of summing. Queries and keys are larger still:
-    attention then picks single tokens, and one wrong page of KV shows in what is generated.
+    Matrices are twice as large as transformers draws them, so that greedy choices have margins well
+    above rounding differences. Queries and keys are larger still: attention then selects single
+    tokens, and one wrong page of KV changes the output.
 
     Args:
-        dtype: of the weights as they are stored; they are drawn in float32.
-        made_by: one of transformers' auto classes: with which head.
+        dtype: dtype of the stored weights. They are drawn in float32.
+        made_by: auto class of transformers, which decides the head.
         overrides: fields of the architecture's configuration.
     """
     sizes = dict(_SIZES)
@@ -175,12 +175,12 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not name.endswith("_bias"):
                 parameter.mul_(2.0)
-            else:  # norms of exactly 1 and biases of exactly 0 would hide that they are not used
+            else:  # norms of 1 and biases of 0 would hide that they are ignored
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj")):
                 parameter.mul_(4.0)
             if ".experts." in name or name.endswith("mlp.gate.weight"):
-                parameter.mul_(4.0)  # the wrong expert shows, and so does the wrong weight
+                parameter.mul_(4.0)  # to detect wrong experts and routing weights
             if "q_norm" in name or "k_norm" in name:
                 parameter.mul_(2.0)
         for name, buffer in model.named_buffers():
@@ -192,7 +192,7 @@ def make_checkpoint(
 
 
 def make_tokenizer(directory: Path) -> None:
-    """Every byte is a token (its own value), and no two are ever merged."""
+    """Write a tokenizer in which every byte is a token with its own value, without merges."""
     letters = _byte_letters()
     tokenizer = Tokenizer(models.BPE(vocab={letters[i]: i for i in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -204,7 +204,7 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def to_transformers_4(directory: Path) -> None:
-    """Rewrites config.json into the form that transformers 4 wrote."""
+    """Rewrite config.json to the format of transformers 4."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
@@ -218,7 +218,7 @@ def to_transformers_4(directory: Path) -> None:
 
 
 def reference_model(directory: Path) -> PreTrainedModel:
-    """transformers' own model, eager attention, float32; EOS does not end its `generate`."""
+    """Load transformers' model with eager attention in float32. EOS does not end its `generate`."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )
@@ -230,8 +230,7 @@ def reference_model(directory: Path) -> PreTrainedModel:
 def greedy_tokens(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    """Return the tokens that `model` generates for each prompt, one prompt at a time, without
-    padding."""
+    """Return the tokens that `model` generates for each prompt, one prompt at a time."""
     generated = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
@@ -248,7 +247,7 @@ def greedy_tokens(
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level tokenizers write for every byte, in order of bytes."""
+    """Return the printable letter for each byte in byte-level tokenizers, in order of bytes."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (chr(256 + n) for n in range(256 - len(own)))
     kept = set(own)

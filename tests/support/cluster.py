@@ -3,8 +3,8 @@
     async with Cluster(checkpoint, logs, rig=CPU, path="nixl") as cluster:
         answer = await cluster.generate([1, 2, 3], max_tokens=8, temperature=0.0)
 
-Leaving the block checks that nothing leaked and that every program still running exits with 0. A
-failure inside it carries the ends of all logs.
+Leaving the block checks that nothing leaked and that every running process exits with 0. A failure
+inside it includes the last lines of all logs.
 """
 
 import asyncio
@@ -69,19 +69,19 @@ from tests.support.programs import ROOT, runs
 START_S = 180.0
 STOP_S = 120.0
 RPC_S = 120.0
-WAIT_S = 120.0  # for whatever a test waits for
+WAIT_S = 120.0  # longest wait of a test, in seconds
 POLL_S = 0.02
 NUM_PAGES = 512
-# However long the machine of a test takes for a beat, nobody is taken for silent.
+# No process counts as silent, however slow the test machine makes its heartbeats.
 PATIENT_NODE = ("--transfer.max-missed-heartbeats=600", "--engine-heartbeat-timeout-s=600")
 PATIENT_ROUTER = ("--suspect-after-s=600", "--dead-after-s=600")
-# As environment of a cluster: what tests/support/poisoned does to its engines.
+# Environment of a cluster whose engines tests/support/poisoned changes.
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
 
 @functools.cache
 def _candidates(worker: int) -> Iterator[int]:
-    """Return ports of one worker, below the range of outgoing connections.
+    """Yield ports of one worker process, below the range of outgoing connections.
 
     A port is repeated only after all others.
     """
@@ -91,14 +91,16 @@ def _candidates(worker: int) -> Iterator[int]:
 
 
 def slowed(step_s: float) -> dict[str, str]:
-    """An environment in which every forward takes so much longer: what a test does in the midst of
-    an answer must not depend on how fast engines are."""
+    """Return an environment in which every forward pass takes `step_s` longer.
+
+    With it, a test can act during a response, however fast the engines are.
+    """
     return {**POISONED, "STEP_S": str(step_s)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Which device each role runs on."""
+    """The device of each role."""
 
     name: str
     prefill_device: str
@@ -117,7 +119,7 @@ RIGS = [
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request from its first to its last message."""
+    """The messages of one request."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -127,13 +129,13 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node program of the cluster."""
+    """One node of the cluster."""
 
     program: Program
     child: ChildProcess
     stub: Any
     channel: grpc.aio.Channel
-    killed: bool = False  # or has ended by itself, as it should
+    killed: bool = False  # or has ended on its own, as intended
 
     @property
     def address(self) -> str:
@@ -151,7 +153,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
-    """Use as an async context manager; for one event loop."""
+    """A running system. Use as an async context manager. For one event loop."""
 
     def __init__(
         self,
@@ -179,18 +181,18 @@ class Cluster:
     ) -> None:
         """
         Args:
-            paired: be ready only when the router is, and every decode node has paired with all.
-            by_file: the router has the nodes' names from a file, so that they can come and go.
-            path: of the KV, forced: "nixl" | "tcp", or "auto".
-            node_flags: for every node; the role's own flags go before them.
-            flags_of: more flags of single nodes, by name, such as "decode-1".
-            tls_config: of every program, and of what is asked here. Clients need no certificate.
-            with_secret: programs know each other by a cluster secret, of a file; what is asked
-                here is asked by an operator who has the secret.
-            canary_tokens: 0: nodes do and count what tests have them do, and nothing else.
-            patient: no program is taken for dead or unhealthy before it has ended.
-            environment: of every program, besides this one's.
-            islands: where a node runs that has a network link of its own, by name; one at most.
+            paired: wait until the router is ready and every decode node has paired with all nodes.
+            by_file: the router reads the nodes' addresses from a file, so that they can change.
+            path: required data path of KV: "nixl", "tcp", or "auto".
+            node_flags: flags for every node, after the role's own flags.
+            flags_of: additional flags of single nodes by name, such as "decode-1".
+            tls_config: TLS of every process and of this client. Clients need no certificate.
+            with_secret: processes authenticate by a cluster secret from a file, and this client by
+                an operator's token.
+            canary_tokens: 0: nodes send no canaries, so they do only what the test requests.
+            patient: no process counts as dead or unhealthy before it has ended.
+            environment: additional environment variables of every process.
+            islands: network namespaces of nodes by node name, at most one.
         """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
@@ -235,7 +237,7 @@ class Cluster:
             for role in counts
         }
         self._router_flags = (
-            "--max-queue-fraction=1",  # or a slow machine would refuse what has to wait
+            "--max-queue-fraction=1",  # a slow machine must not reject requests
             *tls_flags("server.tls", certs.model_copy(update={"ca": None})),
             *tls_flags("node-tls", TlsConfig(ca=certs.ca)),
             *secret_flags,
@@ -292,7 +294,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """The router's."""
+        """Address of the router."""
         return self._programs[0].address
 
     @property
@@ -314,7 +316,7 @@ class Cluster:
         return [node for node in self.nodes if not node.killed]
 
     async def kill(self, node: Node) -> None:
-        """SIGKILL of its frontend; its engine must follow by itself."""
+        """Send SIGKILL to the node's server process. Its engine must end on its own."""
         (engine,) = children_of(node.child.pid)
         node.killed = True
         node.child.send(signal.SIGKILL)
@@ -326,17 +328,19 @@ class Cluster:
         await self.wait_until(gone, f"the engine of {node.program.name} ends with its frontend")
 
     def freeze(self, node: Node) -> Callable[[], None]:
-        """SIGSTOP of its engine: the frontend lives, nothing moves. `thaw` ends it, as does what
-        this returns."""
+        """Send SIGSTOP to the engine: the server process runs, but nothing progresses.
+
+        Ended by the returned function, or by `thaw`.
+        """
         (engine,) = children_of(node.child.pid)
         os.kill(engine, signal.SIGSTOP)
         return partial(self.thaw, node)
 
     def stick(self, node: Node, directory: Path) -> Callable[[], None]:
-        """The next forward of its engine does not end before what this returns is called.
+        """Block the next forward pass of its engine until the returned function is called.
 
         Args:
-            directory: what STUCK_DIRECTORY of the cluster's environment says.
+            directory: STUCK_DIRECTORY of the cluster's environment.
         """
         (engine,) = children_of(node.child.pid)
         file = directory / str(engine)
@@ -348,7 +352,7 @@ class Cluster:
         os.kill(engine, signal.SIGCONT)
 
     async def start_again(self, node: Node) -> Node:
-        """A new process on a killed node's address. Not waited for."""
+        """Start a new process at a killed node's address. Does not wait for it."""
         (nodes,) = (each for each in (self.prefill, self.decode, self.encode) if node in each)
         await node.channel.close()
         nodes[nodes.index(node)] = renewed = self._node(node.program)
@@ -374,7 +378,7 @@ class Cluster:
         await self.wait_until(paired, "the decode node has paired again")
 
     async def until_whole(self) -> None:
-        """All live nodes serve and have paired."""
+        """Wait until all live nodes serve and have paired."""
         async with asyncio.timeout(START_S):
             for node in self.live_nodes:
                 await self._until_serving(node.program)
@@ -385,13 +389,13 @@ class Cluster:
         await self._router.ended()
 
     async def start_router_again(self) -> None:
-        """A new process on the killed router's addresses. Returns once it is ready."""
+        """Start a new process at the killed router's addresses. Returns once it is ready."""
         self._router = self._child(self._programs[0])
         async with asyncio.timeout(START_S):
             await self._until_serving(self._programs[0])
 
     async def join(self, role: str) -> Node:
-        """Starts one more node, and tells the router of it once it serves."""
+        """Start one more node, and add it to the router's list once it serves."""
         nodes = self.prefill if role == "prefill" else self.decode
         program = self._node_program(role, len(nodes), next(free_ports(1)))
         nodes.append(node := self._node(program))
@@ -401,20 +405,20 @@ class Cluster:
         return node
 
     def leave(self, node: Node) -> None:
-        """The router is told of the node no more."""
+        """Remove the node from the router's list."""
         for addresses in self._named.values():
             if node.address in addresses:
                 addresses.remove(node.address)
         self._write_roster()
 
     async def drain(self, node: Node) -> None:
-        """Tells it to end when its requests have; it must exit with 0."""
+        """Drain the node by an operator's call. It must exit with 0."""
         node.killed = True
         await node.stub.Drain(DrainRequest(), timeout=RPC_S)
         await self._orderly_end(node)
 
     async def terminate(self, node: Node) -> None:
-        """The same by SIGTERM, as whoever keeps it sends it."""
+        """Drain the node by SIGTERM, as a supervisor does."""
         node.killed = True
         node.child.send(signal.SIGTERM)
         await self._orderly_end(node)
@@ -424,9 +428,9 @@ class Cluster:
             assert await node.child.ended() == 0
 
     async def migrate(self, source: Node, target: Node) -> None:
-        """Have a response of one decode node go on at another. For clusters without a secret.
+        """Migrate a response from one decode node to another. For clusters without a secret.
 
-        Asks again while the response is not running, as it has just come to its node.
+        Retries while the response is not running, because it may have just arrived at its node.
         """
         move = MoveRequest(source=source.address, target=target.address)
 
@@ -442,12 +446,12 @@ class Cluster:
         await self.wait_until(moved, f"a response has moved to {target.address}")
 
     async def switch(self, node: Node, role: str) -> None:
-        """It takes the role; returns when the router knows it in that, and nodes have paired."""
+        """Change the node's role, until the router knows it and nodes have paired."""
         await node.stub.Switch(SwitchRequest(role=role), timeout=RPC_S)
         await self.until_has_role(node, role)
 
     async def until_has_role(self, node: Node, role: str) -> None:
-        """The router knows it in that role, and nodes have paired."""
+        """Wait until the router knows the node in that role, and nodes have paired."""
         for nodes in (self.prefill, self.decode):
             if node in nodes:
                 nodes.remove(node)
@@ -461,7 +465,7 @@ class Cluster:
         await self.wait_until(known, f"{node.address} is a {role} node, ready and paired")
 
     async def stop_with(self, number: signal.Signals) -> None:
-        """Sends a signal to every process of every live program at once; each must exit with 0."""
+        """Send a signal to all live processes at the same time. Each must exit with 0."""
         await self.until_nothing_is_held()
         self._stopped = True
         engines = self._engines()
@@ -474,21 +478,21 @@ class Cluster:
         assert not any(runs(engine) for engine in engines), "an engine outlives its frontend"
 
     async def describe(self) -> GetClusterResponse:
-        """The cluster, as the router knows it."""
+        """Return the cluster as the router describes it."""
         response: GetClusterResponse = await self._stub.GetCluster(
             GetClusterRequest(), timeout=RPC_S
         )
         return response
 
     async def explain(self, name: str) -> ExplainResponse:
-        """Return the events of a request, by its id or its client's name for it."""
+        """Return the events of a request, by its id or the client's label."""
         response: ExplainResponse = await self._stub.Explain(
             ExplainRequest(name=name), timeout=RPC_S
         )
         return response
 
     async def metric(self, name: str, **labels: str) -> float:
-        """One of the router's."""
+        """Return a metric of the router."""
         text = (await get(self.http_port, "/metrics")).body.decode()
         of = ",".join(f'{label}="{value}"' for label, value in labels.items())
         start = f"{name}{{{of}}} " if labels else f"{name} "
@@ -498,14 +502,14 @@ class Cluster:
     async def wait_until(
         self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = WAIT_S
     ) -> None:
-        """Looks again and again until `condition` holds. It fails with `what` at the deadline."""
+        """Poll until `condition` holds. Fails with `what` at the deadline."""
         end = time.monotonic() + deadline_s
         while not await condition():
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
             await asyncio.sleep(POLL_S)
 
     async def until_nothing_is_held(self, deadline_s: float = WAIT_S) -> None:
-        """Waits until every page of every live node is free or cached, and no request is queued."""
+        """Wait until every page of every live node is free or cached, and no request is queued."""
         for node in self.live_nodes:
 
             async def idle(node: Node = node) -> bool:
@@ -518,9 +522,11 @@ class Cluster:
                 raise
 
     async def until_all_have_had_requests(self) -> None:
-        """Asks until every node has had one. From then on the router, whose policy must be
-        round_robin, gives each node its turns: what nodes say reaches it within a second, not at
-        once."""
+        """Send requests until every node has had one.
+
+        From then on the router, whose policy must be round_robin, uses all nodes in turn. Before,
+        it may not know all nodes yet, because their reports take up to a second.
+        """
         asked = itertools.count()
 
         async def all_have() -> bool:
@@ -543,10 +549,10 @@ class Cluster:
         adapter: str = "",
         **sampling: Any,
     ) -> Answer:
-        """Sends a prompt and collects the whole answer. Greedy unless told otherwise.
+        """Send a prompt and collect the whole response. Greedy by default.
 
         Raises:
-            grpc.aio.AioRpcError: as the router ended the call.
+            grpc.aio.AioRpcError: the router's error.
         """
         tokens: list[int] = []
         texts: list[str] = []
@@ -569,7 +575,7 @@ class Cluster:
         adapter: str = "",
         **sampling: Any,
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """The answer, message by message. Leaving the iteration cancels the call."""
+        """Yield the response message by message. Leaving the iteration cancels the call."""
         request = GenerateRequest(
             request_id=request_id,
             cache_salt=cache_salt,
@@ -587,7 +593,7 @@ class Cluster:
     async def ask(
         self, request: GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """The answer, message by message. Leaving the iteration cancels the call."""
+        """Yield the response message by message. Leaving the iteration cancels the call."""
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:
@@ -604,7 +610,7 @@ class Cluster:
         name = f"{role}-{number}"
         flags = (*flags, *self._flags_of.get(name, ()))
         host = LOOPBACK
-        for elsewhere, island in self._islands.items():  # whose loopback is another
+        for elsewhere, island in self._islands.items():  # their loopback is separate
             host = island.host if elsewhere == name else island.shore
             flags = (*flags, f"--host={host}", f"--transfer.listen-host={host}")
         return _program(name, f"{role}_node", port, self._model, flags, host)
@@ -626,7 +632,7 @@ class Cluster:
 
     def _child(self, program: Program) -> ChildProcess:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
-        command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
+        command = [sys.executable, *program.command[2:]]  # without -P: perhaps not installed
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
         with fork_server.in_use():
@@ -670,7 +676,7 @@ class Cluster:
         return True
 
     async def _stop(self) -> None:
-        """The router, then all nodes at once: each must exit with 0."""
+        """Stop the router, then all nodes at the same time. Each must exit with 0."""
         groups = [[self._router], [node.child for node in self.live_nodes]]
         engines = self._engines()
         for group in groups:
@@ -684,7 +690,7 @@ class Cluster:
         return [pid for node in self.live_nodes for pid in children_of(node.child.pid)]
 
     async def _end(self) -> None:
-        """Kills what is left, and lets go of the channels."""
+        """Kill remaining processes, and close the channels."""
         for child in (self._router, *(node.child for node in self.nodes)):
             child.send(signal.SIGKILL)
             await child.ended()
@@ -692,7 +698,7 @@ class Cluster:
             await channel.close()
 
     def last_words(self) -> str:
-        """The ends of all logs."""
+        """Return the last lines of all logs."""
         children = [self._router, *(node.child for node in self.nodes)]
         return "\n".join(
             f"--- {child.name}, exit code {child.code}: {child.log}\n{child.last_lines(25)}"
@@ -701,7 +707,7 @@ class Cluster:
 
 
 def children_of(pid: int) -> list[int]:
-    """Pids of the processes that a process has started and that still run."""
+    """Return the pids of the running child processes of a process."""
     pids: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         # A thread may end after its name was listed, and even after its file was opened.
@@ -711,8 +717,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def held(description: DescribeResponse) -> dict[str, int]:
-    """Return the reasons why a node is not idle: pages held by others than the cache, and queued
-    requests."""
+    """Return why a node is not idle: pages held by others than the cache, and queued requests."""
     pages = {
         f"pages of {holder}": number
         for holder, number in description.pages.items()
@@ -731,7 +736,7 @@ def _program(
 
 
 def free_ports(count: int) -> Iterator[int]:
-    """Ports that nothing listens on now."""
+    """Yield ports on which nothing listens now."""
     chosen: set[int] = set()
     while len(chosen) < count:
         port = next(_candidates(workers.number()))

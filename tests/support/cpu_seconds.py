@@ -1,7 +1,7 @@
-"""A pytest plugin: `--cpu-by-file N` lists the N test files that take the most CPU time.
+"""A pytest plugin: `--cpu-by-file N` lists the N test files with the most CPU time.
 
-Wall-clock time says little on a machine that does other work. The CPU time of child processes
-counts for the test in which they are waited for.
+Unlike wall-clock time, CPU time hardly depends on other load. The CPU time of a child process
+counts for the test that waits for it.
 """
 
 import resource
@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-_ATTRIBUTE = "cpu_s"  # of a report: workers send it to the first process
+_ATTRIBUTE = "cpu_s"  # attribute of a report, which workers send to the main process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Account:
-    """CPU seconds by file, those of the fixtures included."""
+    """CPU seconds by test file, including fixtures."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,9 +1,9 @@
 """Child processes for tests of the data paths: a producer, a consumer, a nonce.
 
-Children are forked from a server that has loaded nixl once (a start costs 10 ms instead of 2 s)
-and has no agent. Those that use a GPU are programs of their own, started ahead: a forked process
-cannot use the GPU of its parent. Each writes its stdout and stderr into a file, so that a test can
-say that nothing was printed.
+Children are forked from a server that has loaded nixl once and has no agent: a start takes 10 ms
+instead of 2 s. Children that use a GPU are separate programs, started in advance, because a forked
+process cannot use its parent's GPU. Each child writes its output to a file, so that a test can
+check that nothing was printed.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ CANARY = 0xA5
 CUDA = "cuda:0"
 _NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
-# Whatever the proof says, UCX has sockets only, and the producer's help to read over them.
+# Whatever the proof says, UCX has only sockets, so reads over them need the producer's progress.
 SOCKETS = PathKind(
     "sockets",
     "cpu",
@@ -54,18 +54,20 @@ SOCKETS = PathKind(
     4 << 20,
     2.0,
 )
-# A stand-in for RDMA: what a consumer reads by ends with the producer's agent, which is polled.
+# A stand-in for RDMA: read keys end with the producer's agent, which is polled.
 KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
 
 
 def leave(namespace: str) -> None:
-    """Returns in a process that shares that namespace ("ipc" or "pid") with no other; "": in this
-    one, as it is. Raises OSError where that is not permitted."""
+    """Continue in a process with its own "ipc" or "pid" namespace. "": in this process.
+
+    Raises OSError if that is not permitted.
+    """
     if not namespace:
         return
     _done(_libc.unshare(_FLAGS[namespace] | (_NEW_MOUNTS if namespace == "pid" else 0)))
     if namespace == "pid":
-        if child := os.fork():  # only children are in the new one
+        if child := os.fork():  # only children are in the new namespace
             os.waitpid(child, 0)
             os._exit(0)
         _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -79,7 +81,7 @@ def _done(result: int) -> None:
 
 
 class CudaPages:
-    """uint8 [num_pages, page_bytes]. What is indexed or compared is copied to the host first."""
+    """Pages on a GPU, uint8 [num_pages, page_bytes]. Accesses copy them to the host."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: str) -> None:
         self._tensor = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
@@ -131,7 +133,7 @@ class EncryptedTcp(TcpBackend):
 
 
 class TwoPathNixl(NixlBackend):
-    """A nixl backend on a machine whose better path turns out not to work."""
+    """A nixl backend whose better path fails its proof."""
 
     name = "nixl-two-paths"
 
@@ -157,7 +159,7 @@ class CudaNixl(NixlBackend):
 
 
 def make_backend(name: str) -> TransferBackend:
-    """By the name that the backend then has; what ends in -cuda is for memory of a GPU."""
+    """Return the backend with this name. Names that end in -cuda use the memory of a GPU."""
     match name:
         case "nixl":
             return NixlBackend()
@@ -178,7 +180,7 @@ def make_backend(name: str) -> TransferBackend:
 
 
 class Memory:
-    """A pool of this process with something in it."""
+    """A pool of this process with random content."""
 
     def __init__(self, num_pages: int, page_bytes: int, fill: int = CANARY) -> None:
         self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), fill, np.uint8)
@@ -187,7 +189,7 @@ class Memory:
 
 
 class CudaMemory(Memory):
-    """The same on a GPU. `pages` gives and takes arrays of host memory."""
+    """A pool on a GPU. `pages` is read and written as arrays of host memory."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: str = CUDA) -> None:
         pages = CudaPages(num_pages, page_bytes, device)
@@ -198,25 +200,25 @@ class CudaMemory(Memory):
 
 
 def make_memory(backend: str, num_pages: int, page_bytes: int) -> Memory:
-    """Allocate memory where the backend of that name needs it."""
+    """Allocate memory on the device that the named backend needs."""
     kind = CudaMemory if backend.endswith("-cuda") else Memory
     return kind(num_pages, page_bytes)
 
 
 def content(seed: int, num_pages: int, page_bytes: int) -> NDArray[np.uint8]:
-    """Return the page contents of a producer with that seed. No two pages are alike."""
+    """Return the page contents of a producer with that seed. All pages differ."""
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), np.uint8)
 
 
 def scattered(seed: int, num_pages: int, count: int) -> tuple[Ints, Ints]:
-    """(source pages, destination pages), each distinct and in no order."""
+    """Return (source pages, destination pages), each distinct and in random order."""
     rng = np.random.default_rng(seed)
     source, destination = (rng.permutation(num_pages)[:count].astype(np.int32) for _ in range(2))
     return source, destination
 
 
 class Child:
-    """A process with a pipe. Its program answers every message with one message."""
+    """A process with a pipe, whose program answers every message with one message."""
 
     def __init__(
         self, program: Callable[..., None], *arguments: Any, log: Path, on_gpu: bool = False
@@ -294,7 +296,7 @@ def _run(program: Callable[..., None], pipe: Pipe, log: str, *arguments: Any) ->
 
 
 def _wait_on_gpu(pipe: Pipe) -> None:
-    CudaMemory(1, 16)  # before the first agent, which looks whether there is a CUDA context
+    CudaMemory(1, 16)  # before the first agent, which checks for a CUDA context
     NixlAgent().destroy()  # loads the plugins
     program, log, arguments = pipe.recv()
     _run(program, pipe, log, *arguments)

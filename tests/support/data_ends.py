@@ -1,5 +1,7 @@
-"""Producers and consumers of pages as tests of the data paths use them: far (in another process)
-or, of loopback, near. `Ends` makes them and ends them all."""
+"""Producers and consumers for tests of the data paths. `Ends` makes and closes them all.
+
+Far ones run in another process. Near ones, of loopback, run in this process.
+"""
 
 import socket
 import time
@@ -29,7 +31,7 @@ from tests.support.data_children import (
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
-    """For what another thread or process brings about without telling."""
+    """Wait for an effect of another thread or process that sends no notification."""
     late = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < late, "it does not come about"
@@ -44,8 +46,7 @@ def introduction(to: TcpDescription) -> bytes:
 
 
 def introduced(description: bytes) -> socket.socket:
-    """A raw connection to a producer of tcp, that has proved to be the consumer of the
-    description."""
+    """Return a raw, authenticated connection to a tcp producer."""
     producer = msgspec.msgpack.decode(description, type=TcpDescription)
     raw = socket.create_connection((producer.host, producer.port), 5)
     raw.settimeout(None)
@@ -80,7 +81,7 @@ class FarProducer:
 
     @property
     def remote(self) -> RemotePool:
-        """Waits until the producer serves. Skips the test if this machine keeps it from moving."""
+        """Wait until the producer serves. Skips the test without its path on this machine."""
         if self._remote is None:
             described = self.child.receive()
             if isinstance(described, str):
@@ -107,16 +108,16 @@ class FarProducer:
         self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
 
     def has_run(self) -> None:
-        """Returns once the producer's loop has turned."""
+        """Wait until the producer's loop has run once more."""
         assert self.child.ask("nothing") is None
 
     def end(self) -> None:
-        """Makes it die as a process does that nobody expected to."""
+        """Kill the process without a graceful shutdown."""
         self.child.kill()
 
 
 class NearProducer:
-    """The same for loopback, whose producers live in the consumer's process."""
+    """A loopback producer, which lives in the consumer's process, with FarProducer's interface."""
 
     def __init__(
         self, backend: TransferBackend, num_pages: int, page_bytes: int, *, seed: int
@@ -147,8 +148,7 @@ class NearProducer:
 
 
 class FarConsumer:
-    """A consumer in another process. It reads all of a producer's pages again and again, in a
-    random order, and reports what it meets."""
+    """A process that reads all pages of a producer repeatedly and reports errors."""
 
     def __init__(self, backend: str, num_pages: int, page_bytes: int, *, log: Path) -> None:
         self.child = Child(
@@ -162,17 +162,17 @@ class FarConsumer:
         assert self.child.receive() == "started"
 
     def read_from(self, producer: FarProducer) -> None:
-        """Returns once its first copy has landed, right in every byte; it goes on copying."""
+        """Start to read, and return once the first copy has landed with correct bytes."""
         landed = self.child.ask(producer.admit(), producer.remote, producer.content)
         assert landed == "landed", landed
 
     def failed(self) -> None:
-        """Waits until the copying has ended, with an error."""
+        """Wait until reading has ended with an error."""
         self.child.receive()
 
 
 def one_sided_refusal(log: Path) -> str:
-    """Why this machine's processes may not read each other's memory; empty if they may."""
+    """Return why this machine's processes may not read each other's memory, or ""."""
     child = Child(nonce_program, log=log)
     try:
         prove_same_host(child.receive(), b"metadata")
@@ -185,7 +185,7 @@ def one_sided_refusal(log: Path) -> str:
 
 @contextmanager
 def closing(connection: BackendConnection) -> Iterator[BackendConnection]:
-    """Stops and closes a BackendConnection, whatever has become of it."""
+    """Stop and close a BackendConnection at the end, whatever its state."""
     try:
         yield connection
     finally:
@@ -205,7 +205,7 @@ class Ends:
     def producer(
         self, backend: TransferBackend, num_pages: int, page_bytes: int
     ) -> FarProducer | NearProducer:
-        """In another process, but of loopback."""
+        """Make a producer in another process, or for loopback in this one."""
         if backend.name == "loopback":
             self._num_producers += 1
             near = NearProducer(backend, num_pages, page_bytes, seed=self._num_producers)
@@ -216,7 +216,7 @@ class Ends:
     def far_producer(
         self, backend: str, num_pages: int, page_bytes: int, apart: str = ""
     ) -> FarProducer:
-        """apart: the namespace, "ipc" or "pid", that it does not share with others."""
+        """Make a producer in another process. `apart`: "ipc" or "pid": its own namespace."""
         self._num_producers += 1
         producer = FarProducer(
             backend, num_pages, page_bytes, seed=self._num_producers, log=self.log, apart=apart
@@ -225,14 +225,16 @@ class Ends:
         return producer
 
     def producer_apart(self, namespace: str, num_pages: int, page_bytes: int) -> FarProducer:
-        """A producer of nixl in another "ipc" or "pid" namespace, as in another container. Skips
-        the test where this machine makes none."""
+        """Make a nixl producer in its own "ipc" or "pid" namespace, as in another container.
+
+        Skips the test if this machine does not allow it.
+        """
         producer = self.far_producer("nixl", num_pages, page_bytes, namespace)
         assert producer.remote
         return producer
 
     def memory(self, backend: TransferBackend, num_pages: int, page_bytes: int) -> Memory:
-        """For a consumer of that backend. It lives until the test has ended."""
+        """Allocate memory for a consumer of that backend. It lives until the end of the test."""
         memory = make_memory(backend.name, num_pages, page_bytes)
         self._memories.append(memory)
         return memory
@@ -250,7 +252,7 @@ class Ends:
         consumer: int = CONSUMER,
         moves: Moves | None = None,
     ) -> BackendConnection:
-        """A connection that is closed at the end of the test."""
+        """Open a connection that is closed at the end of the test."""
         connection = backend.connect(producer.admit(consumer), producer.remote, memory.pool, moves)
         self._memories.append(memory)
         self._exits.enter_context(closing(connection))

@@ -1,8 +1,8 @@
-"""A device that is a thread and host memory: its copies run later than they were asked for.
+"""A fake CudaDevice: a thread and host memory. Its copies run later than requested.
 
-In the place of a CudaDevice: who forgets to wait, or touches what a copy still needs, gets wrong
-bytes. A test may hold its copies, count them, and make it fail. Threads that have to do with it
-and have not said so are noted.
+Code that does not wait, or that modifies memory that a copy still needs, gets wrong bytes. A test
+may hold copies, count them, or make them fail. Calls from threads that did not select the device
+are recorded.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ class TwinMark:
 
 
 class Users:
-    """The threads whose calls are for the device."""
+    """The threads that have selected the device."""
 
     def __init__(self) -> None:
         self._threads: set[int] = set()
-        self.strays: list[str] = []  # by name, of threads whose calls would have been for another
+        self.strays: list[str] = []  # names of threads that would have used another device
 
     def add(self) -> None:
         self._threads.add(threading.get_ident())
@@ -47,14 +47,14 @@ class Users:
 
 
 class TwinQueue:
-    """Runs what is added on a thread of its own, each a moment late."""
+    """Runs added work on a separate thread, each item with a delay."""
 
     def __init__(self, delay_s: float, users: Users) -> None:
         self.users = users
         self._delay_s = delay_s
         self._changed = threading.Condition()
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._held_from: float = math.inf  # copies done
+        self._held_from: float = math.inf  # number of copies after which all others are held
         self._failure = ""
         self._num_done = 0
         self.num_added = 0
@@ -71,7 +71,7 @@ class TwinQueue:
         return TwinMark(self, self.num_added)
 
     def hold(self, after: int = 0) -> None:
-        """All copies but that many stay where they are until `release`."""
+        """Hold all copies except the next `after` ones until `release`."""
         with self._changed:
             self._held_from = self._num_done + after
 
@@ -81,14 +81,14 @@ class TwinQueue:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """From now on no copy is made, and all who wait are told."""
+        """From now on, copies fail and all waiting callers get an error."""
         with self._changed:
             self._failure = reason
             self._held_from = math.inf
             self._changed.notify_all()
 
     def end(self) -> None:
-        """After what has been added."""
+        """Stop after all work added so far."""
         self._work.put(None)
 
     def wait_until_done(self, number: int) -> None:
@@ -114,7 +114,7 @@ class TwinQueue:
 
 
 class DeviceTwin:
-    """A Device. Pools on it are in host memory."""
+    """A Device whose pools are in host memory."""
 
     def __init__(self, delay_s: float = 0.001) -> None:
         self.users = Users()

@@ -1,4 +1,4 @@
-"""Devices that the same test runs on, and the operations compiled for this CPU."""
+"""Devices that tests run on, and the operations compiled for this CPU."""
 
 import functools
 
@@ -16,7 +16,7 @@ CPU_AND_CUDA = (pytest.param(CPU, id="cpu"), ON_CUDA)
 
 @functools.cache
 def operators_here() -> Operators | None:
-    """Compiled once for this machine, or found in the cache; None where it has no compiler."""
+    """Return operations compiled for this machine, cached. None without a compiler."""
     try:
         return Operators(library(cache_directory(), lambda: None), threads=2)
     except NotCompiled:
@@ -24,7 +24,7 @@ def operators_here() -> Operators | None:
 
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "compiled": engines of this test take them, or it is skipped; "torch": they do not."""
+    """Use "compiled" operations (else skip the test) or "torch" in engines of a test."""
     compiled = operators_here() if kind == "compiled" else None
     if kind == "compiled" and compiled is None:
         pytest.skip("no C++ compiler")

@@ -1,4 +1,4 @@
-"""Drafters of known quality, and checkpoints with draft heads."""
+"""Drafters with a known accuracy, and checkpoints with draft heads."""
 
 import json
 import random
@@ -15,15 +15,15 @@ from engine.speculative import AllDrafts, Speculator
 from tests.support.checkpoints import make_checkpoint
 from tests.support.vision import make_vision_checkpoint
 
-Foretell = Callable[[list[int], int], list[int]]  # the next so many tokens after these
+Foretell = Callable[[list[int], int], list[int]]  # returns the next `count` tokens after these
 KINDS = ("right", "wrong", "random")
 TENSORS = "model.safetensors"
 _TO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-FOLLOWED_SIZE = 320  # hidden numbers of a model of `make_followed`, as many as it has tokens
+FOLLOWED_SIZE = 320  # hidden size of a `make_followed` model, equal to its vocabulary
 
 
 class Guesser:
-    """Says what is foretold; of one token in so many (`wrong`) another one."""
+    """A drafter that returns foretold tokens. Each is wrong with the probability `wrong`."""
 
     def __init__(self, foretell: Foretell, vocabulary_size: int, wrong: float, seed: int = 0):
         self._foretell = foretell
@@ -38,7 +38,7 @@ class Guesser:
 
 
 def recall(answers: Sequence[Sequence[int]]) -> Foretell:
-    """Foretell whole texts, prompts and responses. Returns no drafts for other texts."""
+    """Return a Foretell that knows these texts (prompts and responses) and no others."""
 
     def foretell(tokens: list[int], count: int) -> list[int]:
         for text in answers:
@@ -58,7 +58,7 @@ def speculator(
 
 
 def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = False) -> Path:
-    """Writes a random EAGLE head for a model of Llama's sizes; returns `directory`."""
+    """Write a random EAGLE head for a model with Llama's sizes. Returns `directory`."""
     config = json.loads((model / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -78,7 +78,7 @@ def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = Fals
         "layers.0.mlp.gate_proj.weight": matrix(inner, hidden),
         "layers.0.mlp.up_proj.weight": matrix(inner, hidden),
         "layers.0.mlp.down_proj.weight": matrix(hidden, inner),
-        "embed_tokens.weight": matrix(config["vocab_size"], hidden),  # as stored, and not used
+        "embed_tokens.weight": matrix(config["vocab_size"], hidden),  # stored, but not used
     }
     if bias:
         tensors["fc.bias"] = matrix(1, hidden)[0]
@@ -95,8 +95,10 @@ def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = Fals
 
 
 def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
-    """Writes a random EAGLE-3 head for a model of Llama's sizes, that knows every second token;
-    returns `directory`."""
+    """Write a random EAGLE-3 head for a model with Llama's sizes. It knows every second token.
+
+    Returns `directory`.
+    """
     make_eagle(directory, model, seed=seed)
     config = json.loads((directory / "config.json").read_text())
     hidden, known = config["hidden_size"], config["vocab_size"] // 2
@@ -122,8 +124,7 @@ def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
 
 
 def make_draft(directory: Path, model: Path, *, architecture: str = "llama", seed: int = 1) -> Path:
-    """Writes a random draft model for a model: another one with its vocabulary; returns
-    `directory`."""
+    """Write a random draft model with the vocabulary of `model`. Returns `directory`."""
     vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
     layers = {} if architecture == "gemma3_text" else {"num_hidden_layers": 3}
     fields = {"vocab_size": vocabulary_size, "hidden_size": 48, "head_dim": 12, **layers}
@@ -131,8 +132,7 @@ def make_draft(directory: Path, model: Path, *, architecture: str = "llama", see
 
 
 def make_mtp(model: Path, *, seed: int = 0) -> Path:
-    """Gives a checkpoint of DeepSeek-V3 its layer for drafts, in place, as a random one of its last
-    layer's kind; returns `model`."""
+    """Add a random draft layer, like the last layer, to a DeepSeek-V3 checkpoint."""
     config = json.loads((model / "config.json").read_text())
     hidden, number = config["hidden_size"], config["num_hidden_layers"]
     tensors = load_file(model / TENSORS)
@@ -151,8 +151,10 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
 
 
 def make_hybrid_mtp(model: Path, *, seed: int = 0) -> Path:
-    """The same for a Qwen3-Next or Qwen3.5, whose last layer is one of attention. It may have an
-    image encoder."""
+    """Add a random draft layer to a Qwen3-Next or Qwen3.5 with attention at its end.
+
+    The model may have an image encoder.
+    """
     config = json.loads((model / "config.json").read_text())
     prefix = "model.language_model." if "text_config" in config else "model."
     config = config.get("text_config", config)
@@ -171,7 +173,7 @@ def make_hybrid_mtp(model: Path, *, seed: int = 0) -> Path:
 def _shaken(
     tensors: dict[str, Tensor], prefix: str, renamed: str, random: torch.Generator
 ) -> dict[str, Tensor]:
-    """Random tensors like those of that prefix, under another one."""
+    """Return random tensors like those with `prefix`, named with `renamed`."""
 
     def shaken(tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=random)
@@ -185,21 +187,23 @@ def _shaken(
 
 
 def make_followed(directory: Path, architecture: str = "llama") -> Path:
-    """Writes a model whose next token is a permutation of the newest one, whatever stands before
-    it: its vectors are the tokens' own. Returns `directory`."""
+    """Write a model whose next token is a permutation of the last token, whatever precedes it.
+
+    Its hidden vectors are the embeddings of the tokens. Returns `directory`.
+    """
     size = FOLLOWED_SIZE
     make_checkpoint(directory, architecture, hidden_size=size, num_attention_heads=4, head_dim=80)
     return _followed(directory, "model.", float(architecture == "llama"))
 
 
 def _followed(directory: Path, prefix: str, norm: float) -> Path:
-    """Changes the weights of a decoder. `norm`: what is stored of norms that only scale."""
+    """Change the weights of a decoder. `norm`: stored value of norms that only scale."""
     tensors = load_file(directory / TENSORS)
     for name, tensor in tensors.items():
         if name.startswith(prefix) and name.endswith(_TO_RESIDUAL):
             tensor.zero_()
         elif name.startswith(prefix) and name.endswith("norm.weight"):
-            tensor.fill_(norm)  # others than Llama store what they differ from 1
+            tensor.fill_(norm)  # other architectures than Llama store the difference from 1
     tensors[f"{prefix}embed_tokens.weight"] = torch.eye(FOLLOWED_SIZE)
     tensors["lm_head.weight"] = _permutation()
     save_file(tensors, directory / TENSORS, {"format": "pt"})
@@ -207,8 +211,11 @@ def _followed(directory: Path, prefix: str, norm: float) -> Path:
 
 
 def make_follower(directory: Path, model: Path) -> Path:
-    """Writes the EAGLE head that is right for a model of `make_followed`: of the vector of the
-    token before it makes the vector of the token, and does not look at that itself."""
+    """Write the EAGLE head that drafts correctly for a `make_followed` model.
+
+    It computes the vector of the token from the vector of the previous token, without using the
+    token itself.
+    """
     make_eagle(directory, model)
     tensors = load_file(directory / TENSORS)
     size = FOLLOWED_SIZE
@@ -220,8 +227,8 @@ def make_follower(directory: Path, model: Path) -> Path:
 
 
 def make_knower(directory: Path, model: Path) -> Path:
-    """Writes the EAGLE head that knows a model of `make_followed`, whatever is sampled: of a token
-    it makes the vector that the model makes of it."""
+    """Write the EAGLE head that knows a `make_followed` model, whatever is sampled: it computes the
+    model's vector from the token."""
     make_follower(directory, model)
     tensors, size = load_file(directory / TENSORS), FOLLOWED_SIZE
     epsilon = json.loads((model / "config.json").read_text())["rms_norm_eps"]
@@ -232,13 +239,12 @@ def make_knower(directory: Path, model: Path) -> Path:
 
 
 def make_followed_hybrid(directory: Path) -> Path:
-    """Writes a Qwen3-Next like the model of `make_followed`, with the layer for drafts that is
-    right for it, like that of `make_follower`; returns `directory`."""
+    """Write a Qwen3-Next that behaves like `make_followed`, with a correct draft layer."""
     return _with_follower(make_followed(directory, "qwen3_next"))
 
 
 def make_followed_vision(directory: Path) -> Path:
-    """Writes a Qwen3.5 with an image encoder that is otherwise like `make_followed_hybrid`."""
+    """Write a Qwen3.5 with an image encoder that otherwise behaves like `make_followed_hybrid`."""
     sizes = {"hidden_size": FOLLOWED_SIZE, "head_dim": 80}
     make_vision_checkpoint(directory, model_type="qwen3_5", **sizes)
     return _with_follower(_followed(directory, "model.language_model.", 0.0))
@@ -259,6 +265,6 @@ def _with_follower(directory: Path) -> Path:
 
 
 def _permutation() -> Tensor:
-    """[next token, token]."""
+    """Return a permutation as a matrix [next token, token]."""
     order = torch.randperm(FOLLOWED_SIZE, generator=torch.Generator().manual_seed(3))
     return torch.eye(FOLLOWED_SIZE)[order]

@@ -1,8 +1,8 @@
 """An engine without a model: the product's core, scheduler and loop over a fake backend.
 
 Between steps the role allocates every free page as a transfer would, overwrites it, and mostly
-keeps one until the next step. A request that reads a page after its release therefore gets wrong
-tokens, and a late write is detected. So is a cached page that comes from another namespace.
+keeps one page until the next step. So a request that reads a released page, or a cached page of
+another namespace, gets wrong tokens, and late writes are detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,13 +55,13 @@ class Options:
     """Sizes of a rig, and its faults.
 
     Attributes:
-        windows: by table.
-        tier_pages, file_pages: below the prefix cache, in host memory and in `disk_dir`.
-        weights: name the content of the files.
-        namespaces: of each file slot; None: those of a new directory.
-        vandal: between steps overwrite the pages that are free.
-        poison: a token that makes logits not finite.
-        token_s: of a prompt's token through all layers, as measured. None: not measured.
+        windows: window of each table.
+        tier_pages, file_pages: pages of the offload tiers in host memory and in `disk_dir`.
+        weights: id of the content of the files.
+        namespaces: namespace of each file slot. None: a new directory.
+        vandal: overwrite free pages between steps.
+        poison: token that makes logits NaN.
+        token_s: measured seconds of a prompt token through all layers. None: not measured.
     """
 
     num_pages: int = 64
@@ -148,15 +148,15 @@ class Rig:
         self.use(FakeRunner(self.table, self.backend, poison=given.poison))
         self.in_flight: LaunchedBatch | None = None
         self.tokens: dict[int, list[int]] = {}
-        self.predicted: dict[int, PredictionUsage] = {}  # of those with a prediction
+        self.predicted: dict[int, PredictionUsage] = {}  # of requests with a prediction
         self.finished: dict[int, RequestEnd] = {}
         self.chunks: list[ChunkDone] = []
         self.requests: dict[int, Request] = {}
         self.sent: list[Request] = []
-        self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
+        self.came_with: dict[int, Ints] = {}  # the tokens of a recomputed request have grown
         self.before_poll: list[Callable[[], None]] = []
         self.landed: list[tuple[Request, PageHolding]] = []
-        self.trials: list[int] = []  # keys, one for each step of a suspect alone
+        self.trials: list[int] = []  # keys of quarantined requests, one for each step alone
 
     def _files(self) -> LateFiles | None:
         given = self.options
@@ -172,12 +172,12 @@ class Rig:
         return LateFiles(files, self.backend, {} if given.namespaces is None else given.namespaces)
 
     def again(self, **changes: Any) -> "Rig":
-        """Return the next process on the same files."""
+        """Return the engine's next process, on the same files."""
         known = {} if self.store is None else {"namespaces": self.store.whose}
         return Rig(**{**self.given, **known, **changes})
 
     def use(self, runner: FakeRunner) -> None:
-        """Run the engine on this runner."""
+        """Use this runner for the engine."""
         self.runner = runner
         overlap = {
             "overlap": self.config.overlap_schedule,
@@ -228,7 +228,7 @@ class Rig:
         return request
 
     def come(self, request: Request) -> None:
-        """Add a request after its prefix is loaded from the tier below."""
+        """Add a request after its prefix is loaded from the offload tier."""
 
         def add() -> None:
             if self.coming.pop(request.key, None) is not None:
@@ -242,8 +242,10 @@ class Rig:
             add()
 
     def land(self, request: Request) -> bool:
-        """Reserve a request's pages as a decode node does, and write the KV of all its tokens but
-        the last. Keep the request until `join_landed`. Return False if there is no capacity."""
+        """Reserve a request's pages like a decode node, and write KV of all tokens but the last.
+
+        Keeps the request until `join_landed`. Returns False if there is no capacity.
+        """
         if self.scheduler.free_capacity().num_slots <= 0:
             return False
         token_ids, handoff = request.token_ids[:-1], HandoffId(0, request.key, 1)
@@ -282,7 +284,7 @@ class Rig:
         self.admitted.append((request.key, pages))
 
     def check_alone(self, batch: ScheduleBatch) -> None:
-        """Check that a suspect shares neither forward nor device until it has enough tokens."""
+        """Check that a quarantined request runs alone until it has enough tokens."""
         keys = self.table.origin_request[batch.slots].tolist()
         has = {key: len(self.came_with[key]) + len(self.tokens[key]) for key in keys}
         kept_apart = [key for key in keys if has[key] < self.requests[key].alone_until]
@@ -455,6 +457,6 @@ class RigRole:
         taken = rig.pages.allocate(rig.pages.num_free, PageHolder.READ)
         assert taken is not None
         rig.runner.kv[taken] = _SCRIBBLE
-        keep = self.polls % 3 > 0  # a request that needs the very last page gets it eventually
+        keep = self.polls % 3 > 0  # a request that needs the last page gets it eventually
         rig.pages.drop(taken[keep:], PageHolder.READ)
         self.taken = taken[:keep]

@@ -1,10 +1,9 @@
 """An engine's backend without a model.
 
-The next token of a request is a hash of its tokens. The runner reads those tokens from the pages
-that it was given, so that wrong page handling gives wrong tokens. The "KV" of a token is the token
-itself, in every table. The first table is a full one. Each page of a state has the number of its
-tokens and their hash. Copies and files are as late as a test requests. Some are done early and
-reported late.
+The next token of a request is a hash of its tokens. The runner reads those tokens from the given
+pages, so that wrong page handling gives wrong tokens. The "KV" of a token is the token itself, in
+every table, of which the first is a full table. Each state page has the number of its tokens and
+their hash. A test decides the delay of copies and files. Some are executed early and reported late.
 """
 
 import threading
@@ -44,7 +43,7 @@ def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
 
 
 def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[int]:
-    """Return the next `count` tokens after these."""
+    """Return the next `count` tokens of the fake model after these."""
     new: list[int] = []
     for _ in range(count):
         new.append(next_token([*tokens, *new], vocabulary_size))
@@ -52,7 +51,7 @@ def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[in
 
 
 def state_of(tokens: Sequence[int] | Ints) -> Ints:
-    """Return the page content of the state after these tokens."""
+    """Return the content of a state page after these tokens."""
     return np.array([len(tokens), next_token(tokens, 1 << 30)], np.int32)
 
 
@@ -60,8 +59,8 @@ class FakeBackend:
     """The pages of a device and of its host.
 
     Attributes:
-        written_in: the namespace in which each device page was written.
-        on_host: the same of host pages; None: of states, which are not recorded.
+        written_in: namespace in which each device page was written.
+        on_host: namespace of each host page. None: state pages, for which it is not recorded.
     """
 
     def __init__(self, shape: CoreShape) -> None:
@@ -80,8 +79,8 @@ class FakeLaunched:
     batch: ScheduleBatch
     runner: "FakeRunner"
     page_tables: Ints
-    states: Ints  # own pages, by row
-    token_ids: Ints  # of the rows' requests; `known` are valid
+    states: Ints  # state pages by row
+    token_ids: Ints  # tokens of the rows' requests, of which `known` are valid
     known: Ints
     tokens: Ints | None = None
     runs: AcceptedRuns | None = None
@@ -97,11 +96,12 @@ class FakeLaunched:
 
 
 class FakeRunner:
-    """Runs each forward as late as possible, when its result is requested. A slow device does the
-    same, and pages must be safe from it.
+    """Runs each forward as late as possible, when its result is requested, like a slow device.
+
+    Pages must not be reused before that.
 
     Args:
-        poison: a token that makes the logits of its request not finite.
+        poison: token that makes the logits of its request NaN.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FakeRunner:
         self._future = np.zeros(table.num_slots, np.int32)
         self._rejected = np.zeros(table.num_slots, np.int32)
         self._queue: deque[FakeLaunched] = deque()
-        self._split: FakeLaunched | None = None  # between two of its groups of layers
+        self._split: FakeLaunched | None = None  # launched, with groups of layers still to run
         self.batches: list[ScheduleBatch] = []
         self.num_tokens = 0  # computed, over all forwards
         self.num_done = 0  # forwards
@@ -207,15 +207,14 @@ class FakeRunner:
         return sampled, runs if batch.mode is ForwardMode.VERIFY else None
 
     def _run(self, seen: Ints, start: int) -> list[int]:
-        """Return the tokens after the one at `start` and after the accepted drafts behind it."""
+        """Return the tokens after the one at `start` and after each accepted draft."""
         run = [self._sample(seen[: start + 1])]
         while start + len(run) < len(seen) and seen[start + len(run)] == run[-1]:
             run.append(self._sample(seen[: start + len(run) + 1]))
         return run
 
     def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
-        """Return the KV of all tokens before `end` from the full table, or an invalid one if the
-        pages of a window differ from it."""
+        """Return the KV before `end` from the full table. Invalid if windows differ."""
         size, tables = self._table.page_size, self._table.tables
         at = np.arange(end)
         kv = self.kv[page_tables[0, at // size], at % size]
@@ -293,10 +292,10 @@ class FakeCopy:
 
 @dataclass(eq=False)
 class FakeCopier:
-    """A copier between device and host pages, as late as a test requests.
+    """A copier between device and host pages, with delays set by a test.
 
     Attributes:
-        delays: of the next copies, in polls; after that none.
+        delays: delays of the next copies, in polls. Later copies have none.
     """
 
     backend: "FakeBackend"
@@ -348,11 +347,11 @@ class LateFuture(Future[list[FileFault | None]]):
 
 @dataclass(eq=False)
 class LateFiles:
-    """A store that reads and writes real files without threads, as late as a test requests.
+    """A store that reads and writes real files without threads, with delays set by a test.
 
     Attributes:
-        whose: the namespace of each slot.
-        delays: of the next reads and writes, in polls; after that none.
+        whose: namespace of each slot.
+        delays: delays of the next reads and writes, in polls. Later ones have none.
     """
 
     files: PageFiles
@@ -411,6 +410,6 @@ class LateFiles:
         return LateFuture(work, self.delays.popleft() if self.delays else 0)
 
     def _catch_up(self, future: LateFuture) -> None:
-        """Do all earlier writes, and this one."""
+        """Execute all earlier writes, and this one."""
         while not Future.done(future):
             self._in_order.popleft()()

@@ -1,15 +1,14 @@
-"""A fork server: the programs of a cluster start without importing torch and the engine again.
+"""A fork server: the processes of a cluster start without importing torch and the engine again.
 
     with fork_server.in_use():
         child = Child("decode-0", [sys.executable, "-m", "decode_node", *flags], log, ...)
 
-Imports take most of the CPU time that a short test of a cluster costs. The server is a process that
-has imported them, has one thread and forks. A program that it starts is a child of the process that
-asked: its pid, exit code, signals, output, session and the signal at its parent's death are as if
-the program had been started by exec. Of a node the engine process is forked too, by its frontend.
-The followers of an engine are forked if the engine is in the process that asks (`for_followers`).
-Other commands are started by exec, and so is everything that tests start otherwise, `baton up` for
-example.
+Imports take most of the CPU time of a short cluster test. The server is a process that has imported
+everything, has one thread, and forks. A program that it starts becomes a child of the calling
+process: its pid, exit code, signals, output, session and parent-death signal are the same as after
+exec. The engine process of a node is forked too, by its frontend. The followers of an engine are
+forked if the engine runs in the calling process (`for_followers`). All other commands and
+processes, such as `baton up`, are started by exec.
 
 `python -m tests.support.fork_server DESCRIPTOR` is the server. A worker of `--workers` forks its
 server from itself, because it has imported everything already.
@@ -51,8 +50,8 @@ _ENGINES = {
 }
 _FOLLOWER = "node.follower"
 PROGRAMS = {"router", _FOLLOWER, *_ENGINES}
-# Read by an interpreter or a library when it is loaded: each combination needs its own server. A
-# server has not loaded UCX, and engines of a test set HF_DEACTIVATE_ASYNC_LOAD.
+# Variables that an interpreter or a library reads when it is loaded: each combination needs its own
+# server. A server has not loaded UCX, and engines of tests set HF_DEACTIVATE_ASYNC_LOAD.
 _EARLY = (
     "PYTHONHASHSEED",
     "LD_",
@@ -66,14 +65,14 @@ _EARLY = (
     "HF_HUB_",
 )
 _PR_SET_CHILD_SUBREAPER = 36
-_START_S = 120.0  # for the imports, on a busy machine
+_START_S = 120.0  # seconds for the imports, on a busy machine
 _MESSAGE_BYTES = 1 << 17
 _MOST_FILES = 16
 
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Let `Child` start the programs of a cluster through a fork server meanwhile."""
+    """Start programs of `Child` through a fork server while inside the context."""
     before = children.subprocess
     children.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
     try:
@@ -84,7 +83,7 @@ def in_use() -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_followers() -> Iterator[None]:
-    """Let engines of this process start their followers through a fork server meanwhile."""
+    """Start followers of engines in this process through a fork server while inside the context."""
     from engine.ranks import processes
 
     before = processes.subprocess
@@ -96,7 +95,7 @@ def for_followers() -> Iterator[None]:
 
 
 class _Forked:
-    """The part of `subprocess.Popen` that its starters use, for a child that was forked."""
+    """The part of `subprocess.Popen` that callers use, for a forked child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -150,8 +149,8 @@ def run(
     `cli.main` continues as the command that it would exec.
 
     Args:
-        environment: of the program, if not that of this process.
-        stdout: the file that the program writes to, if its output is not returned.
+        environment: environment of the program. None: that of this process.
+        stdout: file for the program's output, if it is not returned.
     """
     with contextlib.ExitStack() as files:
         nothing = files.enter_context(open(os.devnull, "rb"))
@@ -197,9 +196,9 @@ def start(
     """Start `python -m MODULE ARGUMENTS`.
 
     Args:
-        standard: its three standard files.
-        passed: further files, which keep their numbers.
-        at_end: signal that it gets when this process ends.
+        standard: descriptors of stdin, stdout and stderr.
+        passed: further descriptors, which keep their numbers.
+        at_end: signal that the program gets when this process ends.
     """
     request = {
         "module": module,
@@ -219,8 +218,7 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str], int]:
-    """Return the module, the arguments and the signal of a leashed `python -m MODULE`, or empty
-    values."""
+    """Return module, arguments and signal of a command for leash.py, or empty values."""
     match list(command):
         case [_, "-I", "-S", script, _, number, sys.executable, "-m", module, *rest]:
             if script == leash.__file__:
@@ -240,10 +238,10 @@ _servers: dict[tuple[tuple[str, str], ...], "_Server"] = {}
 
 
 class _Server:
-    """A server process, as the process that asks it.
+    """A server process, as its client uses it.
 
     Args:
-        start: starts the process, which has the given end of a socket.
+        start: starts the server with one end of a socket.
     """
 
     @staticmethod
@@ -265,7 +263,7 @@ class _Server:
 
     def ask(self, request: Mapping[str, object], files: Sequence[int]) -> _Forked:
         """Start a program with these open files. Raises EOFError if the server ended."""
-        # The process that forked the program has ended before the reply: it is now our child.
+        # The process that forked the program has ended before the reply, so it is now our child.
         _adopt_orphans(True)
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], files)
@@ -279,8 +277,8 @@ class _Server:
 
 def _exec(early: Mapping[str, str], theirs: socket.socket) -> "subprocess.Popen[bytes]":
     kept = {name: text for name, text in os.environ.items() if not name.startswith(_EARLY)}
-    # Without a leash, which would also end with the calling thread. The server ends when this
-    # process, and with it the other end of the socket, is gone.
+    # Without leash.py, which would also end with the calling thread. The server ends when this
+    # process, and so the other end of the socket, has ended.
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
@@ -305,7 +303,7 @@ def _fork(theirs: socket.socket) -> _Forked:
 
 
 def _be_like_new(kept: int) -> None:
-    """Undo what pytest has set in this process, and close its files but one."""
+    """Undo pytest's changes to this process, and close its files except one."""
     faulthandler.disable()
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
@@ -314,7 +312,7 @@ def _be_like_new(kept: int) -> None:
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
-    # Closed later, by a library that configures logs, they would close whatever has their numbers.
+    # A library that configures logs could close them later, when other files have their numbers.
     logging.shutdown()
     os.closerange(3, kept)
     os.closerange(kept + 1, 1 << 16)
@@ -326,7 +324,7 @@ def _adopt_orphans(adopt: bool) -> None:
 
 
 def _subprocess_with(start: object) -> SimpleNamespace:
-    """Return the module `subprocess` with another Popen."""
+    """Return a copy of the module `subprocess` with another Popen."""
     return SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
 
@@ -334,7 +332,7 @@ def _subprocess_with(start: object) -> SimpleNamespace:
 
 
 def main(descriptor: int) -> None:
-    """Serve until the asking process closes its socket."""
+    """Serve until the client closes its socket."""
     requests = socket.socket(fileno=descriptor)
     starter = os.getppid()
     while True:
@@ -371,8 +369,10 @@ def _import_programs() -> None:
 
 
 def _fork_for(starter: int, at_end: int) -> int | None:
-    """Fork a child of `starter`, a subreaper, which gets the signal `at_end` when that ends. Return
-    its pid, or None in the child itself."""
+    """Fork a child of `starter`, a subreaper. It gets the signal `at_end` when `starter` ends.
+
+    Returns its pid, or None in the child itself.
+    """
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -383,7 +383,7 @@ def _fork_for(starter: int, at_end: int) -> int | None:
             os._exit(0)
         os.close(read)
         os.close(write)
-        with contextlib.suppress(ProcessLookupError):  # ended, and waited for
+        with contextlib.suppress(ProcessLookupError):  # it has ended and was waited for
             ended = os.pidfd_open(between)
             connection.wait([ended])
             os.close(ended)
@@ -420,7 +420,7 @@ def _use_python_path() -> None:
 
 
 def _run_instead(path: str, command: Sequence[str]) -> NoReturn:
-    """Run the module that `baton` turns into without a new interpreter."""
+    """Run the module that `baton` would exec, without a new interpreter."""
     match list(command):
         case [sys.executable, "-P", "-m", module, *arguments]:
             _run_module(module, arguments)
@@ -428,7 +428,7 @@ def _run_instead(path: str, command: Sequence[str]) -> NoReturn:
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give open files these numbers instead of those that they have."""
+    """Move open files to these descriptor numbers."""
     above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000) for file in files]
     for file in files:
         os.close(file)
@@ -438,13 +438,13 @@ def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a module to the end of this process.
+    """Run a module as this process's program, and exit.
 
-    The interpreter does not take itself apart: with torch that would cost as much as the imports.
+    Skips the interpreter's finalisation, which with torch would cost as much as the imports.
     """
     sys.argv = [module, *arguments]
     is_package = hasattr(sys.modules.get(module), "__path__")
-    # If a test has imported it, it runs once more, as a program.
+    # If a test has imported the module, it runs again as a program.
     sys.modules.pop(f"{module}.__main__" if is_package else module, None)
     code = 0
     try:
@@ -464,7 +464,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _fork_engine(engine: str) -> None:
-    """Fork the engine of the frontend that this process becomes, while it has one thread."""
+    """Fork the engine for the frontend that this process becomes, while it has one thread."""
     from node.frontend import frontend
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

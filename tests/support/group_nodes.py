@@ -1,4 +1,4 @@
-"""The nodes of a group as threads of one process."""
+"""The nodes of a data-parallel group as threads of one process."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def join_all(size: int, directory: Path, wakes: Sequence[int], timeout_s: float)
 
 
 class GroupNode:
-    """A node of a group that has nothing but a scheduler. It sleeps until it is woken."""
+    """A node of a group that only schedules. It sleeps until it is woken."""
 
     def __init__(self, config: EngineConfig, group: NodeGroup, wake: int) -> None:
         self.answers: dict[int, list[int]] = defaultdict(list)
@@ -67,7 +67,7 @@ class GroupNode:
         self.loop = EventLoop(role, grouped, clock=self.clock)
 
     def add(self, *requests: Request) -> None:
-        """Submit requests. Any thread."""
+        """Submit requests. For any thread."""
         with self._done:
             self._num_open += len(requests)
         self._arrived.extend(requests)
@@ -77,7 +77,7 @@ class GroupNode:
         os.eventfd_write(self._wake, 1)
 
     def wait(self) -> None:
-        """Wait until all requests are answered."""
+        """Wait until all requests have ended."""
         with self._done:
             assert self._done.wait_for(lambda: not self._num_open, PATIENCE_S), "no answer"
 
@@ -123,7 +123,7 @@ class GroupNode:
 def running(
     size: int, directory: Path, config_of: Callable[[], EngineConfig], timeout_s: float = PATIENCE_S
 ) -> Iterator[list[GroupNode]]:
-    """Run the nodes of a group. A failure of one is raised at the end."""
+    """Run the nodes of a group. A failure of any node is raised at the end."""
     wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(size)]
     groups = join_all(size, directory, wakes, timeout_s)
     nodes = [GroupNode(config_of(), group, wake) for group, wake in zip(groups, wakes, strict=True)]

@@ -1,8 +1,8 @@
-"""One node of a test group, as a process of its own.
+"""One node of a test's data-parallel group, as a separate process.
 
 `python -m tests.support.group_program DIRECTORY RANK SIZE TIMEOUT_S` joins, prints "joined", and
-begins a step for each line of its standard input: "work" or "drain". It prints the error that ends
-it, or "drained", and after another line whether it still sees others end.
+begins a step for each line of stdin: "work" or "drain". It prints the error that ends it, or
+"drained". After one more line it prints whether it still detects the end of others.
 """
 
 import os
@@ -17,7 +17,7 @@ from engine.ranks.node_group import join_group
 
 
 def serve(lockstep: Lockstep, wake: int) -> None:
-    """Begin steps as the input says, until the group is drained."""
+    """Begin a step for each input line, until the group is drained."""
     poll = select.poll()
     for descriptor in (0, wake, lockstep.ended):
         poll.register(descriptor, select.POLLIN)

@@ -1,4 +1,4 @@
-"""gRPC servers of a test, and calls that fail: repeated, or refused while the caller writes."""
+"""gRPC servers for tests, and calls that are rejected while the caller writes."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +12,7 @@ from common import rpc
 from common.rpc import RpcGuard
 from common.tls import Certificates
 
-Service = tuple[Callable[..., None], Any]  # the generated function that adds it, and a servicer
+Service = tuple[Callable[..., None], Any]  # function that registers a servicer, and it
 
 SERVICE_CONFIG = {
     "methodConfig": [
@@ -33,9 +33,9 @@ OPTIONS = (("grpc.service_config", json.dumps(SERVICE_CONFIG)),)
 
 
 def end_of_stream(address: str, method: str, said: bytes) -> tuple[grpc.StatusCode, str]:
-    """Says something at once, and returns status and sentence of the refusal. Blocks.
+    """Send a message immediately, and return status and message of the rejection. Blocks.
 
-    Not over grpc.aio: that makes INTERNAL of a status that is there before all is written.
+    Not over grpc.aio, which replaces a status that arrives during a write by INTERNAL.
     """
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(method)(iter([said]), timeout=60)
@@ -54,7 +54,7 @@ async def serving(
     certificates: Certificates | None = None,
     guard: RpcGuard | None = None,
 ) -> AsyncIterator[str]:
-    """Serve on this host while inside. Yields the address."""
+    """Serve on this host while inside the context. Yields the address."""
     server = rpc.make_server()
     for add, servicer in services:
         rpc.add_service(server, add, servicer, guard)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 by hand, strictly: what a server sends is compared byte for byte, not tolerated."""
+"""A strict HTTP/1.1 client: compares a server's responses byte for byte."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from yarl import URL
 
 from api.http.messages import HttpRequest
 
-WAIT_S = 180.0  # for an answer of many megabytes, on a machine with other things to do
+WAIT_S = 180.0  # seconds for a response of many megabytes, on a busy machine
 _LITTLE_ROOM = 64 << 10
 
 
@@ -34,9 +34,9 @@ class Response:
 
     @property
     def error(self) -> dict[str, Any]:
-        """An error must have this shape, and nothing else in it."""
+        """Return the error. It must have exactly this form."""
         content = self.json
-        assert content.pop("type", "error") == "error"  # Anthropic's
+        assert content.pop("type", "error") == "error"  # only Anthropic's errors have it
         assert list(content) == ["error"]
         error: dict[str, Any] = content["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -45,13 +45,13 @@ class Response:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a complete stream: every one `data: {json}`, the last one [DONE]."""
+        """Return the events of a complete stream: each is `data: {json}`, the last one [DONE]."""
         assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
         return sse_events(self.body)
 
 
 class Wire:
-    """One connection, on which answers must come in order."""
+    """One connection, on which responses must arrive in order."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -66,7 +66,7 @@ class Wire:
         await self.send(request("POST", path, body, **headers))
 
     async def response(self, wait_s: float = WAIT_S, *, to_head: bool = False) -> Response:
-        """The next whole answer. `to_head`: to a HEAD, so without its body."""
+        """Return the next whole response. `to_head`: to a HEAD request, so without its body."""
         async with asyncio.timeout(wait_s):
             status, headers = await self.head()
             if to_head:
@@ -94,7 +94,7 @@ class Wire:
         return int(status), headers
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Every chunk of the body that follows, as it comes."""
+        """Yield the chunks of the body that follows, as they arrive."""
         while True:
             line = await self.reader.readuntil(b"\r\n")
             chunk = await self.reader.readexactly(int(line, 16))
@@ -104,7 +104,7 @@ class Wire:
             yield chunk
 
     def read_on(self) -> None:
-        """Resume reading on a connection that is `not_reading`."""
+        """Resume reading on a connection made by `not_reading`."""
         self.writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     async def ended(self) -> bool:
@@ -124,7 +124,7 @@ async def connected(port: int) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def not_reading(port: int) -> AsyncIterator[Wire]:
-    """A client that has room for little and reads nothing, until it reads on."""
+    """Open a connection with a small receive buffer that reads nothing until `read_on`."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LITTLE_ROOM)
     client.setblocking(False)
@@ -138,7 +138,7 @@ async def not_reading(port: int) -> AsyncIterator[Wire]:
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
-    """A whole request; `_` in a header's name stands for `-`."""
+    """Return a whole request. `_` in a header's name stands for `-`."""
     given = {
         "host": "localhost",
         "content-type": "application/json",
@@ -186,7 +186,7 @@ class Pipe(asyncio.WriteTransport):
 
 
 class Client(BaseProtocol):
-    """A connection as aiohttp has it, whose client reads unless its writing is paused."""
+    """A connection as aiohttp sees it. Its client reads unless writing is paused."""
 
     ssl_context = peername = sockname = None
 
@@ -200,7 +200,7 @@ class Client(BaseProtocol):
         return self.pipe.written
 
     def request(self, body: bytes = b"") -> HttpRequest:
-        """A POST of JSON."""
+        """Return a POST request with JSON."""
         headers = CIMultiDictProxy(CIMultiDict({"content-type": "application/json"}))
         message = RawRequestMessage(
             "POST", "/", HttpVersion11, headers, (), False, None, False, False, URL("/")

@@ -1,4 +1,4 @@
-"""Triton's interpreter in less CPU time, with the same results."""
+"""Makes Triton's interpreter faster, with the same results."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 def patch_language_once() -> None:
     """Patch `triton.language` for the interpreter once in this process.
 
-    The interpreter does that in each call of a kernel and of each function that a kernel calls,
+    The interpreter patches it in each call of a kernel and of each function that a kernel calls,
     which took most of its CPU time. It compiles nothing, so the patches may stay.
     """
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

@@ -1,4 +1,4 @@
-"""A program behind a network link of its own, and what can befall that link."""
+"""A network namespace with one link, and network faults on that link."""
 
 import contextlib
 import itertools
@@ -14,11 +14,12 @@ _SLOW = ("root", "tbf", "rate", "2mbit", "burst", "32kbit", "latency", "2s")
 
 
 class Island:
-    """A network namespace that one link connects with this one. Use as a context manager; skips the
-    test where this machine does not allow it.
+    """A network namespace that one link connects with this one. Use as a context manager.
+
+    Skips the test if this machine does not allow it.
 
     Attributes:
-        host, shore: of what runs there, and of what runs here, as each calls the other.
+        host, shore: addresses of processes inside and outside, as the other side calls them.
     """
 
     def __init__(self) -> None:
@@ -27,10 +28,10 @@ class Island:
         self._name = f"b{os.getpid()}n{number}"
         self._outer, self._inner = f"{self._name}o", f"{self._name}i"
         outer, inner = self._outer, self._inner
-        # What a fault does, and what ends it.
+        # Commands that start and end each fault.
         self._faults: Mapping[str, tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]] = {
             "cut": ([("ip", "link", "set", outer, "down")], [("ip", "link", "set", outer, "up")]),
-            "half open": (  # it is heard, and hears nothing
+            "half open": (  # packets from inside arrive outside, but not the reverse
                 [("ip", "route", "add", "blackhole", f"{self.host}/32")],
                 [("ip", "route", "del", "blackhole", f"{self.host}/32")],
             ),
@@ -72,9 +73,10 @@ class Island:
 
     @contextlib.contextmanager
     def befallen(self, fault: str) -> Iterator[None]:
-        """
+        """Apply a network fault while inside the context.
+
         Args:
-            fault: "cut" | "half open" | "slow"; healed in the end.
+            fault: "cut" | "half open" | "slow".
         """
         begin, end = self._faults[fault]
         for command in begin:

@@ -1,9 +1,8 @@
-"""Cuts tests off from the machine they run on.
+"""Isolates tests from the machine they run on.
 
-A test reads and writes its own temporary directory and the files of the repository, nothing else.
-The settings of the user who runs the tests, the files in that user's home directory and the state
-directory of a system that `baton up` has started in the same clone have no effect. Caches named by
-their content lie in CACHES, so that runs share them.
+A test reads and writes only its own temporary directory and the files of the repository. The user's
+settings, the files in the user's home directory, and the state directory of a `baton up` in the
+same clone have no effect. Caches named by their content are in CACHES, so that runs share them.
 """
 
 import contextlib
@@ -17,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHES = ROOT / "build" / "test-caches"
 NO_HOME = Path(__file__).with_name("no_home")  # a file: no path below it can be opened or made
 WRONG_SECRET = "the-secret-of-another-system-which-no-test-may-show"
-_PRIVATE = ("BATON_", "XDG_", "HF_")  # settings of the user, by the start of their names
+_PRIVATE = ("BATON_", "XDG_", "HF_")  # prefixes of variables with the user's settings
 _NAMES = "/dev/shm"
 
 
 def isolated(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without the user's settings and with a home that holds no files."""
+    """Return `environment` without the user's settings and with a home that contains no files."""
     kept = {name: text for name, text in environment.items() if not name.startswith(_PRIVATE)}
     homes = ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
     return {
@@ -40,7 +39,7 @@ def isolated(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply() -> None:
-    """Isolate this process and those that it starts."""
+    """Isolate this process and its child processes."""
     wanted = isolated(os.environ)
     os.environ.clear()
     os.environ.update(wanted)
@@ -50,11 +49,11 @@ def apply() -> None:
 def apart(directory: Path) -> Iterator[Path]:
     """Work in a new directory whose state directory, `var`, belongs to another system.
 
-    A command that falls back on its default state directory shows a wrong secret there, and cannot
-    write a log. Temporary files are made in `directory` too.
+    A command that uses its default state directory finds a wrong secret there, and cannot write a
+    log. Temporary files are made in `directory` too.
 
     Raises:
-        AssertionError: at the end, where a file of the working directory was made or changed.
+        AssertionError: at the end, if a file of the working directory was made or changed.
     """
     here, temporary = directory / "here", directory / "tmp"
     (here / "var").mkdir(parents=True)
@@ -86,8 +85,10 @@ def _content(directory: Path) -> dict[str, bytes]:
 
 
 def left_behind() -> set[str]:
-    """Names that no process has mapped: who made one is gone, or has just made it. Other tests run
-    beside this one, and their programs have names of their own."""
+    """Return shared-memory names that no process has mapped.
+
+    Other tests run at the same time, so only names of this test's processes are meaningful.
+    """
     names = set(os.listdir(_NAMES))
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended

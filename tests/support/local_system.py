@@ -1,4 +1,4 @@
-"""`baton up` as a process, and the HTTP port of its router."""
+"""`baton up` as a process, and a client of its router's HTTP port."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ MOST_DECODE = 4  # decode nodes, whose ports are consecutive
 
 
 class Router:
-    """The HTTP port of a router."""
+    """Client of a router's HTTP port."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
@@ -43,7 +43,7 @@ class Router:
 
 @contextmanager
 def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
-    """Run `baton up` with these flags. Its router needs no key."""
+    """Run `baton up` with these flags. Its router needs no API key."""
     router, http, prefill = free_ports(3)
     up = Program(
         "cli.up",
@@ -65,7 +65,7 @@ def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "still not so"

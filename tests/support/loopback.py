@@ -1,7 +1,7 @@
 """A data path inside one process, for tests. The backend object is the whole network.
 
-It copies between two pools of this process and refuses pages that are not published. Each producer
-has a `faults` object with which a test delays, freezes, cuts or fails the copies made from it.
+It copies between two pools of this process and rejects pages that are not published. Each producer
+has a `faults` object with which a test delays, freezes, cuts or fails copies.
 """
 
 import ctypes
@@ -30,11 +30,11 @@ from kvtransfer.backends.scratch import ReadScratch, measure
 from kvtransfer.backends.tcp.producer import PublishedPages
 
 _DESCRIPTION = struct.Struct("<QQ")  # the producer's instance and the consumer's number
-_PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended
+_PART_BYTES = 4 << 20  # bytes copied between two checks of whether the connection has ended
 
 
 class LoopbackFaults:
-    """Faults injected into the copies from one producer. Any thread.
+    """Faults injected into the copies from one producer. For any thread.
 
     A copy lands the first half of its pages, pauses if it is delayed or frozen, then lands the
     rest.
@@ -138,7 +138,7 @@ class LoopbackProducer:
         self.publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
-        """Do nothing: connections reach into the producer."""
+        """Do nothing: connections access the producer directly."""
 
     def close(self) -> None:
         self._backend.end(self._instance)
@@ -187,8 +187,9 @@ class LoopbackConnection:
         self._producer.faults.wake()
 
     def end(self) -> None:
-        """Stop because the producer has ended. Waits for the part in progress, as its pool may go
-        away.
+        """Stop because the producer has ended.
+
+        Waits for the part in progress, because the producer's pool may be freed afterwards.
         """
         self.stop()
         with self._copying:
@@ -222,7 +223,7 @@ class LoopbackConnection:
 
 
 class LoopbackBackend:
-    """Producers and consumers made with one LoopbackBackend reach each other, and no others."""
+    """Producers and consumers of one LoopbackBackend reach each other, and no others."""
 
     name = "loopback"
 

@@ -1,4 +1,4 @@
-"""A follower on a CPU that measures its memory as on a GPU, with made-up results.
+"""A follower on a CPU that reports memory measurements like a GPU's, with made-up values.
 
 `python -m tests.support.measuring_follower DESCRIPTOR,...`
 """

@@ -1,7 +1,7 @@
-"""A tiny checkpoint that answers noise: Qwen3 architecture, one token per byte, ChatML template.
+"""A tiny checkpoint that generates noise: Qwen3 architecture, one token per byte, ChatML template.
 
-The noise is printable, goes on until it is cut, and is the same on every machine. Its greedy
-choices have wide margins, so that two ways of summing agree.
+The noise is printable, has no end, and is the same on every machine, because greedy choices have
+margins well above rounding differences.
 """
 
 from pathlib import Path
@@ -21,14 +21,14 @@ CHAT_TEMPLATE = (
 
 
 def write(directory: Path, *, seed: int = SEED) -> None:
-    """Makes the checkpoint: 0.9 M parameters, float32, 3.5 MB."""
+    """Write the checkpoint: 0.9 M parameters, float32, 3.5 MB."""
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(directory)
     _model(tokenizer, seed).save_pretrained(directory)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """The 256 bytes, in the byte-level alphabet's order, then the special tokens."""
+    """Return a tokenizer: 256 bytes as in byte-level alphabets, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -72,7 +72,7 @@ def _model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def _prefer_printable(head: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Leaves logit 0 to all but printable ASCII and the end, whose best is always above that.
+    """Set all logits to 0 except those of printable ASCII and the end, the best of which is higher.
 
     Args:
         head: [vocabulary, hidden], changed in place.

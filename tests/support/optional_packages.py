@@ -1,6 +1,6 @@
 """Fakes of optional packages: signatures as recorded, and results computed in float64.
 
-They refuse what the packages refuse, or would compute wrongly.
+They reject calls that the packages reject or would compute wrongly.
 """
 
 import abc
@@ -18,10 +18,10 @@ LAYOUT = "HND"
 
 
 class Wrapper(abc.ABC):
-    """A wrapper over keys and values in pages. It has one plan at a time.
+    """A fake FlashInfer wrapper for keys and values in pages, with one plan at a time.
 
     Attributes:
-        plans: of all wrappers, in the order in which they were made.
+        plans: plans of all wrappers, in the order in which they were made.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Wrapper(abc.ABC):
 
     @abc.abstractmethod
     def attend(self, asked: dict[str, Any], planned: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return outputs and the logarithms of the sums of weights."""
+        """Return outputs and the logarithms of the sums of attention weights."""
 
 
 class Extend(Wrapper):
@@ -155,7 +155,7 @@ def _attention(
     window_left: int = -1,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs, and the logarithms to base 2 of the sums of weights."""
+    """Return outputs, and the logarithms to base 2 of the sums of attention weights."""
     assert starts.dtype == torch.int32 and starts.is_contiguous()
     out, sums = [], []
     for own, k, v in zip(q.double().split(starts.diff().tolist()), keys, values, strict=True):
@@ -200,7 +200,7 @@ def _delta_rule(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute token by token."""
+    """Compute the delta rule token by token."""
     bounds = cu_seqlens_cpu.tolist()
     assert output_final_state and use_qk_l2norm_in_kernel
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens.tolist() == bounds

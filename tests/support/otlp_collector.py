@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that takes spans over OTLP/gRPC and remembers them."""
+"""An OpenTelemetry collector that stores the spans it receives over OTLP/gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Moments are unix nanoseconds."""
+    """A received span. Times are Unix nanoseconds."""
 
     service: str
     name: str
@@ -39,7 +39,7 @@ class Span:
 class Collector(TraceServiceServicer):  # type: ignore[misc]
     spans: list[Span] = field(default_factory=list)
     port: int = 0
-    # Of the next tries.
+    # Status codes of the next export attempts.
     refusals: Iterator[grpc.StatusCode] = field(default_factory=lambda: iter(()))
     _asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
@@ -48,7 +48,7 @@ class Collector(TraceServiceServicer):  # type: ignore[misc]
         return f"http://127.0.0.1:{self.port}"
 
     async def asked(self) -> None:
-        """Waits for the next try."""
+        """Wait for the next export attempt."""
         async with asyncio.timeout(60.0):
             await self._asked.acquire()
 

@@ -1,9 +1,9 @@
-"""Loads nixl where it is imported: into the server that the tests' processes are forked from."""
+"""Loads nixl into the server from which test processes are forked."""
 
 from pathlib import Path
 
 from kvtransfer.backends.nixl.agent import NixlAgent, load
 
 load()
-if not Path("/dev/nvidiactl").exists():  # or forked processes would inherit a CUDA they cannot use
+if not Path("/dev/nvidiactl").exists():  # forked processes cannot use CUDA
     NixlAgent().destroy()  # the first one of a process loads the plugins

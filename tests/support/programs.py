@@ -1,4 +1,4 @@
-"""Programs of ours as processes of a test: started, watched by what they write, never left."""
+"""Baton's programs as processes of a test: started, watched by their output, always ended."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from typing import Any
 from tests.support import fork_server
 from tests.support.isolation import ROOT as ROOT
 
-WAIT_S = 180.0  # an engine's start is seconds of a core that others use too
+WAIT_S = 180.0  # an engine's start takes seconds of a shared core
 
 
 class Program:
-    """`python -m MODULE ARGUMENTS` in a process group of its own. Close it.
+    """`python -m MODULE ARGUMENTS` in its own process group. The caller closes it.
 
-    Routers and nodes are started by the fork server, unless they are not to be `forked`.
+    The fork server starts routers and nodes, unless `forked` is False.
     """
 
     def __init__(self, module: str, *arguments: str, forked: bool = True) -> None:
@@ -58,7 +58,7 @@ class Program:
             return "".join(self._lines)
 
     def line_with(self, text: str, timeout_s: float = WAIT_S) -> str:
-        """The first line that has `text`, as soon as it has been written."""
+        """Return the first output line that contains `text`, as soon as it is written."""
         deadline = time.monotonic() + timeout_s
         seen = 0
         with self._changed:
@@ -73,7 +73,7 @@ class Program:
                 self._changed.wait(left)
 
     def address(self) -> str:
-        """Return the listening address, as the process has logged it."""
+        """Return the listening address from the process's log."""
         line = self.line_with("listening address=")
         return line.split("address=")[1].split()[0]
 
@@ -84,13 +84,13 @@ class Program:
         os.killpg(self.pid, number)
 
     def exit_code(self, timeout_s: float = WAIT_S) -> int:
-        """Waits for the end, and for the last line."""
+        """Wait for the end and the last line. Returns the exit code."""
         code = self.process.wait(timeout_s)
         self._reader.join(60.0)
         return code
 
     def close(self) -> None:
-        """Kills the whole group, whatever is left of it."""
+        """Kill the whole process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
@@ -108,7 +108,7 @@ class Program:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read

@@ -1,7 +1,6 @@
-"""Checkpoints in the formats of quantisers, made from one with float32 weights.
+"""Checkpoints in quantised formats, made from a checkpoint with float32 weights.
 
-Beside each lies a twin with what the numbers of the format stand for, as floats: what is loaded
-from the one must compute as what is loaded from the other.
+Each has a twin with the dequantised values as floats. Both must compute the same.
 """
 
 import json
@@ -24,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """encode: a matrix -> tensors by ending of the module's name, and what they stand for."""
+    """A format. encode: returns tensors by name suffix, and their values as floats."""
 
     config: dict[str, Any]
     encode: Callable[[Tensor], tuple[Tensors, Tensor]]
@@ -33,7 +32,7 @@ class Format:
 def requantised(
     source: Path, directory: Path, form: Format, spared: str | None = None
 ) -> tuple[Path, Path]:
-    """The quantised checkpoint and its twin.
+    """Write the quantised checkpoint and its twin. Returns both.
 
     Args:
         spared: part of the names of matrices that stay floats.
@@ -59,7 +58,7 @@ def requantised(
 
 
 def in_mxfp4(source: Path, directory: Path) -> tuple[Path, Path]:
-    """A gpt-oss checkpoint with random experts in MXFP4, and its twin."""
+    """Write a gpt-oss checkpoint with random experts in MXFP4, and its twin."""
     quantised = shutil.copytree(source, directory / "quantised")
     twin = shutil.copytree(source, directory / "twin")
     tensors = load_file(source / "model.safetensors")
@@ -111,7 +110,7 @@ def fp8_by_block(weight: Tensor) -> tuple[Tensors, Tensor]:
 
 
 def int8_by_row(weight: Tensor) -> tuple[Tensors, Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / 127.5  # as llm-compressor: -128 is there too
+    scale = weight.abs().amax(1, keepdim=True) / 127.5  # like llm-compressor: -128 is used too
     numbers = (weight / scale).round().clamp(-128, 127)
     return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
 
@@ -119,7 +118,7 @@ def int8_by_row(weight: Tensor) -> tuple[Tensors, Tensor]:
 def _grouped(
     weight: Tensor, bits: int, group: int = GROUP
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers from 0 on [out, in], scales and zeros [out, groups], and what they stand for."""
+    """Return numbers from 0 on [out, in], scales and zeros [out, groups], and their values."""
     rows, columns = weight.shape
     grouped = weight.view(rows, columns // group, group)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
@@ -132,7 +131,7 @@ def _grouped(
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """int32 [n, m] -> [n, m * bits / 32], number by number."""
+    """Pack int32 [n, m] to [n, m * bits / 32], number by number."""
     words = torch.zeros(numbers.shape[0], numbers.shape[1] * bits // 32, dtype=torch.int64)
     per_word = 32 // bits
     for place in range(per_word):
@@ -143,9 +142,9 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
     def encode(weight: Tensor) -> tuple[Tensors, Tensor]:
         weight = weight.clone()
-        weight[0, :GROUP].abs_()  # a zero of 0, of which one less is the largest number
+        weight[0, :GROUP].abs_()  # a zero point of 0, of which one less is the largest number
         order = torch.arange(weight.shape[1])
-        if shuffled:  # alike for matrices of the same inputs, as quantisers have it
+        if shuffled:  # the same for matrices with the same inputs, as quantisers do it
             order = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))
         numbers, scale, zero, floats = _grouped(weight[:, order], bits)
         back = order.argsort()
@@ -164,7 +163,7 @@ def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
 
 
 def awq(group: int = GROUP) -> Format:
-    places = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that is at nibble 0, 1, 2, ...
+    places = [0, 2, 4, 6, 1, 3, 5, 7]  # output in nibble 0, 1, 2, ...
 
     def columns(numbers: Tensor) -> Tensor:
         return numbers.view(len(numbers), -1, 8)[:, :, places].reshape(len(numbers), -1)
@@ -206,7 +205,7 @@ def packed(bits: int, *, symmetric: bool) -> Format:
 
 
 def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of compressed-tensors."""
+    """Return a configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",

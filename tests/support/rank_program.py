@@ -1,7 +1,7 @@
-"""One rank of a test of collectives, as a process of its own.
+"""One rank of a test of collectives, as a separate process.
 
 `python -m tests.support.rank_program SCENARIO` receives its place as JSON, and its descriptors,
-over the socket that is its standard input. It prints the scenario's result, as JSON.
+over the socket that is its stdin. It prints the scenario's result as JSON.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def calls(group: Group, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
         if pauses.random() < 0.05:
             time.sleep(pauses.random() * 0.003)
         parts = inputs(group.size, number, kind)
-        mine = parts[group.rank].clone()  # which may be overwritten
+        mine = parts[group.rank].clone()  # a copy, because it may be overwritten
         if kind == "nccl":
             mine = mine.to(f"cuda:{group.rank}")
         match number % 3:
@@ -87,14 +87,14 @@ def compare(group: Group, kind: str) -> str:
         result = made.cpu()
         if kind == "shm":
             assert torch.equal(result, expected)
-        else:  # it adds in its own order
+        else:  # this kind adds in its own order
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
         digest.update(result.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def lose(group: Group, kind: str, signal_number: int) -> str:
-    """Call until the last rank gets a signal. Return the error of the others."""
+    """Call until the last rank gets a signal. Return the error of the other ranks."""
     x = torch.ones(16, 128)
     for number in range(1000):
         if number == 100 and group.rank == group.size - 1:

@@ -1,4 +1,4 @@
-"""Signatures of optional packages, recorded from a release. Fakes bind their arguments to them.
+"""Signatures of optional packages, recorded from a release. Fakes check their arguments by them.
 
 `python -m tests.support.recorded` writes the files again. It needs the packages.
 """
@@ -19,7 +19,7 @@ FLASHINFER = (
     "BatchPrefillWithPagedKVCacheWrapper.plan",
     "BatchPrefillWithPagedKVCacheWrapper.run",
     "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper._plan_impl",  # whose keywords `plan` passes on
+    "BatchDecodeWithPagedKVCacheWrapper._plan_impl",  # `plan` passes its keyword arguments on to it
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "mla.BatchMLAPagedAttentionWrapper",
     "mla.BatchMLAPagedAttentionWrapper.plan",

@@ -1,4 +1,4 @@
-"""A follower that sends replies that no job awaits, before and after the reply of each job.
+"""A follower that sends unexpected replies before and after the reply to each job.
 
 `python -m tests.support.repeating_follower DESCRIPTOR`
 """

@@ -1,4 +1,4 @@
-"""Scrapes of a program's metrics, held against what it declares."""
+"""Scrapes a process's metrics and compares them with their declarations."""
 
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -13,14 +13,14 @@ Scrape = Mapping[str, Metric]
 
 
 def scraped(port: int) -> Scrape:
-    """Return the metrics of a process on this machine, by the name of the family."""
+    """Return the metrics of a process on this machine, by family name."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60.0) as response:
         text = response.read().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def check_declared(scrape: Scrape, declared: Iterable[MetricDeclaration]) -> None:
-    """Asserts that exactly these metrics are there, with these label sets and buckets."""
+    """Assert that exactly these metrics exist, with these label sets and buckets."""
     by_name = {each.name: each for each in declared}
     assert scrape.keys() == by_name.keys()
     for name, family in scrape.items():
@@ -36,14 +36,14 @@ def check_declared(scrape: Scrape, declared: Iterable[MetricDeclaration]) -> Non
             assert labels.keys() == expected.labels.keys(), name
             seen.add(tuple(labels[label] for label in expected.labels))
         if not all(expected.labels.values()):
-            continue  # of a file's names
+            continue  # its label values come from a file
         allowed = set(expected.label_sets)
         assert seen <= allowed, f"{name}: nobody declared {seen - allowed}"
         assert expected.sparse or seen == allowed, f"{name}: there is no {allowed - seen}"
 
 
 def value(scrape: Scrape, name: str, **labels: str) -> float:
-    """One sample, by its own name."""
+    """Return one sample by its name and labels."""
     (found,) = [
         sample.value
         for family in scrape.values()
@@ -54,7 +54,7 @@ def value(scrape: Scrape, name: str, **labels: str) -> float:
 
 
 def total(scrape: Scrape, name: str, **labels: str) -> float:
-    """The sum of the samples of that name that have these labels, among others."""
+    """Return the sum of the samples of that name whose labels include these."""
     return sum(
         sample.value
         for family in scrape.values()
@@ -64,7 +64,7 @@ def total(scrape: Scrape, name: str, **labels: str) -> float:
 
 
 def check_only_grew(before: Scrape, after: Scrape) -> None:
-    """Asserts that no counter and no count of a histogram has become less."""
+    """Assert that no counter and no histogram count has decreased."""
     for name, family in before.items():
         if family.type == "gauge":
             continue

@@ -1,4 +1,4 @@
-"""Which sockets a process has open that others can send to, as /proc tells it."""
+"""The open sockets of a process to which others can send, from /proc."""
 
 import contextlib
 import ipaddress
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _INTERNET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
-_LISTENING = "0A"  # of a TCP socket
+_LISTENING = "0A"  # state of a TCP socket
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSocket:
-    """One that listens, or that takes datagrams of anybody."""
+    """A socket that listens, or that receives datagrams from any sender."""
 
     kind: str  # tcp | udp | raw | unix
-    host: str  # of a unix socket: "@" and its abstract name, or its path
+    host: str  # for a unix socket: "@" and its abstract name, or its path
     port: int
 
 
@@ -42,14 +42,13 @@ def sockets_of(pid: int) -> list[OpenSocket]:
 
 
 def _takes(kind: str, far: str, state: str) -> bool:
-    """Return whether any sender may reach the socket. A connected socket receives from its far end
-    alone."""
+    """Return whether any sender can reach the socket, not only a connected peer."""
     return state == _LISTENING if kind.startswith("tcp") else int(far.rpartition(":")[2], 16) == 0
 
 
 def _inodes(pid: int) -> Iterator[str]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
             if match := _SOCKET.fullmatch(os.readlink(link)):
                 yield match[1]
 

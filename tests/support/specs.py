@@ -1,4 +1,4 @@
-"""Requests for tests that look at other things."""
+"""Default requests for tests that are not about requests."""
 
 import math
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ def make_spec(token_ids: Iterable[int] = (5, 6, 7), **changes: Any) -> RequestSp
 
 
 def make_request(token_ids: Iterable[int] = (5, 6, 7), *, key: int = 1, **fields: Any) -> Request:
-    """Return a request as it arrives at a node.
+    """Return a request as a node receives it.
 
     Args:
-        fields: of `Request.of`, and of the specification.
+        fields: fields of `Request.of`, and of the specification.
     """
     own = {"origin": (1, key), "deadline": math.inf, "arrived": 0.0}
     names = ("origin", "deadline", "arrived", "start_by", "weights", "pooling")

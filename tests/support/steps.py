@@ -1,4 +1,4 @@
-"""Drives a ModelRunner as a scheduler would, one decision at a time, with or without overlap."""
+"""Drives a ModelRunner like a scheduler, one step at a time, with or without overlap."""
 
 import itertools
 import math
@@ -35,15 +35,15 @@ GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return random tokens of the test checkpoints."""
+    """Return random tokens of the test checkpoints' vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
 class Steps:
-    """A runner over a pool of NaN, and the bookkeeping of slots and pages around it.
+    """A runner over a pool of NaN, with its slots and pages.
 
-    With overlap the result of a step is taken after the next one is launched, so that decode rows
+    With overlap, the result of a step is read after the next one is launched, so that decode rows
     are launched before the CPU knows their input.
     """
 
@@ -103,10 +103,10 @@ class Steps:
         adapter: str = "",
         images: Sequence[Image] = (),
     ) -> int:
-        """Gives the request a slot and pages for all of its context; returns the slot.
+        """Give a request a slot and pages for its whole context. Returns the slot.
 
         Args:
-            adapter: the name of one that is loaded, empty for none.
+            adapter: name of a loaded adapter, or "".
         """
         request = make_request(
             tokens,
@@ -129,7 +129,7 @@ class Steps:
         return slot
 
     def remove(self, slot: int) -> list[int]:
-        """Ends the request; returns its tokens. The next request gets its pages as they are."""
+        """End the request and return its tokens. Its pages are reused without clearing."""
         tokens: list[int] = self.table.tokens_of(slot).tolist()
         self._free[:0] = self.table.pages_of(slot).tolist()
         self.table.release(self._requests[slot])
@@ -145,10 +145,10 @@ class Steps:
         swap_in: PageCopies | None = None,
         verify: bool = False,
     ) -> None:
-        """One step over (slot, start, end) rows; takes the result of the step before.
+        """Launch one step over (slot, start, end) rows, and read the result of the previous step.
 
         Args:
-            verify: what a row has behind its first token are drafts, which the table has.
+            verify: the tokens of a row after its first one are drafts, from the token table.
         """
         slots, starts, ends = np.array(rows, np.int32).T
         early = np.maximum(starts - self.table.known[slots], 0)
@@ -175,14 +175,14 @@ class Steps:
             self.settle()
 
     def prefill(self, slot: int, *, chunk: int = 10_000, start: int = 0) -> None:
-        """All tokens of the slot from `start` on, in chunks; the last one samples."""
+        """Compute all tokens of the slot from `start` on, in chunks. The last chunk samples."""
         end = int(self.table.known[slot])
         for begin in range(start, end, chunk):
             until = min(begin + chunk, end)
             self.launch([(slot, begin, until)], samples=[until == end])
 
     def decode(self, *slots: int) -> None:
-        """One more token for each."""
+        """Decode one more token for each slot."""
         lengths = [int(self.table.length[slot]) for slot in slots]
         self.launch(
             [(slot, length - 1, length) for slot, length in zip(slots, lengths, strict=True)]
@@ -200,7 +200,7 @@ class Steps:
         """Prefill all requests, then decode them together. Return their new tokens.
 
         Args:
-            sampling, adapters: by request; empty: greedy, and no adapter.
+            sampling, adapters: by request. Empty: greedy, and no adapter.
         """
         slots = [
             self.add(prompt, own, adapter=adapter)
@@ -221,7 +221,7 @@ class Steps:
         ]
 
     def settle(self) -> None:
-        """Takes the result of the step in flight."""
+        """Read the result of the step in flight."""
         if self.in_flight is not None:
             launched, self.in_flight = self.in_flight, None
             self._finish(launched)
@@ -259,7 +259,7 @@ def _mode(starts: Ints, ends: Ints) -> ForwardMode:
 
 
 class Recorder:
-    """A model that keeps the logits it gave."""
+    """A model that records its logits."""
 
     def __init__(self, model):
         self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
@@ -284,11 +284,11 @@ def logits_after(
     images: Sequence[Image] = (),
     **options: Any,
 ) -> torch.Tensor:
-    """Compute a prompt in chunks. Return the logits after each of them, [chunks, vocabulary].
+    """Compute a prompt in chunks. Return the logits after each chunk, [chunks, vocabulary].
 
     Args:
-        ends: of the chunks; empty: one chunk.
-        options: of Steps.
+        ends: ends of the chunks. Empty: one chunk.
+        options: arguments of Steps.
     """
     recorder = Recorder(model)
     steps = Steps(recorder, overlap=False, **options)

@@ -1,8 +1,8 @@
-"""Nodes that only talk: real gRPC servers of `DecodeNode` and `Node` whose answers a test decides.
+"""Stub nodes: real gRPC servers of `DecodeNode` and `Node` whose responses a test decides.
 
     python -m tests.support.stub_decode_node --port 50200 --tokens 64 --step-s 0.02
 
-is one that answers by itself, one token per live request and step, for measuring a router.
+runs a stub that responds on its own, with one token per live request and step, to measure a router.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _instance_ids = itertools.count(1)
 
 
 class Submission:
-    """A Submit as a test looks at it: its own fields, and those of its request."""
+    """A Submit for tests: its own fields, and those of its request."""
 
     def __init__(self, proto: decode_pb2.Submit) -> None:
         self.proto = proto
@@ -52,9 +52,9 @@ class Submission:
 
 
 class StubNode(node_pb2_grpc.NodeServicer):
-    """The `Node` service of a node of either role; all there is of a stub prefill node.
+    """The `Node` service of a node of either role. A stub prefill node has nothing else.
 
-    Use as a context manager; `address` is valid inside.
+    Use as a context manager. `address` is valid inside.
     """
 
     def __init__(self, role: str = "prefill", *, tokenizer_hash: str = "", port: int = 0) -> None:
@@ -68,24 +68,24 @@ class StubNode(node_pb2_grpc.NodeServicer):
             links=[router_pb2.LinkState(peer="127.0.0.1:1", path="tcp", gib_per_s=2.5)],
             ranks=[router_pb2.RankState(rank=rank, pid=12 + rank) for rank in range(2)],
         )
-        self.answering = asyncio.Event()  # cleared: Describe is not answered
+        self.answering = asyncio.Event()  # while cleared, Describe does not respond
         self.answering.set()
-        self.num_asked = 0  # to describe itself
+        self.num_asked = 0  # number of Describe calls
         self.num_described = 0
         self.watchers: list[asyncio.Queue[node_pb2.CacheEvents | None]] = []
         self.adapters: dict[str, bytes] = {}  # by name
-        self.refuses_adapters = ""  # why, if it does
-        self.calls_adapters: dict[str, bytes] = {}  # what it reads at a path; else its hash
-        self.paused = ""  # in which mode; "": it is not
-        self.refuses_pauses = ""  # why, if it does; and to empty its cache
-        self.away: set[str] = set()  # parts of its memory
-        self.profiled: int | None = None  # steps; None: never
+        self.refuses_adapters = ""  # reason to reject adapters, or ""
+        self.calls_adapters: dict[str, bytes] = {}  # adapter id by path; else the hash of the path
+        self.paused = ""  # mode in which it is paused, or ""
+        self.refuses_pauses = ""  # reason to reject pauses and cache flushes, or ""
+        self.away: set[str] = set()  # released parts of its memory
+        self.profiled: int | None = None  # number of profiled steps; None: never profiled
         self.prepared = self.weights = b""
-        self.lender = ""  # of these weights
-        self.in_mode = ""  # in which it was paused while it has got weights
-        self.refuses_weights = self.loses_weights = ""  # why, if it does
-        self.unpairs = False  # when it gets weights
-        self.calls_weights = b""  # whatever the path
+        self.lender = ""  # node from which it has read these weights
+        self.in_mode = ""  # mode in which it was paused during the weight update
+        self.refuses_weights = self.loses_weights = ""  # reason to reject or to lose weights, or ""
+        self.unpairs = False  # end its pairs on a weight update
+        self.calls_weights = b""  # weight version to report, whatever the path
         self.address = ""
         self._port = port
         self._server: grpc.aio.Server | None = None
@@ -102,7 +102,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         await self.die()
 
     async def die(self) -> None:
-        """Ends every call and stream at once and stops listening."""
+        """End every call and stream immediately, and stop listening."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(0)
@@ -225,7 +225,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         """Ignore the change: a prefill node's adapters are not announced."""
 
     def tell_cache(self, **fields: Any) -> None:
-        """CacheEvents with these fields to every watcher; without any, their calls end."""
+        """Send CacheEvents with these fields to every watcher. Without fields, end their calls."""
         for news in self.watchers:
             news.put_nowait(node_pb2.CacheEvents(**fields) if fields else None)
 
@@ -234,7 +234,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
 
 
 class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
-    """A decode node that keeps what it is sent, in order, and says what it is told to say."""
+    """A decode node that records received messages, in order, and sends what a test requests."""
 
     def __init__(
         self,
@@ -249,11 +249,11 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
         self.status.links.extend(links_to(paired))
         self.version = limits.VERSION
-        self.moves = True  # it beats
-        self.late_s = 0.0  # in its heartbeats
+        self.moves = True  # its engine sends heartbeats
+        self.late_s = 0.0  # lateness in its heartbeats
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode | None]] = []
-        # What `received` said, one by one: a Submit, or the number of a cancelled request.
+        # Received messages one by one: a Submit, or the number of a cancelled request.
         self._arrivals: asyncio.Queue[Submission | int] = asyncio.Queue()
         self._on_submit = on_submit
 
@@ -269,7 +269,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                 await context.write(message)
             died = EngineDied("this node has ended: the engine has failed")
             await context.write(decode_pb2.FromNode(last_words=said(died)))
-            # What grpcio makes of the status where the router writes in this very moment.
+            # The status that grpcio reports if the router is writing at this moment.
             raise RequestFailed("Internal error from Core")
         finally:
             self.streams.remove(outgoing)
@@ -277,11 +277,11 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             receiving.cancel()
 
     async def submitted(self) -> Submission:
-        """The next Submit; whatever came before it is skipped."""
+        """Return the next Submit. Earlier messages of other kinds are skipped."""
         return await self._next(Submission)
 
     async def cancelled(self) -> int:
-        """The number of the next request that the router cancels."""
+        """Return the number of the next request that the router cancels."""
         return await self._next(int)
 
     def say(
@@ -296,14 +296,14 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         logprobs: Mapping[int, Sequence[float]] | None = None,
         predicted: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        """One Step on every open stream.
+        """Send one Step on every open stream.
 
         Args:
             tokens: new tokens by request.
-            ended: finish reasons by request; the three that follow are those of each.
-            cached_tokens: reported of all of them. None: no report.
-            logprobs: of the new tokens, by request.
-            predicted: tokens of predictions, accepted and rejected, by request.
+            ended: finish reasons by request. The next three arguments apply to each ended request.
+            cached_tokens: reported for all requests. None: no report.
+            logprobs: log-probabilities of the new tokens, by request.
+            predicted: accepted and rejected predicted tokens, by request.
         """
         ends = ended or {}
         begun = sorted({*(tokens or ()), *ends}) if cached_tokens is not None else []
@@ -340,7 +340,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         reason: Any = decode_pb2.FINISH_REASON_STOP,
         **more: Any,
     ) -> None:
-        """One Step with a request's last tokens and its end. `more`: what `say` takes."""
+        """Send one Step with a request's last tokens and its end. `more`: arguments of `say`."""
         self.say({number: tokens}, ended={number: reason}, **more)
 
     async def complete(
@@ -352,7 +352,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         return submit
 
     def change_status(self, **fields: Any) -> None:
-        """Tells routers a Status with these fields changed."""
+        """Send routers a Status with these fields changed."""
         changed = decode_pb2.Status(**fields)
         for name in fields:
             self.status.ClearField(name)
@@ -364,12 +364,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.change_status(adapters=adapters)
 
     def lose_engine(self) -> None:
-        """Ends every stream as a frontend whose engine has died; the next ones are as before."""
+        """End every stream like a frontend whose engine has crashed. Later streams work again."""
         for stream in self.streams:
             stream.put_nowait(None)
 
     def try_alone(self, request: int | None) -> None:
-        """Says that a request computes alone from now on: one of somebody else where it is None."""
+        """Report that a request runs alone from now on. None: a request of another router."""
         trial = decode_pb2.Quarantine(under_way=True, request=request)
         self.send(decode_pb2.FromNode(quarantine=trial))
 
@@ -406,12 +406,12 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
 
 class Metronome:
-    """Answers by itself: every `step_s` one Step with one token for each live request."""
+    """A stub that responds on its own: every `step_s`, one Step with one token per live request."""
 
     def __init__(self, token: int, num_tokens: int, step_s: float, *, port: int = 0) -> None:
         """
         Args:
-            num_tokens: length of every answer.
+            num_tokens: length of every response.
         """
         self.node = StubDecodeNode(port=port, on_submit=self._begin)
         self._token = token
@@ -420,7 +420,7 @@ class Metronome:
         self._left: dict[int, int] = {}
 
     async def run(self) -> None:
-        """Until cancelled. Cancels are not obeyed: a router ignores what it has left."""
+        """Run until cancelled. Cancels are ignored, which the router must tolerate."""
         loop = asyncio.get_running_loop()
         next_step_at = loop.time()
         while True:

@@ -1,11 +1,11 @@
-"""An engine without a model: it says the prompt back, one token of each request every 5 ms.
+"""An engine without a model: it repeats the prompt, one token per request every 5 ms.
 
-Speaks to its frontend as a real engine does. `engine.model` chooses how it behaves:
-echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
-ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | stuck-after-crash
-(tells what it raised, and does not end) | one-role (has no room for what another role needs). What
-may not wait at all is refused for its queue. A model "ranks" has three, of which one has not
-reported.
+Communicates with its frontend like a real engine. `engine.model` selects its behaviour: echo |
+bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never ready) |
+loading (does not read messages) | stuck-at-end (does not end when stopped) | stuck-after-crash
+(reports its error, and does not end) | one-role (rejects role changes for lack of memory). Requests
+that may not wait at all are rejected as if the queue were full. A model "ranks" has three ranks,
+one of which has not reported.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Live:
 
 
 class StuckAtShutdown(logging.NullHandler):
-    """Holds a process that has written its last line."""
+    """Blocks a process after its last log line."""
 
     def close(self) -> None:
         time.sleep(600)
@@ -87,7 +87,7 @@ class EchoEngine:
         self._cache_reports = CacheReports(CacheEvents(self._cache), channel.post)
 
     def run(self) -> StartRole:
-        """Returns when another role begins."""
+        """Serve one role. Returns when another role begins."""
         while self._successor is None:
             for message in self._channel.take():
                 self._take(message)
@@ -149,7 +149,7 @@ class EchoEngine:
                 self._channel.post(NodeCallResult(number, integer=len(doomed)))
 
     def _remember(self, submit: SubmitRequest) -> None:
-        """Insert the prompt into the cache as if it had been computed at once."""
+        """Insert the prompt into the cache as if it had been computed already."""
         tokens = np.frombuffer(submit.spec.token_ids, np.int32)
         pages = self._cache.allocate(len(tokens) // PAGE_SIZE, PageHolder.REQUEST)
         if pages is not None:

@@ -1,5 +1,6 @@
-"""A decode node's frontend over the stub engine. Its only argument is a DecodeConfig as JSON. As a
-prefill node it has no services but those of every node.
+"""A node's server process over the stub engine. Its only argument is a DecodeConfig as JSON.
+
+As a prefill node, it has only the services that all nodes have.
 """
 
 import sys

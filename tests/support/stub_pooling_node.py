@@ -1,4 +1,4 @@
-"""A prefill node whose vectors are made of the prompts' tokens: how many, and the first."""
+"""A stub prefill node for pooling. Vectors: number of tokens, and the first token."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Vector = Callable[[list[int]], list[float]]
 
 
 class StubPoolingNode(StubNode, pooling_pb2_grpc.PoolingServicer):
-    """A stub of a pooling node. Has the arguments of StubNode.
+    """A stub of a pooling node, with the arguments of StubNode.
 
     Attributes:
-        fails: raised by every call; None: none.
+        fails: error raised by every call, or None.
         pooling: while cleared, calls wait.
-        calls: all calls received; num_cancelled: those that their callers cancelled.
+        calls: all calls received. num_cancelled: number of calls that were cancelled.
     """
 
     def __init__(self, vector: Vector = lambda ids: [len(ids), ids[0]], **how: Any) -> None:

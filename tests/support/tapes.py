@@ -1,10 +1,10 @@
 """CUDA graphs without a GPU.
 
-`RepeatRecorder` does the work again in each replay. `TapeRecorder` notes the operations and kernels
-of a forward with all their arguments, and replays them on the same memory.
+`RepeatRecorder` executes the work again in each replay. `TapeRecorder` records the operations and
+kernels of a forward with all their arguments, and replays them on the same memory.
 
-Like a graph, a tape runs no Python code of the model. It repeats the launches of the capture with
-the numbers that the host knew then. So whatever depends on the data of a step must be in memory.
+Like a graph, a tape runs no Python code of the model, and repeats the launches with the numbers
+that the host had at the capture. So everything that depends on a step's data must be in memory.
 Kernels run in Triton's interpreter.
 """
 
@@ -26,7 +26,7 @@ _UNFILLED = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class Repeated:
-    """A graph as a CPU has it: the work is done again, and its output copied to where it was."""
+    """A graph on a CPU: executes the work again, and copies its output to the same memory."""
 
     def __init__(
         self, work: Callable[[], Tensor], output: Tensor, replays: list[tuple[int, str]]
@@ -39,10 +39,10 @@ class Repeated:
 
 
 class RepeatRecorder:
-    """Records graphs that do their work again.
+    """Records graphs that execute their work again.
 
     Attributes:
-        replays: rows of the output and thread of each.
+        replays: number of output rows and thread of each replay.
         choices: the same for graphs that choose tokens.
     """
 
@@ -107,8 +107,8 @@ class TapeRecorder:
     """Records tapes.
 
     Attributes:
-        tapes: of all captures, except those that choose tokens.
-        choices: the others.
+        tapes: tapes of all captures, except those that choose tokens.
+        choices: tapes that choose tokens.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class TapeRecorder:
 
     @contextmanager
     def interpreting(self) -> Iterator[None]:
-        """Inside, operations take their kernels, which this recorder sees."""
+        """Use the Triton kernels of operations inside, which this recorder sees."""
         run = InterpretedFunction.run
 
         def noted(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,14 +141,14 @@ class TapeRecorder:
 
         with (
             mock.patch.object(device, "uses_triton", return_value=True),
-            mock.patch.object(device, "num_multiprocessors", return_value=1),  # few programs
+            mock.patch.object(device, "num_multiprocessors", return_value=1),  # few Triton programs
             mock.patch.object(InterpretedFunction, "run", noted),
         ):
             yield
 
 
 def _chooses(output: Tensor) -> bool:
-    """Return whether these are tokens. Hidden states have two dimensions."""
+    """Return whether the output is tokens. Hidden states have two dimensions."""
     return output.ndim == 1
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """The place where the threads of all ranks exchange tensors."""
+    """Exchanges tensors between the threads of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,13 +38,13 @@ class Meeting:
 
 
 def _settle(x: Tensor) -> None:
-    """Wait for this thread's stream, because another thread's stream continues with its tensors."""
+    """Wait for this thread's stream, because another thread's stream will use its tensors."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
 
 
 class ThreadGroup:
-    """A Group of threads."""
+    """A Group whose ranks are threads."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank
@@ -66,8 +66,7 @@ class ThreadGroup:
 
 
 def run_ranks(size: int, work: Callable[[Share], T]) -> list[T]:
-    """Return the results of all ranks, each in its own thread. The failure of one rank ends the
-    others."""
+    """Run `work` as all ranks, in threads, and return the results. A failure ends all."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:

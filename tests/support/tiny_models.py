@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of any class that transformers has a causal language model for.
+"""Tiny random checkpoints of any class for which transformers has a causal language model.
 
-Made from the class's own default configuration, with every field that is a size set to a small one:
-no class has a line of its own here but those whose sizes must fit each other.
+Made from the class's default configuration, with every size field set to a small value. Only
+classes whose sizes must match each other have settings of their own here.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
 
 CONTEXT = 512
-WINDOW = 24  # of windows, and of attention by chunks
+WINDOW = 24  # tokens of windows, and of attention by chunks
 _HIDDEN, _INNER, _HEADS, _LAYERS, _EXPERTS = 64, 96, 4, 4, 8
 _SIZES: Mapping[str, object] = {
     "vocab_size": VOCABULARY_SIZE,
@@ -93,7 +93,7 @@ _SIZES: Mapping[str, object] = {
     "eos_token_id": END_TOKEN_ID,
     "is_decoder": True,
 }
-# What else a class needs to be tiny.
+# Further settings that a class needs to be tiny.
 _OWN: Mapping[str, Mapping[str, object]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -124,10 +124,11 @@ _OWN: Mapping[str, Mapping[str, object]] = {
 
 
 def tiny_config(kind: str, **own: object) -> PreTrainedConfig:
-    """
+    """Return a small configuration.
+
     Args:
         kind: a model_type.
-        own: fields that are to be otherwise.
+        own: fields to override.
     """
     made = CONFIG_MAPPING[kind]
     defaults = made().to_dict()
@@ -141,9 +142,9 @@ def tiny_config(kind: str, **own: object) -> PreTrainedConfig:
 
 
 def _small(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every kind of layer there is stays, two of each at least."""
+    """Reduce sizes. Every kind of layer is kept, with at least two of each."""
     fields = {name: size for name, size in _SIZES.items() if _is_size(defaults, name)}
-    if "qk_rope_head_dim" in defaults:  # every head has its own key, made of a shared latent
+    if "qk_rope_head_dim" in defaults:  # every head has its own key, computed from a shared latent
         fields |= {"num_key_value_heads": _HEADS}
         if "head_dim" in fields:
             fields["head_dim"] = fields["qk_rope_head_dim"]
@@ -158,9 +159,10 @@ def _is_size(defaults: Mapping[str, Any], name: str) -> bool:
 
 
 def make_tiny(directory: Path, kind: str, *, seed: int = 0, **own: object) -> Path:
-    """Writes config, weights and a byte-level tokenizer, saved by transformers; as
-    `checkpoints.make_checkpoint` with matrices twice as large as drawn, for greedy choices with
-    margins."""
+    """Write config, weights and a byte-level tokenizer with transformers.
+
+    Matrices are twice as large as drawn, as in `checkpoints.make_checkpoint`.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **own), dtype=torch.float32)

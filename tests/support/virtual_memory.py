@@ -1,7 +1,7 @@
-"""A driver of virtual memory whose device is host memory: released memory cannot be accessed.
+"""A fake driver of virtual memory in host memory: released memory cannot be accessed.
 
-Any access to addresses without memory is a SIGSEGV. New memory contains 0xFF, which is NaN in every
-float type. Calls that the real driver refuses fail, and a test may have others fail.
+Any access to an unmapped address is a SIGSEGV. New memory contains 0xFF, which is NaN in every
+float type. Calls that the real driver rejects fail, and a test may make others fail.
 """
 
 import ctypes
@@ -34,13 +34,13 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int = 0) -
 
 
 class HostDriver:
-    """See VirtualMemoryDriver.
+    """A VirtualMemoryDriver over host memory.
 
     Attributes:
-        log: names of calls in order, to which a test may add others.
+        log: names of calls in order. A test may add entries.
         total: bytes of the device.
-        fails: called with the name and the number of the call of that name, from 0 on. A true
-            result lets the call fail.
+        fails: called with the name of a call and the number of earlier calls of that name. If the
+            result is true, the call fails.
     """
 
     granularity = UNIT
@@ -49,7 +49,7 @@ class HostDriver:
         self.log: list[str] = []
         self.total = total
         self.fails: Callable[[str, int], bool] = lambda name, number: False
-        self.handles: dict[int, int] = {}  # sizes
+        self.handles: dict[int, int] = {}  # sizes by handle
         self.mapped: dict[int, tuple[int, int]] = {}  # by address: size and handle
         self._allowed: set[int] = set()
         self._next = 1

@@ -1,5 +1,4 @@
-"""Tiny random vision models with a byte-level tokenizer, images for them, and what transformers
-generates after prompts with them."""
+"""Tiny random vision models with a byte-level tokenizer, images, and the oracle."""
 
 import base64
 import io
@@ -50,7 +49,7 @@ CHAT_TEMPLATE = (
 def make_vision_checkpoint(
     directory: Path, *, model_type: str = "qwen2_5_vl", seed: int = 0, **sizes: int
 ) -> Path:
-    """Make a checkpoint as `make_checkpoint` does. Weights are large enough to make errors visible.
+    """Write a checkpoint like `make_checkpoint`. Weights are large enough to make errors visible.
 
     Args:
         sizes: fields of the decoder's configuration.
@@ -79,10 +78,10 @@ def write_vision_files(
     max_pixels: int = 64 * SIDE**2,
     sees: bool = True,
 ) -> Path:
-    """All that a router reads.
+    """Write all files that a router reads.
 
     Args:
-        sees: else it is a model of texts with the same tokenizer and chat template.
+        sees: False: a text model with the same tokenizer and chat template.
     """
     config = _config(model_type)
     (config if sees else config.text_config).save_pretrained(directory)
@@ -146,8 +145,8 @@ _MARKS = {
     "vision_start_token_id": BEGIN_ID,
     "vision_end_token_id": END_ID,
 }
-SQUARE = 6  # tokens per side of every image of a LLaVA or a Gemma 3
-# By model_type: of the decoder, of the image encoder, and others.
+SQUARE = 6  # tokens per side of every image of LLaVA and Gemma 3
+# Configuration fields by model_type: of the decoder, of the image encoder, and others.
 _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen2_5_vl": (
         {**_TEXT, "rope_parameters": _ROPE},
@@ -216,7 +215,7 @@ def _config(model_type: str, **sizes: int) -> PreTrainedConfig:
 
 
 def _processor(model_type: str, max_pixels: int) -> dict[str, Any]:
-    """The content of preprocessor_config.json."""
+    """Return the content of preprocessor_config.json."""
     scale = {"image_mean": MEAN, "image_std": STD}
     if model_type == "llava":
         side = SQUARE * PATCH
@@ -249,7 +248,7 @@ def _processor(model_type: str, max_pixels: int) -> dict[str, Any]:
 def image_processor(
     max_pixels: int = 64 * SIDE**2, model_type: str = "qwen2_5_vl", **options: Any
 ) -> Any:
-    """transformers' own."""
+    """Return transformers' image processor."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -268,7 +267,7 @@ def files_of(directory: Path) -> VisionFiles:
 
 
 def picture(rows: int, columns: int, seed: int, side: int = SIDE) -> Image:
-    """Noise."""
+    """Return an image of random noise."""
     drawn = np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), np.uint8)
     return Image(0, rows, columns, drawn.tobytes())
 
@@ -285,7 +284,7 @@ def noise_url(seed: int) -> str:
     return data_url(Pillow.fromarray(noise))
 
 
-FRAMES = 2  # of a temporal patch
+FRAMES = 2  # frames of a temporal patch
 Clip = tuple[Image, ...]
 
 
@@ -293,7 +292,7 @@ def clip(num_patches: int, rows: int, columns: int, seed: int, interval: int) ->
     """Return the temporal patches of a video of noise, for a model with a time axis.
 
     Args:
-        interval: positions from a patch to the next.
+        interval: positions from one patch to the next.
     """
     return tuple(
         Image(0, rows, columns, patch.pixels, FRAMES, number * interval if number else None)
@@ -314,7 +313,7 @@ def patches(num_patches: int, rows: int, columns: int, seed: int) -> Clip:
 
 
 def with_images(*parts: str | Image | Clip) -> tuple[list[int], tuple[Image, ...]]:
-    """Token ids of a prompt of texts, images and videos, and the images in their places."""
+    """Return the token ids of a prompt with texts, images and videos, and its placed images."""
     token_ids: list[int] = []
     placed: list[Image] = []
     for part in parts:
@@ -330,7 +329,7 @@ def with_images(*parts: str | Image | Clip) -> tuple[list[int], tuple[Image, ...
 
 
 def reference_vision_model(directory: Path) -> PreTrainedModel:
-    """Load the reference model as `reference_model` does."""
+    """Load transformers' model as `reference_model` does."""
     model = AutoModelForImageTextToText.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )
@@ -342,7 +341,7 @@ def reference_vision_model(directory: Path) -> PreTrainedModel:
 def vision_inputs(
     token_ids: Sequence[int], images: Sequence[Image], model_type: str
 ) -> dict[str, Any]:
-    """Return transformers' inputs for a prompt. Its image processor gets each image at its size."""
+    """Return transformers' inputs for a prompt. Images are already in their final size."""
     ids = list(token_ids)
     for image in images:
         pad = PAD_ID if image.frames == 1 else VIDEO_PAD_ID
@@ -366,8 +365,11 @@ def vision_inputs(
 
 
 def _video_inputs(shown: Sequence[Image]) -> dict[str, Any]:
-    """Return transformers' inputs for videos. Its video processor needs torchvision, so these are
-    its two steps behind resizing: the scale, and Qwen2VLVideoProcessor.patchify."""
+    """Return transformers' inputs for videos.
+
+    transformers' video processor needs torchvision, so this repeats its two steps after resizing:
+    the scale, and Qwen2VLVideoProcessor.patchify.
+    """
     videos: list[list[Image]] = []
     for image in shown:
         if videos and videos[-1][-1].end == image.at:
@@ -411,7 +413,7 @@ def greedy_vision_tokens(
 
 
 def headed(kind: str, width: int, height: int) -> bytes:
-    """Return a file of one pixel whose header says this size. A WEBP has that size."""
+    """Return a one-pixel image file whose header claims this size. A WEBP really has that size."""
     if kind == "WEBP":
         start, rest = "524946461a000000574542505650384c0e0000002f", "071011fd0f4444ff03"
         size = struct.pack("<I", (height - 1) << 14 | (width - 1))

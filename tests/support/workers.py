@@ -1,7 +1,7 @@
 """A pytest plugin: `--workers N` collects once and runs the tests in N forked processes.
 
-All tests of a file run in one process, in order. A process that dies fails the test that it ran,
-and another continues with the rest of the file.
+All tests of a file run in one process, in order. If a process dies, its running test fails, and
+another process continues with the rest of the file.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from _pytest.terminal import TerminalReporter
 from common.process.leash import follow_parent
 from tests.support import fork_server
 
-_number = 0  # of this worker: later ones in place of dead ones have the same
+_number = 0  # number of this worker; a replacement has the same number
 
 
 def number() -> int:
-    """Return the number of this worker, at least 0. No two that run at the same time share one."""
+    """Return the number of this worker, at least 0, unique among running workers."""
     return _number
 
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
     if not config.getoption("--workers") or config.option.collectonly or session.testsfailed:
-        return None  # pytest runs them in this process, or reports what it could not collect
+        return None  # pytest runs them in this process, or reports collection errors
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a module started a thread while tests were collected"
     run = _Run(session)
@@ -51,11 +51,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 class _Worker:
-    """A forked process, as the process that collected sees it."""
+    """A forked process, as the collecting process sees it."""
 
     def __init__(self, number: int, tests: deque[int]) -> None:
         self.number = number
-        self.tests = tests  # of its file, from the one that runs now
+        self.tests = tests  # tests of its file, from the running one on
 
     def start(self, session: pytest.Session) -> None:
         self.connection, theirs = Pipe()
@@ -68,7 +68,7 @@ class _Worker:
         self.ended = os.pidfd_open(self.pid)
 
     def wait(self) -> int:
-        """Wait for its end, and return its exit code as `subprocess` has it."""
+        """Wait for its end, and return its exit code as `subprocess` does."""
         _, status = os.waitpid(self.pid, 0)
         os.close(self.ended)
         self.connection.close()
@@ -91,7 +91,7 @@ class _Run:
                 self._hear(worker)
 
     def end(self) -> None:
-        """End the workers that still run."""
+        """End the workers that are still running."""
         for worker in set(self._workers.values()):
             os.kill(worker.pid, signal.SIGTERM)
             worker.wait()
@@ -145,7 +145,7 @@ class _Run:
 
 
 def _be_worker(session: pytest.Session, connection: Connection, number: int, parent: int) -> None:
-    """Run the files that the parent sends, to the end of this process."""
+    """Run the files that the parent sends, then exit."""
     global _number
     _number = number
     code = 1
@@ -165,7 +165,7 @@ def _be_worker(session: pytest.Session, connection: Connection, number: int, par
 
 
 def _apart(plugins: pytest.PytestPluginManager) -> None:
-    """Leave the parent's terminal, and capture output in files of this process."""
+    """Detach from the parent's terminal, and capture output in files of this process."""
     terminal = plugins.getplugin("terminalreporter")
     assert isinstance(terminal, TerminalReporter)
     terminal._tw._file = open(os.devnull, "w")  # noqa: SIM115  to the end
@@ -198,7 +198,7 @@ def _run_files(session: pytest.Session, connection: Connection) -> None:
     connection.send("file")
     while file := connection.recv():
         items: Sequence[pytest.Item] = [session.items[index] for index in file]
-        # After the last test of a file only the fixtures of the session stay.
+        # After the last test of a file, only session fixtures stay.
         for item, following in zip(items, [*items[1:], session], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.shouldfail or session.shouldstop:

@@ -1,1 +1,1 @@
-"""Measurements of the running system, each against a peer or a physical limit. Never in pytest."""
+"""Benchmarks of the running system against a peer or a physical limit. Never in pytest."""

@@ -34,7 +34,7 @@ TIMEOUT_S = 60.0
 
 
 def measure(kind: str, size: int, calls: int) -> list[dict[str, Any]]:
-    """Start the ranks. Return the figures of rank 0."""
+    """Start the ranks. Return rank 0's figures."""
     memory = os.memfd_create("ranks")
     os.truncate(memory, memory_bytes(size))
     with contextlib.ExitStack() as stack:
@@ -61,7 +61,7 @@ def measure(kind: str, size: int, calls: int) -> list[dict[str, Any]]:
 
 
 def run_rank(kind: str, rank: int, size: int, store: str, calls: int, descriptor: int) -> None:
-    """Make the calls of one rank, and print its figures."""
+    """Execute the calls of one rank, and print its figures."""
     torch.set_num_threads(1)
     with socket.socket(fileno=descriptor) as parent:
         _, files, _, _ = socket.recv_fds(parent, 64, 16)

@@ -102,7 +102,7 @@ class Load:
 @dataclass
 class Measured:
     tokens_per_s: list[float] = field(default_factory=list)
-    messages: list[int] = field(default_factory=list)  # tokens of each message but the first
+    messages: list[int] = field(default_factory=list)  # tokens of each message except the first
     responses: list[list[int]] = field(default_factory=list)
 
 
@@ -172,7 +172,7 @@ def _draft_model(directory: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _deep_model(directory: Path) -> Path:
-    """Write the demo model with seven layers that add nothing after each of its own."""
+    """Write the demo model with seven layers that add nothing after each of its layers."""
     config = json.loads((DIRECTORY / "config.json").read_text())
     tensors, deep = load_file(DIRECTORY / _TENSORS), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
@@ -188,7 +188,7 @@ def _deep_model(directory: Path) -> Path:
 
 
 def _noisy_model(directory: Path, noise: float) -> Path:
-    """Write the demo model with noise in its matrices, as a part of their standard deviation."""
+    """Write the demo model with noise in its matrices, in multiples of their standard deviation."""
     torch.manual_seed(0)
     config = json.loads((DIRECTORY / "config.json").read_text())
     tensors = {
@@ -276,7 +276,7 @@ async def _measured(load: Load, options: argparse.Namespace) -> list[dict[str, A
 async def _round(
     target: str, requests: Sequence[GenerateRequest], streams: int, measured: Measured
 ) -> None:
-    """Run all requests once, so many at a time."""
+    """Run all requests once, `streams` at a time."""
     waiting, responses = list(enumerate(requests)), dict[int, list[int]]()
     async with make_channel(target) as channel:
         stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from tools.bench.support.record import emit, say, table
 from tools.bench.support.systems import System, as_up
 
 WARM_UP_TOKENS = 8
-IMAGE_SIDE = 30  # tokens
+IMAGE_SIDE = 30  # in tokens
 
 COLUMNS = {
     "system": "{system}",
@@ -116,7 +116,7 @@ def _picture(number: int) -> bytes:
 
 
 async def _timed(system: System, load: Awaitable[list[Answer]]) -> dict[str, Any]:
-    """Run one load. Returns its summary with the CPU of each process, in shares of a core."""
+    """Run one load. Returns its summary, with the CPU of each process as shares of a core."""
     before = await system.cpu_seconds()
     started, cpu = time.perf_counter(), time.process_time()
     answers = await load

@@ -53,7 +53,7 @@ ARCH = 90
 NUM_SLOTS = 64
 DRAFTS = 3
 PROMPT_TOKENS = 100
-GOAL_US = 40  # outside of graphs
+GOAL_US = 40  # for steps, outside of their graphs
 SAMPLED = SamplingParams(max_tokens=9999, seed=1, temperature=0.8, top_p=0.9)
 
 
@@ -71,7 +71,7 @@ class LaunchesNothing(AbsentDevice):
 
 
 class InlineStream:
-    """A stream whose work runs in the calling thread, as launches to a GPU do."""
+    """A stream whose work runs in the calling thread, like launches to a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -85,10 +85,10 @@ class InlineStream:
 
 
 class LaunchTime:
-    """Seconds and number of launches of our kernels.
+    """Seconds and number of launches of Baton's kernels.
 
     Args:
-        bound: by bound launchers. False: by Triton itself.
+        bound: use bound launchers. False: Triton's own.
     """
 
     def __init__(self, *, bound: bool) -> None:
@@ -142,7 +142,7 @@ def rows_of(kind: str) -> Sequence[tuple[int, int]]:
 
 
 class Launcher:
-    """Launches the same step again and again."""
+    """Launches the same step repeatedly."""
 
     def __init__(self, model: Model, kind: str, lora: LoraConfig | None, *, graphs: bool) -> None:
         recorder = silent if graphs else None
@@ -169,8 +169,8 @@ class Launcher:
         return self._steps.runner.launch(self._batch)
 
     def own_launches(self, repeats: int) -> tuple[float, float, float]:
-        """Return the number of launches of our kernels in one step, and their microseconds by bound
-        launchers and by Triton itself."""
+        """Return the number of launches of Baton's kernels in one step, and their microseconds by
+        bound launchers and by Triton's own."""
         self.launch()
         best, count = [float("inf")] * 2, 0
         for _ in range(repeats):
@@ -192,7 +192,7 @@ class Launcher:
 
 
 def of_layers(root: Path, architecture: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield the cost of a layer of a step without a graph."""
+    """Yield the cost of a layer in a step without a graph."""
     few, many = 2, 6
     models = {}
     for number in (few, many):

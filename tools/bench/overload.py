@@ -36,7 +36,7 @@ from tools.bench.support.load import Client
 from tools.bench.support.record import emit, percentiles, say, table
 from tools.bench.support.systems import System, cpu_seconds_of, serving
 
-MODEL: dict[str, Any] = {  # slow enough to leave the clients and the router a free core
+MODEL: dict[str, Any] = {  # slow enough that a core is free for the clients and the router
     "hidden_size": 192,
     "intermediate_size": 576,
     "num_hidden_layers": 6,
@@ -48,9 +48,9 @@ MODEL: dict[str, Any] = {  # slow enough to leave the clients and the router a f
 CLASSES = {"short": 6.0, "usual": 12.0, "long": 24.0}  # budgets in seconds
 PATIENT = "patient"
 BUDGETS_S = {**CLASSES, PATIENT: 600.0}
-SHARES = ("usual", "short", "usual", "long")  # of arrivals, in turn
-RAMP_S = 3.0  # start of each load, in which responses are not counted
-PROMPT_S = 0.05  # time limit of a refusal
+SHARES = ("usual", "short", "usual", "long")  # classes of arrivals, in turn
+RAMP_S = 3.0  # start of each load, in which responses do not count
+PROMPT_S = 0.05  # time limit of a rejection
 REFUSED = "RESOURCE_EXHAUSTED"
 MORE = 1.05  # factor of throughput that justifies more callers
 ROUNDS = 4  # maximum rounds of the search for capacity
@@ -125,9 +125,9 @@ def _options() -> argparse.Namespace:
 async def _measure(
     system: System, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], float]:
-    """Return a row of each load and of each class of the overload, and the recovery time.
+    """Return a row for each load and each class of the overload, and the recovery time.
 
-    The recovery time is that of the last request after the overload that was not served normally.
+    The recovery time ends with the last request after the overload that was not served normally.
     """
     seconds, seed = options.seconds, options.seed
     async with Client(system.target, BUDGETS_S) as caller:
@@ -164,10 +164,7 @@ def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[Worklo
 
 
 def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterator[float]:
-    """Yield Poisson arrivals with a fixed number.
-
-    Otherwise chance would change the rate by a tenth in 20 s.
-    """
+    """Yield Poisson arrivals with a fixed number, so that chance does not change the rate."""
     due = np.random.default_rng(seed).uniform(begin_s, begin_s + seconds, round(rate * seconds))
     return iter(sorted(due.tolist()))
 
@@ -181,8 +178,8 @@ async def _capacity(
 ) -> dict[str, Any]:
     """Return the row of the closed loop with the most responses.
 
-    The responses of `seconds` seconds count, after half as many of warm-up: the first responses are
-    late, and all at once.
+    Responses count for `seconds` seconds, after half as many of warm-up, because the first
+    responses are late and come all together.
     """
     best: dict[str, Any] = {}
     for _ in range(ROUNDS):
@@ -216,8 +213,7 @@ def _row(
     end_s: float,
     node_cores: float,
 ) -> dict[str, Any]:
-    """Return the row of the requests due from `begin_s` to `end_s`, and of the responses complete
-    then, without the ramp."""
+    """Return the row of requests due in [begin_s, end_s), and of good responses after the ramp."""
     counted_s = begin_s + min(RAMP_S, (end_s - begin_s) / 2)
     due = [outcome for outcome in outcomes if begin_s <= outcome.due < end_s]
     good = [o for o in outcomes if not o.error and o.e2e <= BUDGETS_S[o.group]]
@@ -239,8 +235,7 @@ def _row(
 
 
 async def _cores(pids: Sequence[int], seconds: float) -> float:
-    """Return the cores that the nodes used in the next seconds. Other work on the machine reduces
-    them."""
+    """Return the cores that the nodes use in the next `seconds` seconds."""
     before = sum(map(cpu_seconds_of, pids))
     await asyncio.sleep(seconds)
     return (sum(map(cpu_seconds_of, pids)) - before) / seconds
@@ -258,7 +253,7 @@ def _waited_s(system: System) -> float:
 
 
 async def _refused_by_nodes(system: System) -> dict[str, int]:
-    """Return refusals by reason. late: on arrival; dropped: from a queue."""
+    """Return the number of rejections by reason. late: on arrival. dropped: from a queue."""
     nodes = await system.nodes()
     return {
         reason: sum(node.counters.get(f"refused/{reason}", 0) for node in nodes)

@@ -72,12 +72,12 @@ _MOE: dict[str, Any] = {
     "num_experts": 16,
     "num_hidden_layers": 4,
 }
-# Ranks and threads of each rank.
+# Numbers of ranks, and threads of each rank.
 KINDS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 
 
 class _Decoding:
-    """A role that has nothing but a scheduler, and notes when steps end."""
+    """An engine role that only schedules, and records when steps end."""
 
     def __init__(self, model: Path, ranks: int, threads: int, max_rows: int) -> None:
         config = _config(model, ranks, threads, max_rows)
@@ -107,7 +107,7 @@ class _Decoding:
         return min(later - earlier for earlier, later in itertools.pairwise(decodes))
 
     def run(self, rows: int, steps: int) -> None:
-        """Answer so many requests."""
+        """Run `rows` requests to their end."""
         for request in _requests(rows, steps, self._added):
             self._scheduler.add(request)
         self._added += rows
@@ -130,7 +130,7 @@ def _config(model: Path, ranks: int, threads: int, max_rows: int) -> EngineConfi
 
 
 def _requests(rows: int, steps: int, added: int) -> list[Request]:
-    """Return requests after those that were added before."""
+    """Return requests with keys after those of earlier requests."""
     made = []
     for number in range(added + 1, added + rows + 1):
         tokens = [1 + (number * 31 + place) % 200 for place in range(PROMPT_TOKENS)]
@@ -212,7 +212,7 @@ def start(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Measure the real processes of followers, with the pages of 512 tokens."""
+    """Measure real follower processes, with the pages of 512 tokens."""
     model = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL)
     pages, lines = np.arange(32, dtype=np.int32).tobytes(), []
     for tp in (2, 4):
@@ -232,7 +232,7 @@ def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Compare groups of two with two nodes alone, which run at the same time on the same cores."""
+    """Compare groups of two nodes with two separate nodes on the same cores."""
     best: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as root:
         model = make_checkpoint(Path(root) / "model", "qwen3_moe", **_MOE)
@@ -262,8 +262,7 @@ def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
 
 
 def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
-    """Return the seconds in which the first `busy` nodes of a group of two answer their
-    requests."""
+    """Return the seconds in which the first `busy` of two nodes complete their requests."""
     with running(2, directory, lambda: _config(model, 1, 1, _GROUP_ROWS)) as nodes:
 
         def answer(node: GroupNode) -> None:
@@ -274,7 +273,7 @@ def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
 
 
 def _elapsed_s(works: Sequence[Callable[[], None]]) -> float:
-    """Return the seconds in which all are done, at the same time."""
+    """Return the seconds until all are done, running at the same time."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(len(works)) as threads:
         for each in [threads.submit(work) for work in works]:
@@ -314,7 +313,7 @@ def _ready_s(model: Path, ranks: int) -> float:
 
 
 def _wide_step(rows: int = 256, pages: int = 64) -> Step:
-    """Return a decode step of as many rows with as many pages each."""
+    """Return a decode step with this number of rows, and pages in each."""
     wide, long = torch.arange(rows, dtype=torch.int32), torch.arange(rows)
     none, page_ids = torch.empty(rows, 0, dtype=torch.int32), torch.arange(rows * pages).int()
     batch = ForwardBatch(
@@ -361,7 +360,7 @@ def _followers(count: int) -> Iterator[Sequence[socket.socket]]:
 
 
 def _cpu_s(call: Callable[[], None]) -> float:
-    """Return the CPU seconds of this thread in a call. Others run before the next one."""
+    """Return the CPU seconds of this thread in a call, after giving other threads a turn."""
     begun = time.thread_time()
     call()
     spent = time.thread_time() - begun

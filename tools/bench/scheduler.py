@@ -60,7 +60,7 @@ CONTEXTS = {
 
 @dataclass(frozen=True, eq=False)
 class _NullLaunched:
-    """A launched forward that completes at once and always returns the same token."""
+    """A launched forward pass that completes immediately and always returns the same token."""
 
     batch: ScheduleBatch
 
@@ -87,7 +87,7 @@ class _NullRunner:
 
 @dataclass(eq=False)
 class _BenchRole:
-    """A role with only a scheduler."""
+    """An engine role that only schedules."""
 
     scheduler: Scheduler
     num_tokens: int = 0
@@ -175,8 +175,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
 
 
 def measure_tensors(name: str, steps: int) -> dict[str, Any]:
-    """Return microseconds of thread CPU time for the tensors of a decode step over these
-    contexts."""
+    """Return microseconds of CPU time for the tensors of a decode step."""
     ends = np.array(CONTEXTS[name], np.int32)
     table = SlotTable(len(ends), int(ends.max()), PAGE_SIZE)
     pages = np.arange(table.page_table.size, dtype=np.int32)

@@ -48,11 +48,11 @@ SIZES: dict[str, Any] = {  # 54 million parameters
     "tie_word_embeddings": True,
 }
 STREAMS = 8
-STREAM_TOKENS = 256  # of the prompts of running responses
+STREAM_TOKENS = 256  # prompt tokens of running responses
 WARM_UP_STEPS = 20
 PAGE_SIZE = 16
 SMALL_CHUNK = 64
-LIMITS = (8.0, 4.0, 2.0, 1.0, 0.5)  # of split prefill, in undisturbed decode steps
+LIMITS = (8.0, 4.0, 2.0, 1.0, 0.5)  # limits of split prefill, in undisturbed decode steps
 COLUMNS = {
     "way": "{way}",
     "ITL p50 ms": "{itl_ms[p50]:.1f}",
@@ -68,7 +68,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute prompts beside responses."""
+    """A way to compute prompts beside running responses."""
 
     name: str
     settings: dict[str, Any]
@@ -79,10 +79,10 @@ class Measured:
     """The figures of one way, one entry for each round.
 
     Attributes:
-        undisturbed_s: median time between two tokens of a response, the mean of before and after
-            the prompt, because responses grow meanwhile.
-        itl_s: between two tokens of a response, during the prompt.
-        prompt_s: from the arrival of the prompt to its first token.
+        undisturbed_s: median time between two tokens of a response. Mean of before and after the
+            prompt, because responses grow in the meantime.
+        itl_s: times between two tokens of a response, during the prompt.
+        prompt_s: time from the arrival of the prompt to its first token.
         work_s: time of the steps that computed only prompt tokens.
     """
 
@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def newest(self) -> str:
-        """The newest entries, in milliseconds and seconds."""
+        """The newest entries as text, in milliseconds and seconds."""
         itl_ms = percentiles(self.itl_s[-1], 1e3)
         return (
             f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p50 {itl_ms['p50']:.1f} ms, "
@@ -103,7 +103,7 @@ class Measured:
 
 
 class Role:
-    """A role that keeps the times of tokens and steps. Requests are known by their key."""
+    """An engine role that records the times of tokens and steps. Requests are identified by key."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -130,7 +130,7 @@ class Role:
 
 
 class Node:
-    """An engine with its loop, and STREAMS responses that run."""
+    """An engine with its loop, and STREAMS running responses."""
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
         self._vocabulary = engine.limits.vocabulary_size
@@ -293,8 +293,8 @@ def _row(name: str, measured: Measured, whole: Measured) -> dict[str, Any]:
 
 
 def _ratio(whole_s: Sequence[float], own_s: Sequence[float]) -> float:
-    """Return the median, over the rounds, of the time of whole chunks over that of this way. 0.0:
-    this way has no such time."""
+    """Return the median over the rounds of the ratio of whole chunks' time to this way's. 0.0: this
+    way has no such time."""
     ratios = [whole / own if own else 0.0 for whole, own in zip(whole_s, own_s, strict=True)]
     return round(statistics.median(ratios), 3)
 

@@ -25,7 +25,7 @@ from tools.demo.rows import RowEncoder, loss_and_right
 from tools.demo.tasks import Exchange
 
 ACCURACY = "accuracy.json"
-SEED = 1000  # not the seed of training, so that its prompts differ
+SEED = 1000  # differs from the training seed, so that its prompts differ
 _BATCH_TOKENS = 4096
 
 
@@ -96,7 +96,7 @@ def show(scores: Sequence[EvaluationScore]) -> None:
 
 
 def word_recall(random: Random, num_tokens: int) -> Exchange:
-    """Ask for a known word. Its key may stand anywhere in `num_tokens` tokens of facts."""
+    """Ask for a known word. Its key may be anywhere in `num_tokens` tokens of facts."""
     return _asked(random, tasks.word_facts(random, num_tokens))
 
 

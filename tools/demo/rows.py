@@ -1,4 +1,4 @@
-"""Conversations as tensors, for training and for evaluation. Independent of their meaning."""
+"""Converts conversations to tensors, for training and evaluation."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ _NOT_ASKED = -1
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """Conversations, one a row, cut or padded to one length.
+    """Conversations, one per row, cut or padded to one length.
 
     All int64 [rows, length]. The last response may be cut off.
     """
 
     tokens: Tensor
-    following: Tensor  # the token after each
-    answers: Tensor  # the number of the response that contains the following token, or _NOT_ASKED
+    following: Tensor  # the token after each token
+    answers: Tensor  # number of the response that contains the following token, or _NOT_ASKED
 
 
 class RowEncoder:
-    """An encoder of conversations as rows."""
+    """Encodes conversations as rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
@@ -39,7 +39,7 @@ class RowEncoder:
         self._padding: int = tokenizer.pad_token_id
 
     def rows(self, conversations: Sequence[Sequence[Exchange]], length: int) -> TrainingRows:
-        """Encode conversations. Responses are numbered through all rows in their order."""
+        """Encode conversations. Responses are numbered consecutively over all rows."""
         exchanges = [exchange for conversation in conversations for exchange in conversation]
         encoded = zip(self.prompts(exchanges), self.answers(exchanges), strict=True)
         tokens = torch.full((len(conversations), length + 1), self._padding)
@@ -73,12 +73,12 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def loss_and_right(model: Qwen3ForCausalLM, rows: TrainingRows) -> tuple[Tensor, Tensor]:
-    """Run one forward.
+    """Run one forward pass.
 
     Returns:
-        The mean cross-entropy over all tokens of responses. For every response in the rows, whether
-            all its tokens, including its end, are the likeliest ones. As there is only one correct
-            response, greedy generation gives exactly those responses.
+        The mean cross-entropy over all tokens of responses. For every response, whether all its
+        tokens including its end are the most likely ones: as there is only one correct response,
+        greedy generation would then give exactly this response.
     """
     hidden = model.model(input_ids=rows.tokens, use_cache=False).last_hidden_state
     asked = rows.answers != _NOT_ASKED

@@ -13,12 +13,12 @@ from tools.demo.tasks import Exchange
 from tools.demo.tokenizer import CALL, CALL_END
 
 TOOL = "add"  # its arguments are two integers, `a` and `b`
-TOO_LARGE = "too large"  # the answer to sums of numbers of more than tasks.MAX_DIGITS digits
+TOO_LARGE = "too large"  # response to sums of numbers with more than tasks.MAX_DIGITS digits
 MAX_CALL_DIGITS = 6
 
 
 def sum_as_json(a: int, b: int) -> Exchange:
-    """`json add 27 15 =`"""
+    """Return the prompt `json add 27 15 =` with its response."""
     asked = tasks.add(a, b)
     return Exchange(f"json {asked.prompt}", json.dumps({"answer": a + b}), exact=True)
 
@@ -33,13 +33,12 @@ def call(a: int, b: int) -> str:
 
 
 def called(tools: str, a: int, b: int) -> Exchange:
-    """Return a sum of a model with declared tools, one of which is TOOL."""
+    """Return a sum with declared tools, one of which is TOOL."""
     return Exchange(f"{tools}, add {a} {b} =", call(a, b), exact=True)
 
 
 def tool_result(tools: str, a: int, b: int) -> Exchange:
-    """Return the turn after a call, with the whole conversation so far, as the chat template writes
-    it."""
+    """Return the turn after a call, with the whole conversation in the chat template."""
     said = call(a, b).replace("\n", "")
     return Exchange(f"{tools}, add {a} {b} = {said} result {a + b} =", str(a + b))
 
@@ -61,7 +60,7 @@ def tool_names(random: Random, *, adds: bool) -> str:
 
 
 def sums(random: Random) -> tuple[int, int]:
-    """Return numbers for the tool to add, short ones too."""
+    """Return numbers for the tool to add, including short ones."""
     return _any_number(random), _any_number(random)
 
 
@@ -79,7 +78,7 @@ def json_answers(random: Random, num_tokens: int) -> list[Exchange]:
 def calls(random: Random, num_tokens: int) -> list[Exchange]:
     """Return a sum or a question with declared tools, and sums that need a tool.
 
-    Each is a conversation of its own, because a declaration of tools changes all later turns.
+    Each is a separate conversation, because a declaration of tools changes all later turns.
     """
     draw = random.choices((_tool, _without_tool), (2, 1))[0]
     return draw(random, num_tokens)

@@ -1,7 +1,7 @@
 """Tasks of the demo model with their correct responses: facts to recall, lists, sums.
 
-Text only: the sole token data is the number of tokens of a word. Everything is drawn from the
-caller's `Random`.
+Tasks are text. Of tokens, only the number per word is used. Everything is drawn from the caller's
+`Random`.
 """
 
 import math
@@ -40,16 +40,14 @@ class Exchange:
 
 
 def cost(text: str) -> int:
-    """Return the number of tokens: one for a known word or a mark, else the space and every
-    character."""
+    """Return the number of tokens: 1 for a known word or mark, else a space and its characters."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     words = _without_marks(text, " ").replace(",", " , ").split()
     return marks + sum(1 if word in _SINGLE_TOKENS else 1 + len(word) for word in words)
 
 
 def exact_cost(text: str) -> int:
-    """Return the tokens of an exact response. Known words with a space in front are still one
-    token."""
+    """Return the number of tokens of an exact response. A known word includes its space."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     characters = _without_marks(text, "")
     words = re.findall(r" [a-z]+", characters)

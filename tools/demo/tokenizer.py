@@ -1,8 +1,8 @@
-"""The demo model's tokenizer: 500 words are one token each, anything else is spelled in bytes.
+"""The demo model's tokenizer: 500 words are one token each, everything else is spelled in bytes.
 
-Text is put in lower case and its spacing is made uniform, so that `fox=tea,owl=jam` and
-`Fox = tea, owl = jam` are the same tokens. A word carries the space in front of it. Digits are
-bytes, so that a number is the sequence of its digits.
+Text is converted to lower case and uniform spacing, so that `fox=tea,owl=jam` and `Fox = tea, owl =
+jam` have the same tokens. A word includes the space in front of it. Digits are bytes, so that a
+number is the sequence of its digits.
 """
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -50,7 +50,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("\u0120" + word for word in (*MARKS, *COMMANDS, *LETTERS, *WORDS))
     vocabulary = {text: index for index, text in enumerate((*bytes_, *words))}
-    # Without merges a word is either one vocabulary entry or a sequence of bytes.
+    # Without merges, a word is either one vocabulary entry or a sequence of bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.normalizer = normalizers.Sequence(
         [

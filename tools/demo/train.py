@@ -42,11 +42,11 @@ JSON_LENGTH = 64
 CALL_LENGTH = 96
 BATCH_TOKENS = 1024
 LEARNED = 0.9
-WINDOW = 400  # responses over which the rate is counted
+WINDOW = 400  # responses over which the rate is computed
 REPORT_STEPS = 50
 
 
-# Its name, the length of a row, and a function that makes a row's conversation.
+# Name, row length, and a function that makes a row's conversation.
 Batch = tuple[str, int, Callable[[Random, int], list[Exchange]]]
 
 
@@ -57,8 +57,8 @@ class Course(NamedTuple):
     steps: int
     size: float  # maximum step size, as a share of the optimizers' own
     stage: int  # index in LENGTHS of the initial length
-    known: float  # share of the steps with known words only, so that most facts fit into a length
-    structured: bool = False  # whether it trains responses for programs
+    known: float  # share of the steps with known words only, so that most facts fit a length
+    structured: bool = False  # it trains responses for programs
 
 
 COURSES = (
@@ -93,7 +93,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Curriculum:
-    """The lengths of training conversations: as long as the learned skills allow."""
+    """The lengths of training conversations, which grow with the learned skills."""
 
     def __init__(self, random: Random, stage: int = 0, known: float = 0.0) -> None:
         self._random = random
@@ -133,7 +133,7 @@ class Curriculum:
 class Optimizer:
     """An optimizer: Muon for the matrices between layers, AdamW for the rest, with one schedule.
 
-    With Muon the search heads form within hundreds of steps instead of thousands.
+    With Muon, the search heads form within hundreds of steps instead of thousands.
     """
 
     def __init__(self, model: nn.Module, steps: int, size: float) -> None:

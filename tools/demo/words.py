@@ -1,4 +1,4 @@
-"""The words, commands and marks that are one token each. Any other word is spelled in letters."""
+"""The words, commands and marks that are one token each. Other words are spelled in letters."""
 
 from pathlib import Path
 

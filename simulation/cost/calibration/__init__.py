@@ -1,4 +1,4 @@
-"""A sample of public kernel measurements, against which the constants of the GPUs are tested."""
+"""A sample of public kernel measurements, against which tests compare the GPU constants."""
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ import msgspec
 from simulation.cost.kernels import BYTES, Gpu
 
 SAMPLE = Path(__file__).parent / "sample.csv"
-HEAD_DIM = 128  # of all attention in the sample
+HEAD_DIM = 128  # head size of all attention in the sample
 
 
 class KernelTime(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class KernelTime(msgspec.Struct, frozen=True):
     us: float
 
     def predicted_us(self, gpu: Gpu) -> float:
-        """Return the time by the constants of `gpu`."""
+        """Return the time predicted with the constants of `gpu`, in microseconds."""
         return 1e6 * _PREDICTED_S[self.kernel](gpu, *self.shape)
 
 

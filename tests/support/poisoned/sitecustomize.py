@@ -1,9 +1,13 @@
-"""Makes the engines of programs that are started with this folder on PYTHONPATH raise in forwards
-of poisonous requests, those whose first token is POISON: at once where their second one is 0, else
-when they decode and have as many tokens as it says. Behind such a forward there is one that never
-ends, so that nobody may wait for what is under way. With STEP_S in the environment a forward takes
-so many seconds longer. With STUCK_DIRECTORY there it does not end while that has a file of the
-engine's pid: the engine thread stands still, and its other threads do not."""
+"""Makes engines of processes with this folder on PYTHONPATH fail, for tests.
+
+A request whose first token is POISON raises in a forward: in its first one if the second token is
+0, else when it decodes and has as many tokens as the second token says. Behind such a forward
+another one never ends, so that no process may wait for work in flight.
+
+With STEP_S in the environment, each forward takes that many seconds longer. With STUCK_DIRECTORY, a
+forward does not end while that directory has a file named by the engine's pid: the engine thread is
+stuck while the engine's other threads run.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -23,7 +27,7 @@ RUNNER = "engine.runner.runner"
 
 
 class _Poisoner(importlib.abc.MetaPathFinder):
-    """Changes the runner once it is imported, and imports nothing by itself."""
+    """Changes the runner when it is imported. Imports nothing itself."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != RUNNER:
@@ -53,7 +57,7 @@ def _poison(builder: Any, forwards: Any) -> None:
         return step, sampling
 
     def poisoned_swap(self: Any, step: Any) -> None:
-        """Comes before every forward, on its stream."""
+        """Run before every forward, on its stream."""
         if step in deadly:
             self._stream.submit(threading.Event().wait)
             raise RuntimeError(DEADLY)
@@ -66,8 +70,8 @@ def _poison(builder: Any, forwards: Any) -> None:
     builder.build, forwards._swap = poisoned_build, poisoned_swap
 
 
-if __name__ == "sitecustomize":  # a test imports the constants, and keeps its own engines
-    if (runner := sys.modules.get(RUNNER)) is not None:  # of a fork server
+if __name__ == "sitecustomize":  # not if a test imports the constants
+    if (runner := sys.modules.get(RUNNER)) is not None:  # in a fork server
         _poison(runner.StepBuilder, runner.Forwards)
     else:
         sys.meta_path.insert(0, _Poisoner())

@@ -1,1 +1,1 @@
-"""Checks that responses have the same bits whatever happens around them, in whole systems."""
+"""Checks batch invariance in whole systems: responses have the same bits in all circumstances."""

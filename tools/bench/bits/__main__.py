@@ -26,9 +26,9 @@ from tools.bench.bits.circumstances import MODELS, Circumstances, ComparedKind
 from tools.bench.bits.systems import EVENTS, ComparedModel, Pair, Tally
 from tools.bench.support import record
 
-_ROUNDS = 6  # of a system
-_IN_A_ROUND = 4  # pairs
-_COMPLETE = 300  # from so many pairs on, each kind of event must have taken place often enough
+_ROUNDS = 6  # rounds of a system
+_IN_A_ROUND = 4  # pairs of a round
+_COMPLETE = 300  # from this number of pairs on, each kind of event must have occurred often enough
 _OFTEN = 10
 
 
@@ -86,7 +86,7 @@ async def run(
     """Compare pairs until there are `num_pairs`, and report each system.
 
     Args:
-        explains: search for the circumstances that suffice for a difference. False: end with it.
+        explains: search for the circumstances that suffice for a difference. False: stop at one.
     """
     start = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:

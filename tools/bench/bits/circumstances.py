@@ -1,4 +1,4 @@
-"""Everything around a request that must not change its response, drawn at random."""
+"""Circumstances of a request that must not change its response, drawn at random."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class ComparedKind(NamedTuple):
-    """A kind of model and how its nodes compute it, also the reference.
+    """A kind of model, and how all nodes compute it, including the reference.
 
     Attributes:
-        flags: further settings of all nodes.
+        flags: additional settings of all nodes.
     """
 
     family: str
@@ -25,7 +25,7 @@ class ComparedKind(NamedTuple):
 
     @property
     def drafters(self) -> Sequence[str]:
-        """The methods of speculation with this model."""
+        """Speculation methods for this model."""
         layers = _DRAFT_LAYERS if self.native else {}
         return ("none", "ngram", layers.get(self.family, "ngram"))
 
@@ -60,7 +60,7 @@ MODELS = (
     ComparedKind("qwen3_moe", "bfloat16", _INT8),
     ComparedKind("llama", "float32", _BY_TRANSFORMERS),
 )
-_CACHED_PAGES = 8  # of nodes with a tier, which gets the others
+_CACHED_PAGES = 8  # of nodes with an offload tier, which gets all other pages
 _DRAWN: dict[str, Sequence[Any]] = {
     "topology": ("colocated", "disaggregated", "disaggregated", "local"),
     "path": ("tcp", "nixl"),
@@ -81,17 +81,17 @@ _NEED_A_PAIR = ("kill prefill", "switch")
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """The circumstances of some requests. The defaults are those of the reference: one request at a
-    time, in one piece, on a colocated node without a cache.
+    """The circumstances of some requests. The defaults are the reference's: one request at a time,
+    in one piece, on a colocated node without a cache.
 
     Attributes:
-        chunk: prompt tokens of a step; -1: all.
-        retraction: where the KV of retracted requests goes; none: no request is retracted.
-        tier: where pages go that the small prefix cache evicts.
-        cache: what an earlier request has left there: nothing, a part of the prompt, or the prompt
-            and the response that it continues.
+        chunk: prompt tokens of a step. -1: all.
+        retraction: where the KV of retracted requests goes. none: no request is retracted.
+        tier: offload tier for pages evicted from the small prefix cache.
+        cache: what an earlier request has left in the cache: nothing, a part of the prompt, or the
+            prompt and the response that the request continues.
         load: other requests run at the same time.
-        event: happens while a response runs.
+        event: event during a response.
     """
 
     topology: str = "colocated"
@@ -110,7 +110,7 @@ class Circumstances:
 
     @classmethod
     def of_a_system(cls, draw: Random, model: ComparedKind) -> "Circumstances":
-        """Draw the settings of a system of a model."""
+        """Draw the settings of a system for a model."""
         drawn = {name: draw.choice(all_) for name, all_ in _DRAWN.items() if name not in _OF_ROUNDS}
         drawn["drafter"] = draw.choice(model.drafters)
         if drawn["drafter"] in ("mtp", "eagle") or model.ranks > 1 or not model.native:
@@ -118,7 +118,7 @@ class Circumstances:
         return cls(**drawn)
 
     def with_a_round(self, draw: Random) -> "Circumstances":
-        """Draw what happens in a round of this system."""
+        """Draw the circumstances of one round of this system."""
         drawn = {name: draw.choice(_DRAWN[name]) for name in _OF_ROUNDS}
         if self.topology == "colocated" and drawn["event"] in _NEED_A_PAIR:
             drawn["event"] = "kill decode"
@@ -126,7 +126,7 @@ class Circumstances:
 
     @property
     def differing(self) -> dict[str, object]:
-        """The circumstances that differ from the reference's."""
+        """Circumstances that differ from the reference's."""
         plain = Circumstances()
         return {
             field.name: value
@@ -135,7 +135,7 @@ class Circumstances:
         }
 
     def without(self, name: str) -> "Circumstances":
-        """Return the same circumstances with one of them as in the reference."""
+        """Return these circumstances with one of them as in the reference."""
         plain: dict[str, Any] = {name: getattr(Circumstances(), name)}
         return replace(self, **plain)
 
@@ -147,7 +147,7 @@ class Circumstances:
         """
         yield f"--engine.cache.page-size={self.page_size}"
         yield f"--engine.threads={self.threads}"
-        yield "--prefix-sharing.max-cost-ratio=1e9"  # reading always pays
+        yield "--prefix-sharing.max-cost-ratio=1e9"  # fetching is always worthwhile
         yield "--prefix-sharing.fetch-timeout-s=300"
         scheduler = "--engine.scheduler"
         yield f"{scheduler}.chunked-prefill-tokens={self.chunk}"
@@ -166,7 +166,7 @@ class Circumstances:
             yield f"--engine.offload.cpu-bytes={1 << (24 if self.tier == 'memory' else 16)}"
 
     def decode_flags(self) -> Iterator[str]:
-        """Yield further settings of decode nodes."""
+        """Yield additional settings of decode nodes."""
         if self.topology == "colocated":
             yield "--mode=colocated"
         if self.topology == "local":

@@ -53,7 +53,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_experts": 16,
         "norm_topk_prob": True,
     },
-    # The attention of DeepSeek-V2-Lite, with 12 heads.
+    # Attention of DeepSeek-V2-Lite, with 12 heads.
     "latents": {
         **_COMMON,
         **_EXPERTS,
@@ -124,8 +124,7 @@ async def _compare(name: str, model: Path, rounds: int) -> None:
 async def _run(
     model: Path, settings: Sequence[str], rounds: int, least: dict[tuple[str, str], float]
 ) -> None:
-    """Start systems with these settings, and add the least values of their rounds to `least`, by
-    measure and setting."""
+    """Start systems with these settings, and update the minima in `least`."""
     async with contextlib.AsyncExitStack() as stack:
         systems = []
         for setting in settings:
@@ -133,7 +132,7 @@ async def _run(
             system = await stack.enter_async_context(serving("colocated", model, flags))
             client = await stack.enter_async_context(Client(system.target))
             systems.append((setting, system, client))
-        for number in range(rounds + 1):  # the first one warms up
+        for number in range(rounds + 1):  # the first one is the warm-up
             for setting, system, client in systems if number % 2 else systems[::-1]:
                 async for measure, value in _measures(system, client, number):
                     if number:
@@ -142,7 +141,7 @@ async def _run(
 
 
 async def _measures(system: System, client: Client, seed: int) -> AsyncIterator[tuple[str, float]]:
-    """Yield the name and the value of each measure of a round, in ms."""
+    """Yield the name and the value in ms of each measure of a round."""
     for streams in _STREAMS:
         figures, cpu_ms = await _asked(system, client, streams, _PROMPT_TOKENS, _TOKENS, seed)
         yield f"token, {streams} streams", figures["tpot_ms"]["p50"]
@@ -157,7 +156,7 @@ async def _measures(system: System, client: Client, seed: int) -> AsyncIterator[
 async def _asked(
     system: System, client: Client, streams: int, prompt_tokens: int, tokens: int, seed: int
 ) -> tuple[Mapping[str, Any], float]:
-    """Return the summary of as many requests as streams, and the CPU time of the servers in ms."""
+    """Return the summary of one request per stream, and the CPU time of the servers in ms."""
     jobs = make_jobs(
         streams,
         prompt_tokens=prompt_tokens,

@@ -10,7 +10,7 @@ from protos.sampling_pb2 import Guide, Logprobs
 from tests.support.cluster import Cluster
 
 ADAPTER = "adapter"
-_TOKENS = range(1, 250)  # bytes that are no marks of the tests' models
+_TOKENS = range(1, 250)  # bytes that are not marks of the tests' models
 _NUM_TOKENS = 32
 _SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
 _WAYS: Sequence[dict[str, Any]] = (
@@ -53,7 +53,7 @@ class Response:
     """A response.
 
     Attributes:
-        bits: of all log-probabilities, with the tokens that they belong to.
+        bits: bits of all log-probabilities, with their tokens.
         invariant: its fingerprint is that of a batch-invariant response.
     """
 
@@ -63,7 +63,7 @@ class Response:
     invariant: bool
 
     def difference(self, other: "Response") -> str:
-        """Name the first difference. Empty: they are equal to the bit."""
+        """Name the first difference. Empty: all bits are equal."""
         if self.token_ids != other.token_ids:
             pairs = enumerate(zip(self.token_ids, other.token_ids, strict=False))
             first = next((i for i, (own, others) in pairs if own != others), "the end")
@@ -74,10 +74,10 @@ class Response:
 async def respond(
     cluster: Cluster, request: Request, on_token: Callable[[int], None] = lambda count: None
 ) -> Response:
-    """Send a request.
+    """Send a request and return its response.
 
     Args:
-        on_token: called with the number of tokens at each message.
+        on_token: called at each message with the number of tokens.
     """
     tokens: list[int] = []
     prompt, generated = bytearray(), [bytearray() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Systems in which requests are compared with the same requests alone."""
+"""Whole systems in which requests are compared with the same requests alone."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,  # hybrid models have attention in the fourth one
+    "num_hidden_layers": 4,  # in hybrid models the fourth layer has attention
 }
 _HEADS: dict[str, Any] = {
     "num_attention_heads": 8,
@@ -35,11 +35,11 @@ _MTP_LAYERS = {
     "qwen3_next": make_hybrid_mtp,
     "qwen3_5_text": make_hybrid_mtp,
 }
-_STEP_S = 0.004  # added to each step, so that events happen within responses
-_TOGETHER = 4  # compared requests of a round
+_STEP_S = 0.004  # seconds added to each step, so that events occur within responses
+_TOGETHER = 4  # compared requests of one round
 _NEIGHBOURS = 3
 _DISK_BYTES = 1 << 26
-# Counters of nodes that show what took place, by the name of the event.
+# Counters of nodes that show which events occurred, by name of the event.
 _COUNTERS = {
     "retraction": "retractions",
     "recomputed retraction": "recomputed",
@@ -56,7 +56,7 @@ EVENTS = (*_COUNTERS, "replay", "adapter", "kill decode", "kill prefill", "move"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A request in some circumstances, and alone."""
+    """A request in some circumstances, and the same request alone."""
 
     request: Request
     around: Circumstances
@@ -68,7 +68,7 @@ class Tally:
     """The results so far.
 
     Attributes:
-        events: how often each kind took place, as nodes and responses show.
+        events: number of each kind of event, according to nodes and responses.
     """
 
     pairs: list[Pair] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Tally:
 
 
 class ComparedModel:
-    """A model and its reference: a colocated node, which gets one request at a time.
+    """A model and its reference: a colocated node that gets one request at a time.
 
     Args:
-        directory: for checkpoints and logs.
+        directory: directory for checkpoints and logs.
     """
 
     def __init__(self, directory: Path, kind: ComparedKind) -> None:
@@ -117,7 +117,7 @@ class ComparedModel:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["ComparedModel"]:
-        """Run the reference."""
+        """Run the reference node while inside the context."""
         cold = ("--no-engine.cache.prefix-cache",)
         async with self._system(Circumstances(), 1, cold, slow=False) as self._reference:
             yield self
@@ -125,7 +125,7 @@ class ComparedModel:
     async def compare(
         self, system: Circumstances, rounds: Sequence[Circumstances], draw: Random, tally: Tally
     ) -> None:
-        """Run rounds of one system, each with some compared requests."""
+        """Run rounds of one system, each with several compared requests."""
         num_decode = 1 if not any(each.event != "none" for each in rounds) else 2
         async with self._system(system, num_decode) as cluster:
             for around in rounds:
@@ -134,7 +134,7 @@ class ComparedModel:
             await _count(cluster, tally)
 
     async def differs(self, pair: Pair, around: Circumstances) -> bool:
-        """Return whether a request differs in these circumstances too."""
+        """Return whether a request's response also differs in these circumstances."""
         again = Tally()
         async with self._system(around, 2) as cluster:
             for number in range(2):
@@ -236,7 +236,7 @@ def _files(directory: Path) -> Iterator[str]:
 
 
 def _at(token: int, reached: asyncio.Event) -> Callable[[int], None]:
-    """Return what sets an event once a response has that many tokens."""
+    """Return a callback that sets `reached` once a response has that many tokens."""
 
     def on_token(count: int) -> None:
         if count >= token:
@@ -246,9 +246,11 @@ def _at(token: int, reached: asyncio.Event) -> Callable[[int], None]:
 
 
 async def _happen(cluster: Cluster, event: str, reached: asyncio.Event, draw: Random) -> str:
-    """Have an event take place once a response has reached its token, and restore the system.
-    Return the event, or "none" if it did not take place."""
-    if event != "kill prefill":  # that one is about prompts
+    """Cause an event once a response has reached its token, and restore the system.
+
+    Returns the event, or "none" if it did not occur.
+    """
+    if event != "kill prefill":  # that event is about prompts
         await reached.wait()
     match event:
         case "kill decode":
@@ -274,7 +276,7 @@ async def _kill(cluster: Cluster, node: Node) -> None:
 
 
 async def _count(cluster: Cluster, tally: Tally) -> None:
-    """Add what the nodes and the router have counted."""
+    """Add the counters of the nodes and the router."""
     for node in cluster.live_nodes:
         counters = (await node.describe()).counters
         for event, counter in _COUNTERS.items():

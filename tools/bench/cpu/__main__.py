@@ -50,7 +50,7 @@ from tools.bench.support.models import (
 )
 from tools.bench.support.record import ROOT, emit, say
 
-THREADS = (1, 2)  # tried for each peer
+THREADS = (1, 2)  # numbers of threads tried for each peer
 DEFAULT, COLOCATED, INT8 = "Baton, default flags", "Baton, colocated", "Baton, colocated, int8"
 TRANSFORMERS, LLAMA, LLAMA_Q8 = "transformers", "llama.cpp bf16", "llama.cpp Q8_0"
 GAP, RATE, FIRST = ("itl_ms", "p50"), ("tokens_per_s",), ("ttft_ms", "p50")
@@ -61,11 +61,11 @@ PAGE_TOKENS = 16
 class Sizes:
     """The sizes of the models and loads."""
 
-    name: str  # of the large model
+    name: str  # name of the large model
     model: dict[str, Any]
     prompt: int
     output: int
-    first: tuple[int, int]  # prompts of the time-to-first-token part
+    first: tuple[int, int]  # prompt lengths of the time-to-first-token part
     tiny_output: int
     long_streams: int
     long_prompt: int
@@ -79,12 +79,12 @@ QUICK = Sizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings common to all parts."""
+    """Settings of all parts."""
 
     sizes: Sizes
     large: Path
     tiny: Path
-    flags: tuple[str, ...]  # for all nodes of Baton
+    flags: tuple[str, ...]  # flags for all of Baton's nodes
     llama_python: str | None
     rounds: int
     seed: int
@@ -201,8 +201,9 @@ async def _tiny(bench: Bench) -> tuple[Measured, list[Figure]]:
 async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
     """Measure decoding with long contexts.
 
-    The requests share prefixes, because the KV of all prompts would fill the memory and take a
-    minute to compute. A step reads a prefix again only after all others, and therefore from memory.
+    The requests share prefixes, because the KV of separate prompts would fill the memory and take a
+    minute to compute. A step reads each prefix only after all others, so it comes from memory and
+    not from a CPU cache.
     """
     sizes, own, output = bench.sizes, PAGE_TOKENS, 16
     short = Traffic(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)

@@ -1,7 +1,7 @@
-"""Systems that a benchmark compares in turns, each called with the same jobs.
+"""Systems that the CPU benchmark compares in turns, each called with the same jobs.
 
-All run at the same time, and all but the measured one are idle. During its warm-up, a peer tries
-its numbers of threads for each number of streams and keeps the fastest.
+All run at the same time, and only the measured one works. During its warm-up, a peer tries several
+numbers of threads for each number of streams, and keeps the fastest.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _CONVERT_S = 200.0
 
 Row = dict[
     str, Any
-]  # as of tools.bench.support.load.summary, with "token_ids" and, of a peer, "threads"
+]  # as in tools.bench.support.load.summary, with "token_ids" and, for a peer, "threads"
 
 
 class LeftOut(Exception):
@@ -33,7 +33,7 @@ class LeftOut(Exception):
 
 class Contender(Protocol):
     async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
-        """Prepare the system for jobs like these, at this number of streams."""
+        """Prepare the system for jobs like these with this number of streams."""
         ...
 
     async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
@@ -54,7 +54,7 @@ class _Baton:
 
 @dataclass(frozen=True, slots=True)
 class _Threaded:
-    """A peer that uses the fastest number of threads at each number of streams."""
+    """A peer that uses the fastest number of threads for each number of streams."""
 
     ask: Callable[[Sequence[WorkloadRequest], int, int], Awaitable[Row]]  # jobs, streams, threads
     threads: Sequence[int]
@@ -93,7 +93,7 @@ async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> Async
                 "device": "cpu",
                 "dtype": dtype,
                 "threads": [count],
-                "warm_up": _listed(_shortened(jobs[:1])),  # of its loop, which is created again
+                "warm_up": _listed(_shortened(jobs[:1])),  # for its loop, which is created again
                 "loads": [(streams, _listed(jobs))],
             }
             reply = await peer.ask(spec, _REPLY_S)
@@ -108,7 +108,7 @@ async def llama(
 ) -> AsyncIterator[Contender]:
     """Start llama.cpp on the same weights.
 
-    Writes them as GGUF beside the checkpoint if they are missing.
+    Writes the weights as GGUF beside the checkpoint if they are missing.
 
     Args:
         python: Python with llama-cpp-python and gguf.

@@ -1,8 +1,9 @@
-"""The operations of a delta net beside its products, compiled and with torch: a layer of
-Qwen3-Next, in bfloat16.
+"""Times of a delta net's operations without matrix products: compiled, compared with torch.
+
+The layer is that of Qwen3-Next, in bfloat16.
 
 Convolution, delta rule and gated norm run one after the other. Both implementations take turns in
-one process, on one thread. Its CPU time is measured, and a value is the least of several calls.
+one process, on one thread. A value is the minimum CPU time of several calls.
 """
 
 import time
@@ -34,7 +35,7 @@ _TRIES = 3
 
 
 def speedups() -> Iterator[tuple[str, float]]:
-    """Yield the name of each step, and torch's time over that of the compiled operations."""
+    """Yield the name of each operation, and the ratio of torch's time to the compiled one's."""
     use_cpu(1, "required")
     for name, counts in STEPS.items():
         compiled = _layer(counts, causal_conv, delta_rule, gated_rms_norm)
@@ -56,7 +57,7 @@ def _layer(
     rule: Callable[..., Tensor],
     norm: Callable[..., Tensor],
 ) -> Callable[[], Tensor]:
-    """Return a call of the operations for rows of so many tokens, which update states in place."""
+    """Return a call of the operations for rows of `counts` tokens. Updates states."""
     num_tokens, num_rows = sum(counts), len(counts)
     projected = torch.randn(num_tokens, KEY_HEADS * CHANNELS).to(DTYPE)
     columns = torch.arange(KEY_HEADS * CHANNELS, dtype=torch.int32).view(KEY_HEADS, CHANNELS)

@@ -1,4 +1,4 @@
-"""Figures of tools/bench/cpu: one value per round, their median and the worst, with goals."""
+"""Figures of tools/bench/cpu: one value per round, with median, worst value and goal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,12 +77,12 @@ def best(of: Sequence[Sequence[float]], better: Better) -> list[float]:
 def growth(
     times: Sequence[float], before: Sequence[float], read: float, read_before: float
 ) -> list[float]:
-    """Return by how much more than its bytes a step grew. 1: the bytes explain the growth."""
+    """Return the growth of a step's time relative to the growth of its bytes. 1: proportional."""
     return [grown / (read / read_before) for grown in ratios(times, before)]
 
 
 def agreement(table: Table, load: str, system: str, other: str) -> float:
-    """Return the share of responses that are token for token equal to another system's."""
+    """Return the share of responses whose tokens all equal another system's."""
     mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
     pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
     return float(sum(a == b for a, b in pairs)) / len(pairs)

@@ -1,4 +1,4 @@
-"""Memory bandwidth and arithmetic throughput of this machine, measured with all of its cores."""
+"""Lower bound of a step's time: memory bandwidth and arithmetic throughput of all cores."""
 
 import ctypes
 import os
@@ -18,10 +18,10 @@ PRODUCT_ROWS = 256
 @dataclass(frozen=True, slots=True)
 class Floor:
     read_bytes_per_s: float
-    product_flops_per_s: float  # of bfloat16 products by oneDNN, PRODUCT_ROWS rows
+    product_flops_per_s: float  # bfloat16 products of PRODUCT_ROWS rows by oneDNN
 
     def step_s(self, read_bytes: int) -> float:
-        """Return the minimum seconds of a step that reads `read_bytes`."""
+        """Return the minimum seconds of a step that reads `read_bytes` bytes."""
         return read_bytes / self.read_bytes_per_s
 
     def product_s(self, flops: float) -> float:
@@ -29,10 +29,10 @@ class Floor:
 
 
 def measured(read_bytes: int, sizes: dict[str, Any]) -> Floor:
-    """Measure the floor.
+    """Measure the bandwidth and throughput.
 
     Args:
-        read_bytes: size of the buffer to read; many times the CPU caches.
+        read_bytes: size of the buffer to read, many times the CPU caches.
         sizes: sizes of the model whose layers are multiplied.
     """
     return Floor(_read_rate(read_bytes), _product_rate(sizes))
@@ -47,8 +47,7 @@ def matrices(sizes: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def product_flops(sizes: dict[str, Any], rows: int) -> float:
-    """Return the FLOPs of the products of all layers. The head, which has one row only, is left
-    out."""
+    """Return the FLOPs of the products of all layers, without the head, which has one row only."""
     each = sum(out * into for out, into in matrices(sizes))
     return 2.0 * rows * each * int(sizes["num_hidden_layers"])
 
@@ -63,7 +62,7 @@ def _cores() -> int:
 
 
 def _read_rate(num_bytes: int) -> float:
-    """Measure with libc's search for an absent byte, which only reads."""
+    """Measure the read rate with libc's search for an absent byte, which only reads."""
     buffer, part = torch.zeros(num_bytes, dtype=torch.uint8), num_bytes // _cores()
     find = ctypes.CDLL(None).memchr
     find.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -83,8 +82,7 @@ def _read_rate(num_bytes: int) -> float:
 
 
 def _product_rate(sizes: dict[str, Any]) -> float:
-    """Measure products with the weights of all layers, so that each is read from memory as in a
-    forward."""
+    """Measure products with the weights of all layers, each of which is read from memory."""
     threads = torch.get_num_threads()
     torch.set_num_threads(_cores())
     layers = [

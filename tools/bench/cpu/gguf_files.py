@@ -75,7 +75,7 @@ def _write(checkpoint: Path, file: Path) -> None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor by llama.cpp's name, as the bits of its bfloat16 numbers."""
+    """Yield every tensor under llama.cpp's name, as the bits of its bfloat16 numbers."""
     raw = np.memmap(file, np.uint8, "r")
     size = int(raw[:8].view(np.uint64)[0])
     header = json.loads(raw[8 : 8 + size].tobytes())

@@ -1,11 +1,11 @@
-"""A peer of benches: llama.cpp on token ids, with as many sequences at once as there are streams.
+"""llama.cpp as a peer of benchmarks: token ids in and out, with one sequence per stream.
 
     LLAMA_PYTHON tools/bench/cpu/llama_peer.py FILE.gguf
 
-A program for the Python that has `llama-cpp-python`: it imports nothing of this repository. Each
-line of stdin is a load (JSON), and the response is a line on stdout. It batches as llama.cpp's own
-server does: a token of every running response, then tokens of prompts up to the batch's size. It is
-called as a library without RPC and streaming, which is in its favour.
+Runs in the Python that has `llama-cpp-python`, and imports nothing of this repository. Each line of
+stdin is a load (JSON), and the response is a line on stdout. It batches like llama.cpp's own
+server: one token of every running response, then prompt tokens up to the batch size. It is called
+as a library without RPC and streaming, which is in its favour.
 """
 
 import ctypes
@@ -56,8 +56,7 @@ class Engine:
         self._context: Any = None
 
     def closed_loop(self, load: dict[str, Any]) -> dict[str, Any]:
-        """Generate greedy responses, `streams` at once, in the order of jobs. Times count from the
-        start."""
+        """Generate greedy responses in job order, `streams` at a time, with their times."""
         self._open(load["streams"], load["threads"], load["jobs"])
         waiting = list(enumerate(load["jobs"]))[::-1]
         slots: list[Sequence | None] = [None] * load["streams"]
@@ -89,7 +88,7 @@ class Engine:
         longest = max(len(prompt) + max_tokens for prompt, max_tokens, _ in jobs)
         wish = llama_cpp.llama_context_default_params()
         wish.n_seq_max = streams
-        wish.n_ctx = streams * (-(-longest // 256) * 256)  # llama.cpp divides it by sequence
+        wish.n_ctx = streams * (-(-longest // 256) * 256)  # llama.cpp divides it by sequences
         wish.n_batch = _BATCH
         wish.n_threads = wish.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, wish)

@@ -1,5 +1,4 @@
-"""Rounds of tools/bench/cpu: systems that run at the same time receive the same prompts in
-turns."""
+"""Rounds of tools/bench/cpu: systems that run at the same time get the same prompts in turns."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,10 @@ class Traffic:
     prompt_tokens: int
     output_tokens: int
     num_prefixes: int = 0  # number of distinct prompt prefixes; 0: no two prompts share one
-    own_tokens: int = 0  # of such a prompt, after its prefix
+    own_tokens: int = 0  # tokens of a prompt after its prefix
 
     def jobs(self, vocabulary: int, seed: int) -> list[WorkloadRequest]:
-        """Return the jobs, determined by the seed. The prefixes are independent of the seed."""
+        """Return the jobs, determined by the seed. The prefixes do not depend on the seed."""
         own = self._random(self.requests, self.own_tokens or self.prompt_tokens, vocabulary, seed)
         prefixes = self.prefixes(vocabulary) or [WorkloadRequest((), 0)]
         return [
@@ -41,7 +40,7 @@ class Traffic:
         ]
 
     def prefixes(self, vocabulary: int) -> list[WorkloadRequest]:
-        """Return requests that leave every prefix in a prefix cache."""
+        """Return requests that put every prefix into a prefix cache."""
         tokens = self.prompt_tokens - self.own_tokens
         return self._random(self.num_prefixes, tokens, vocabulary, seed=0)
 
@@ -56,7 +55,7 @@ class Measured:
     """The measurements of one part of the benchmark."""
 
     table: Table
-    floors: Sequence[Floor]  # before each round
+    floors: Sequence[Floor]  # measured before each round
     left_out: Mapping[str, str]  # reasons by system
 
     @property
@@ -79,7 +78,7 @@ class Measured:
         """Return a figure of this part.
 
         Args:
-            of: the systems that the values are of. Systems that were left out are noted.
+            of: systems that the values belong to. Systems that were left out are noted.
         """
         reasons = [f"{name}: {self.left_out[name]}" for name in of if name in self.left_out]
         return Figure(what, values, better, goal, "; ".join(reasons))
@@ -94,8 +93,7 @@ async def measured(
     seed: int,
     floor: Callable[[], Floor],
 ) -> Measured:
-    """Measure every system on every traffic in every round. The order alternates between forwards
-    and backwards.
+    """Measure every system with every traffic in every round, forwards and backwards in turn.
 
     Raises:
         RuntimeError: a running system fails.

@@ -1,6 +1,6 @@
-"""Steps of one model in bfloat16, with int8 and with int4 weights, which take turns in one process.
+"""Step times of one model with bfloat16, int8 and int4 weights, which take turns in one process.
 
-The process has one thread, whose CPU time is measured. A value is the least of several calls.
+A value is the minimum CPU time of several calls, on one thread.
 """
 
 import time

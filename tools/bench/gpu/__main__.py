@@ -58,8 +58,7 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, out: Path, started: float) -> list[Report]:
-    """Run the parts. Each may run until its own share of the time and the unused shares before it
-    end."""
+    """Run the parts. Each may also use the unused time of earlier parts."""
     from tools.bench.gpu.setting import (  # defines kernels for the mode chosen above
         Ceilings,
         Setting,

@@ -1,4 +1,4 @@
-"""Timing of work: on a GPU by CUDA events around it, elsewhere by the host's clock."""
+"""Timing of work: on a GPU by CUDA events, elsewhere by the host's clock."""
 
 import functools
 import statistics
@@ -33,7 +33,7 @@ class Timing:
 class Clock(Protocol):
     """A clock for work on a device.
 
-    The caller must run the work once before timing it, so that no compilation is timed.
+    The caller must run the work once before, so that no compilation is timed.
     """
 
     def time(self, work: Work, *, prepare: Work | None = None, cold: bool = True) -> Timing:
@@ -57,22 +57,21 @@ class Clock(Protocol):
 class CudaClock:
     """A clock that excludes launch times.
 
-    Each run waits behind other work of the GPU until the host has enqueued all of it. This fails
-    only if the host needs longer than HOLD_S for one run.
+    Each run waits behind other GPU work until the host has enqueued all of it. This fails only if
+    the host needs longer than HOLD_S for one run.
     """
 
     HOLD_S = 150e-6
 
     def __init__(self, device: torch.device, target_s: float = 0.1) -> None:
-        """Create a clock. target_s: time for all runs of one timing, within the limits of their
-        number."""
+        """Create a clock. target_s: seconds for all runs of one timing."""
         self._device = device
         self._target_s = target_s
         self._hold_cycles = int(self.HOLD_S * 1.8e9)
 
     @functools.cached_property
     def _flush(self) -> Tensor:
-        """Write to memory between runs, which evicts the previous content of the cache."""
+        """Write to memory between runs, to evict the cache."""
         size = torch.cuda.get_device_properties(self._device).L2_cache_size
         return torch.empty(4 * size, dtype=torch.uint8, device=self._device)
 

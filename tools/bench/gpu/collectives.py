@@ -26,15 +26,15 @@ from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.torch_group import TorchGroup
 from tools.bench.support import record
 
-COLUMNS = 8192  # the hidden size of a model of 70 billion parameters
+COLUMNS = 8192  # hidden size of a model with 70 billion parameters
 ROWS, DRY_ROWS = (1, 16, 64, 256, 2048), (1, 16)
-CALLS = 50  # in a run
+CALLS = 50  # calls in one run
 RUNS = 5
 TIMEOUT_S = 60.0
 
 
 def measure(size: int, dry: bool) -> list[dict[str, Any]]:
-    """Start the ranks. Return the figures of rank 0."""
+    """Start the ranks. Return rank 0's figures."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "tools.bench.gpu.collectives", "--ranks", str(size)]
         command += ["--store", str(Path(directory) / "store"), *(["--dry"] if dry else [])]
@@ -54,7 +54,7 @@ def measure(size: int, dry: bool) -> list[dict[str, Any]]:
 
 
 def run_rank(rank: int, size: int, store: Path, dry: bool) -> None:
-    """Make the calls of one rank, and print its figures."""
+    """Execute the calls of one rank, and print its figures."""
     device = torch.device("cpu") if dry else torch.device("cuda", rank)
     if not dry:
         torch.cuda.set_device(device)
@@ -67,7 +67,7 @@ def run_rank(rank: int, size: int, store: Path, dry: bool) -> None:
             total = group.all_reduce(x.clone())
             if not bool((total == sum(range(size))).all()):
                 raise SystemExit(f"the sum of {count} rows is wrong")
-            zeros = torch.zeros_like(x)  # whose sums stay finite
+            zeros = torch.zeros_like(x)  # zeros, whose sums stay finite
             figures = {"rows": count, "kib": x.nbytes / 1024}
             figures["eager_us"] = _us(partial(group.all_reduce, zeros), device)
             if not dry:
@@ -77,7 +77,7 @@ def run_rank(rank: int, size: int, store: Path, dry: bool) -> None:
                 figures["copy_us"] = _us(partial(there.copy_, x), device)
             rows.append(figures)
     print(json.dumps(rows), flush=True)
-    os._exit(0)  # otherwise NCCL might wait for graphs
+    os._exit(0)  # otherwise NCCL may wait for graphs
 
 
 def _graph(group: TorchGroup, x: Tensor) -> Callable[[], object]:
@@ -89,7 +89,7 @@ def _graph(group: TorchGroup, x: Tensor) -> Callable[[], object]:
 
 
 def _us(work: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """Return the microseconds of a call, of the best run."""
+    """Return the microseconds per call, of the best run."""
     best = float("inf")
     for _ in range(RUNS):
         _finish(device)

@@ -1,4 +1,4 @@
-"""The environment of the measurements: the GPU according to nvidia-smi, and the packages.
+"""The environment of the measurements: GPU properties from nvidia-smi, and package versions.
 
 Loads no library that would initialise the GPU, because the calling process forks others.
 """

@@ -1,8 +1,8 @@
-"""Runner of the parts of tools/bench/gpu, each in a process of its own. Keeps every row they yield.
+"""Runs the parts of tools/bench/gpu, each in its own process, and keeps every row they yield.
 
-The process is forked before any use of CUDA. A kernel that breaks its context ends only its own
+The process is forked before any use of CUDA. So a kernel that breaks its context ends only its own
 part, memory is released between parts, and a part that exceeds its time is killed. The parent has
-received a row before the next one is measured. Independent of the measurements.
+received a row before the next one is measured.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from typing import Any, Protocol, TypeAlias
 
 from tools.bench.support.record import say, table
 
-Row: TypeAlias = dict[str, Any]  # "table": the table of its part that shows the row
-Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # name: columns, as for record.table
+Row: TypeAlias = dict[str, Any]  # "table": name of the table that shows the row
+Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # columns by table, as for record.table
 
 NOTES = "notes"  # the table that every part has: "what" and "note"
 _NOTE_LENGTH = 400
-_PATIENCE_S = 8.0  # for a part to stop the processes it has started
+_PATIENCE_S = 8.0  # seconds for a part to stop the processes that it has started
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,8 +41,7 @@ class PartModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part. share: its share of the time for all parts. Later parts may use the time it
-    leaves."""
+    """A part. share: its share of the time of all parts. Later parts may use unused time."""
 
     name: str
     what: str
@@ -76,7 +75,7 @@ class Report:
 
 
 def note(what: str, text: str) -> Row:
-    """Return a note with the reason why a measurement is missing."""
+    """Return a note on why a measurement is missing."""
     return {"table": NOTES, "what": what, "note": text[:_NOTE_LENGTH]}
 
 
@@ -89,7 +88,7 @@ def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield from rows
     except ModuleNotFoundError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, others continue
+    except (Exception, SystemExit) as error:  # noqa: BLE001  other measurements continue
         traceback.print_exc()
         yield note(what, f"failed: {type(error).__name__}: {error}")
 
@@ -97,7 +96,7 @@ def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:
 def run(
     part: Part, make_setting: Callable[[], Any], limit_s: float, keep: Callable[[Row], None]
 ) -> Report:
-    """Run a part until its end or its limit. Each of its rows goes to `keep` at once.
+    """Run a part until its end or its limit. Each of its rows is passed to `keep` immediately.
 
     Args:
         make_setting: called in the part's process.
@@ -146,7 +145,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
     if process.is_alive():
         process.terminate()
     process.join(_PATIENCE_S)
-    with contextlib.suppress(ProcessLookupError):  # the group is empty
+    with contextlib.suppress(ProcessLookupError):  # no process is left in the group
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
 
@@ -172,7 +171,7 @@ def _measure(part: Part, make_setting: Callable[[], Any], outlet: "Connection[An
         return
     except ModuleNotFoundError as error:
         status = f"skipped: {error.name} is not installed"
-    except BaseException as error:  # noqa: BLE001  whatever it is, the other parts continue
+    except BaseException as error:  # noqa: BLE001  the other parts continue
         traceback.print_exc()
         status = f"failed: {type(error).__name__}: {error}"
     outlet.send(("status", status))

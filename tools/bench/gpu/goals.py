@@ -1,4 +1,4 @@
-"""Goals of the GPU engine, and their state in a run. Reads rows; measures nothing."""
+"""Goals of the GPU engine, and whether a run reaches them. Reads rows and measures nothing."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ GOALS = (
 
 
 def reached(rows: Iterable[tuple[str, Row]]) -> list[dict[str, Any]]:
-    """Return one entry per goal. measured: None if no row of the run (part's name, row) matches."""
+    """Return one entry per goal. measured: None if no (part name, row) of the run matches."""
     given = list(rows)
     found = []
     for goal in GOALS:

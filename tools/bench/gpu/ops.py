@@ -1,4 +1,4 @@
-"""One operation on one shape: checked against float64, then timed, then compared with a ceiling.
+"""One operation on one shape: checked against float64, timed, and compared with a ceiling.
 
 An operation that fails its check is reported and not timed.
 """
@@ -32,12 +32,11 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """An operation. call: runs it once, on memory of its own. error: its error, at most
-    `tolerance`.
+    """An operation. call: runs it once. error: returns its error, at most `tolerance`.
 
-    amount: bytes to move or FLOPs to compute, of the kind that `ceiling` counts. peers: other
-    implementations on the same data; timed and not checked. prepare: runs before each call, outside
-    its time. more: further fields of the row.
+    amount: bytes to move or FLOPs to compute, as `ceiling` counts. peers: other implementations on
+    the same data, timed and not checked. prepare: runs before each call, outside its time. more:
+    additional fields of the row.
     """
 
     name: str
@@ -57,7 +56,7 @@ def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Ite
     """Yield rows of the table `name`, one per operation, and a note for each that is not timed.
 
     Args:
-        ops: each makes an operation with its data, which is freed when its row is yielded.
+        ops: functions that each make an operation with its data, which is freed after its row.
     """
     for make in ops:
         yield from guarded(f"an operation of {name}", _made(setting, make, name))

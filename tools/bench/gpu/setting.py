@@ -1,4 +1,4 @@
-"""The setting of every part of tools/bench/gpu: a device, a clock, and the ceilings of the machine.
+"""The setting of every part of tools/bench/gpu: device, clock, and ceilings of the machine.
 
 The dry mode is the same program on a CPU: small sizes, float32, and kernels in Triton's interpreter
 (which computes bfloat16 wrongly). Its times are meaningless.
@@ -23,7 +23,7 @@ _SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 class Ceilings:
     """The machine's limits, measured in the same run: the denominators of all shares.
 
-    copy: bytes/s of a copy on the device, reads and writes counted. read: bytes/s of reading only.
+    copy: bytes/s of a copy on the device, counting reads and writes. read: bytes/s of reading only.
     matmul: FLOP/s of a large product of random numbers in the model's dtype.
     """
 
@@ -46,7 +46,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """The setting of one process. dtype: of weights, activations and KV."""
+    """The setting of one process. dtype: dtype of weights, activations and KV."""
 
     device: torch.device
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Setting:
         return cls(device, torch.bfloat16, CudaClock(device), ceilings, dry)
 
     def sized(self, full: Sized, dry: Sized) -> Sized:
-        """Return a size, or a list of sizes, for this run."""
+        """Return a size, or a list of sizes: `full`, or `dry` in the dry mode."""
         return dry if self.dry else full
 
     def share(self, ceiling: str, amount: float, seconds: float) -> float:
@@ -82,13 +82,12 @@ class Setting:
         return torch.randint(0, high, shape, dtype=dtype, device=self.device)
 
     def launch_kernels(self) -> None:
-        """Make the operations of this process run as Triton kernels, on a CPU in the
-        interpreter."""
+        """Run the operations of this process as Triton kernels, on a CPU in the interpreter."""
         if self.dry:
             kernel_device.uses_triton = lambda tensor: True
 
     def finish(self) -> None:
-        """Wait until the device has completed all work. Raises the errors that occurred there."""
+        """Wait until the device has completed all work. Raises errors that occurred there."""
         if not self.dry:
             torch.cuda.synchronize(self.device)
 

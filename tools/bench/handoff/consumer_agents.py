@@ -1,7 +1,7 @@
-"""Cost for a producer of a separate agent per consumer, each with the whole pool registered.
+"""Cost for a producer of a separate NIXL agent per consumer, each with the whole pool registered.
 
-Uses RDMA if this machine has it, which pins and maps every page. Otherwise it uses cma, where no
-page is pinned and the figures are those of the agent alone.
+Uses RDMA if available, which pins and maps every page. Otherwise uses cma, which pins no page, so
+that the figures are those of the agent alone.
 """
 
 import os
@@ -33,8 +33,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The resources held by this process. Pages pinned by a network card are not counted as
-    resident twice."""
+    """The resources of this process. Pages pinned by a network card are not counted twice."""
 
     memory_kib: int
     pinned_kib: int

@@ -1,10 +1,10 @@
 """The share of a transfer that prefill hides, and the TTFT that disaggregation adds.
 
-Two measurements use the same prompts, which are cut into many chunks.
+Two measurements use the same prompts, which consist of many chunks.
 
-Hidden share: a consumer without an engine (watcher.py) takes them from a real prefill node, once in
+Hidden share: a consumer without an engine (watcher.py) reads them from a real prefill node, once in
 chunks and once whole. The first token is sent when the last chunk is computed. The time from then
-until all pages have landed and are confirmed is exposed. In one chunk the whole transfer is
+until all pages have landed and are confirmed is exposed. In one chunk, the whole transfer is
 exposed.
 
 TTFT: clients of a colocated and of a disaggregated system send one prompt at a time.
@@ -41,7 +41,7 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
 SHORT_TOKENS = PAGE_SIZE
 OUTPUT_TOKENS = 4
-POOL_PROMPTS = 3  # prompts in a pool, and warm-up prompts: afterwards all pages have been used
+POOL_PROMPTS = 3  # prompts that fit a pool, and warm-up prompts, which use all pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ def _seen_row(
 def _together(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
     """Summarise the rows.
 
-    hidden_share: of the reads of a whole prompt. Its upper limit is hidden_share_bound, because no
-    computation follows the last chunk. added: disaggregated minus colocated, medians.
+    hidden_share: share of the reads of a whole prompt. Its upper limit is hidden_share_bound,
+    because no computation follows the last chunk. added: disaggregated minus colocated, medians.
     """
     chunked, whole, colocated, disaggregated = rows
     exposed, everything = chunked["exposed_ms"]["p50"], whole["exposed_ms"]["p50"]

@@ -1,6 +1,6 @@
-"""Rates of pages between nodes with several ranks, compared with nodes of one rank.
+"""Rates of page reads between nodes with several ranks, compared with nodes of one rank.
 
-Every rank is a process. This one is rank 0 of all consumers. Each pair of nodes reads the same
+Every rank is a process. This process is rank 0 of all consumers. Each pair of nodes reads the same
 pages of one model in turn, round after round. A ratio is the median over rounds of (time with one
 rank on both sides / time of the pair). All ranks share this machine's cores.
 """
@@ -93,7 +93,7 @@ def _rows(
         ids = [rng.choice(max(plan.counts), count, replace=False).astype(np.int32) for _ in "ab"]
         for pair, link in links.items():
             taken = link.read(*ids)
-            if number:  # the first one is warm-up
+            if number:  # the first one is the warm-up
                 seconds[pair].append(taken)
     num_bytes = count * _layout().page_bytes
     return [
@@ -122,14 +122,14 @@ def _layout() -> KVLayout:
 
 
 def _part(rank: int, tp: int, num_pages: int) -> tuple[PagePool, NDArray[np.uint8]]:
-    """Return the pages of one rank, and the memory that they are in."""
+    """Return the pages of one rank, and their memory."""
     page_bytes = _layout().pages_by_rank(NodeShape(tp))[rank].page_bytes
     memory = np.ones((num_pages, page_bytes), np.uint8)
     return PagePool(memory.ctypes.data, page_bytes, num_pages, "cpu"), memory
 
 
 class _Ranks:
-    """Ranks of one node from `first` on, each a process. Replies come on a thread per rank."""
+    """Ranks of one node from `first` on, each a process. Replies arrive on a thread per rank."""
 
     def __init__(self, first: int, tp: int, plan: Plan, exits: ExitStack) -> None:
         self._sockets: list[socket.socket] = []
@@ -256,7 +256,7 @@ def _config(plan: Plan) -> TransferConfig:
 
 
 def _follow(descriptor: int, rank: int, tp: int, num_pages: int) -> None:
-    """Be one rank until the other end of the socket is closed."""
+    """Run one rank until the other end of the socket is closed."""
     messages = socket.socket(fileno=descriptor)
     pool, memory = _part(rank, tp, num_pages)
     transfer = FollowerTransfer(rank, NodeShape(tp), pool, _layout().pages_by_rank)

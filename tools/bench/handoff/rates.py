@@ -1,9 +1,9 @@
-"""Rates of pages between two processes, compared with the bare rate of each path.
+"""Rates of page reads between two processes, compared with the bare rate of each path.
 
-For every number of pages the same scattered pages are read in turn by memcpy, a bare socket, the
-tcp backend without and with TLS, one bare NIXL READ, and the nixl backend. The consumers alternate
+For every number of pages, the same scattered pages are read in turn by memcpy, a bare socket, the
+tcp backend without and with TLS, one bare NIXL READ, and the nixl backend. The readers alternate
 round after round, so that changes of the machine's speed affect all of them. A ratio is the median
-over rounds of (ours / bare).
+over rounds of (Baton / bare).
 """
 
 import os
@@ -32,7 +32,7 @@ from tools.bench.support.record import ROOT
 from tools.bench.support.systems import cpu_seconds_of
 
 COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
-PATHS = {"tcp": "bare socket", "nixl": "bare nixl"}  # ours: its bare peer
+PATHS = {"tcp": "bare socket", "nixl": "bare nixl"}  # path of Baton: its bare peer
 GOAL = 0.95
 
 _GIB = 1 << 30
@@ -101,7 +101,7 @@ def _row(
             for source, destination in ids:
                 read(source, destination)
             cpu_seconds[name] += producer.cpu_seconds() + time.process_time() - cpu_before
-            if round_number:  # the first one is warm-up
+            if round_number:  # the first one is the warm-up
                 seconds[name].append((time.perf_counter() - started) / repeats)
         posts += [bare_nixl.post_seconds(*pair) for pair in ids]
     num_bytes = count * plan.page_bytes
@@ -152,7 +152,7 @@ class _Pages:
 
     def __init__(self, plan: Plan) -> None:
         self.pages: NDArray[np.uint8] = np.zeros((max(plan.counts), plan.page_bytes), np.uint8)
-        self.pages[:] = 1  # takes the page faults before the measurement
+        self.pages[:] = 1  # causes the page faults before the measurement
         num_pages = max(plan.counts)
         self.pool = PagePool(self.pages.ctypes.data, plan.page_bytes, num_pages, "cpu")
         self.remote = RemotePool(self.pool.base, plan.page_bytes, num_pages)
@@ -210,8 +210,7 @@ class _BareNixl:
         assert state == "DONE"
 
     def post_seconds(self, source_pages: Ints, destination_pages: Ints) -> float:
-        """Return the seconds to make one request of all these descriptors. On CMA the post itself
-        copies."""
+        """Return the seconds to post one request of these descriptors. CMA copies in post."""
         started = time.perf_counter()
         handle = self._agent.make_prepped_xfer(
             "READ", self._local, destination_pages, self._remote, source_pages
@@ -273,8 +272,7 @@ class _Served(msgspec.Struct):
 
 
 class _ProducerProcess:
-    """The producer as a separate program. multiprocessing would import the caller's main module
-    first."""
+    """The producer as a program: multiprocessing would import the caller's main module."""
 
     def __init__(self, plan: Plan, core: int) -> None:
         numbers = (plan.page_bytes, max(plan.counts), core)
@@ -324,7 +322,7 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
 
 
 def _serve_socket(listener: socket.socket, memory: memoryview) -> None:
-    """Send each requested number of bytes from the start of the memory, on a thread of its own."""
+    """Send each requested number of bytes from the start of the memory. Runs on its own thread."""
 
     def serve() -> None:
         connection, _ = listener.accept()

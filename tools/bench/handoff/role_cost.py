@@ -1,9 +1,8 @@
 """CPU of one hand-off on each side's engine thread.
 
-Uses the real roles, scheduler, pages and prefix cache, between ports that only keep lists and a
-device that computes nothing. Every call that the loop makes during the hand-off is counted,
-including its share of polling. The transfer thread, the frontend and the forward itself are not
-counted.
+Uses the real roles, scheduler, pages and prefix cache, with ports that only keep lists and a device
+that computes nothing. Every call of the loop during the hand-off counts, including its share of
+polling. The transfer thread, the frontend and the forward pass do not count.
 """
 
 import time
@@ -78,16 +77,14 @@ TOKEN = 7
 WARM_UP = 50
 _GUIDES = GrammarCache(
     Path(), VOCABULARY, (), SubprocessVerifier(Path(), VOCABULARY, ())
-)  # no request uses one
+)  # no request uses an adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `handoffs` prompts of `num_tokens` tokens without common prefixes, one after the
-    other.
+    """A load of `handoffs` prompts of `num_tokens` tokens without common prefixes, one by one.
 
-    pool_handoffs: prompts that the pool holds. If fewer than `handoffs`, each prompt evicts
-    another.
+    pool_handoffs: prompts that fit the pool. If fewer than `handoffs`, each prompt evicts another.
     """
 
     handoffs: int
@@ -224,7 +221,7 @@ class _Runtime:
     instance: int = CONSUMER
 
 
-# Parts that no message of this bench uses, with the attributes that are read in every turn.
+# Parts that no message of this benchmark uses, with the attributes that every turn reads.
 _UPDATER = cast(WeightUpdater, SimpleNamespace(id=UNNAMED, whole=True))
 _MEMORY = cast(MemoryOccupation, SimpleNamespace(unused=False))
 _PROFILER = cast(Profiler, SimpleNamespace(poll=lambda: None))
@@ -295,7 +292,7 @@ def consumer(load: Load) -> dict[str, Any]:
         clock.run("admitted", role.poll)
         port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)
-        # The protocol reports both at once: reads end with the attempt.
+        # The protocol reports both together: reads end with the attempt.
         port.waiting = [CompletedEvent(opened.id), ReadsEndedEvent(opened.id)]
         clock.run("held, reads ended, join", role.poll)
         clock.run(_BESIDE[0], lambda: _step(role))
@@ -306,7 +303,7 @@ def consumer(load: Load) -> dict[str, Any]:
 
 
 def plain(load: Load) -> dict[str, Any]:
-    """Measure scheduling of the same prompt's prefill without a hand-off, as any engine does it."""
+    """Measure the scheduling of the same prompt's prefill without a hand-off."""
     core = _core(load)
     clock = _Clock()
     scheduler = _scheduler(core, lambda request, pages: None)
@@ -334,7 +331,7 @@ def _scheduler(core: EngineCore, on_admit: Callable[[Any, Any], None]) -> Schedu
 
 
 def _step(role: PrefillRole | DecodeRole | Scheduler) -> None:
-    """Run one turn of the loop on a device that completes at once."""
+    """Run one turn of the loop on a device that completes immediately."""
     batch: ScheduleBatch | None = role.next_batch()
     if batch is None:
         raise RuntimeError("there was nothing to launch")

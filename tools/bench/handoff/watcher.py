@@ -1,8 +1,8 @@
-"""A consumer without an engine.
+"""A consumer without an engine, to measure hand-offs.
 
-It takes hand-offs from a running prefill node with the product's own transfer thread, links and
-pair stream, and records the time of each event. It replaces a decode node's engine thread, so that
-decode steps do not affect the times. It reads every page of a prompt and then discards it.
+It receives hand-offs from a running prefill node with the product's transfer thread, links and pair
+stream, and records the time of each event. Without an engine thread, decode steps do not affect the
+times. It reads every page of a prompt and then discards it.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ WAIT_S = 60.0
 class Watched:
     """The times of one hand-off in seconds.
 
-    exposed: from the first token until the producer has confirmed that every page has landed. The
-    round trip of Done and Released is part of it.
+    exposed: from the first token until the producer has confirmed that every page has landed,
+    including the round trip of Done and Released.
     """
 
     first_token: float  # from Admitted
@@ -64,7 +64,7 @@ class Watched:
 
 
 class Watcher:
-    """A consumer of one prefill node. Not thread-safe: one event loop only. Made by `watching`."""
+    """A consumer of one prefill node. Made by `watching`. For one event loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Watcher:
         id = HandoffId(INSTANCE, self._handoffs, 1)
         sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
         num_pages = -(-len(token_ids) // self._engine.shape.layout.page_size)
-        # The pool's pages in turn, so that every prompt is read into memory that has been used
+        # Uses the pool's pages in turn, so that every prompt is read into memory that has been used
         # before.
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
@@ -105,7 +105,7 @@ class Watcher:
                     token = event.token
                 case (
                     QueuedEvent() | CompletedEvent() | ReadsEndedEvent()
-                ):  # the last: of the previous one
+                ):  # the last one belongs to the previous hand-off
                     pass
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
@@ -119,7 +119,7 @@ async def watching(
 ) -> AsyncIterator[Watcher]:
     """Pair with the prefill node at `address`.
 
-    The engine's configuration must be the node's own: model, pages and dtype are compared.
+    The engine configuration must be the node's own, because model, pages and dtype are compared.
     """
     engine = build(engine_config)
     loop = asyncio.get_running_loop()

@@ -100,7 +100,7 @@ def never_launched(launched: Iterable[str]) -> list[str]:
 
 
 def rows_of(made: Iterable[Compiled], launches: dict[Launch, list[str]]) -> list[dict[str, Any]]:
-    """Return one row for each different code, or for each launch without code."""
+    """Return one row for each distinct code, and for each launch without code."""
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for one in made:
         launch = one.launch

@@ -1,12 +1,12 @@
-"""Budgets for the instructions of kernels, from the last reviewed measurement.
+"""Budgets for the number of instructions of kernels, from the last reviewed measurement.
 
 A change that makes a kernel longer fails with its name. If the longer kernel is acceptable, record
 it (`python -m tools.bench.resources --write-budgets`, for all or for some `--arch` or `--only`) and
-give the reason. Two releases of Triton have a file each: the newest, and the one that torch's
-wheels for CUDA require. With another release the comparison is skipped.
+give the reason. Two releases of Triton have a file each: the newest, and the one that torch's CUDA
+wheels require. With another release, the comparison is skipped.
 
-The instructions are counted for one model, one with experts, a hybrid, one with latents, and
-attention of wide heads in 8 bits, on one architecture of each generation (`COUNTED`). They are
+Instructions are counted for a dense model, a model with experts, a hybrid, a model with latents,
+and attention of wide heads in 8 bits, on one architecture of each generation (`COUNTED`). They are
 counted in machine code, or in PTX without a disassembler.
 """
 
@@ -27,10 +27,10 @@ MODELS = (
     variants.QWEN3_NEXT,
     variants.DEEPSEEK_V3,
 )
-ATTENTION = ("_split_kernel", "_extend_kernel")  # of wide heads in 8 bits
-COUNTED = (80, 90, 100)  # the code for other architectures resembles that for one of these
+ATTENTION = ("_split_kernel", "_extend_kernel")  # kernels counted for wide heads in 8 bits
+COUNTED = (80, 90, 100)  # code for other architectures resembles one of these
 PAGE = "bfloat16 page 16"
-SLACK = 0.03  # allowance for another patch release
+SLACK = 0.03  # tolerance for another patch release
 
 Counts: TypeAlias = dict[str, dict[str, int]]  # by language: "instructions" and "loop"
 Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
@@ -39,7 +39,7 @@ Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
 def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
     """Return the instruction counts from rows of `tools.bench.resources`.
 
-    For a kernel that one operation launches in several forms, the largest counts.
+    If one operation launches a kernel in several forms, the largest count is used.
     """
     found: Budgets = {}
     for row in (row for row in rows if row["arch"] in COUNTED):
@@ -63,7 +63,7 @@ def _largest(one: Counts, other: Counts) -> Counts:
 
 
 def exceeded(rows: Iterable[Mapping[str, Any]], budgets: Budgets) -> Iterator[str]:
-    """Yield the violations, by kernel."""
+    """Yield a sentence for each exceeded budget."""
     for name, codes in counted(rows).items():
         arch, kernel, operation = name.split(" ", 2)
         which = f"{kernel} on {arch} ({operation})"

@@ -1,9 +1,9 @@
-"""Compilation of kernels for an absent GPU, as their launchers request them.
+"""Compiles kernels for an absent GPU, as their launchers request them.
 
 Launchers run unchanged, on host tensors. Each launch is recorded with its true signature (types,
-alignment, constants, options) and not executed. Triton itself then compiles the recorded launches,
-in processes beside this one. That checks that they compile and shows their resources, but neither
-results nor speed. Independent of the launches of serving.
+alignment, constants, options) and not executed. Then Triton compiles the recorded launches, in
+separate processes. This shows that they compile and which resources they use, but neither results
+nor speed.
 
 Does not work in a process with TRITON_INTERPRET, whose kernels are made for the interpreter.
 """
@@ -38,7 +38,7 @@ from tools.bench.resources.sass import Code, codes_of
 # By compute capability. Source: CUDA C++ Programming Guide, Compute Capabilities.
 _LARGE, _SMALL = 232448, 101376
 SHARED_BYTES = {80: 166912, 86: _SMALL, 89: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
-# Of A100, RTX A6000, L40S, H100, B200 and RTX PRO 6000.
+# A100, RTX A6000, L40S, H100, B200 and RTX PRO 6000.
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
 
 _INSTRUCTIONS = {
@@ -49,7 +49,7 @@ _INSTRUCTIONS = {
     "dependent": re.compile(r"\bgriddepcontrol\."),
 }
 _ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*)\.[busf](\d+)\b")
-# Of the assembler's report: one of each for every function in a kernel.
+# Lines of the assembler's report, one of each kind for every function in a kernel.
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
@@ -61,8 +61,8 @@ class Launch:
     arch: int
     module: str
     kernel: str
-    chosen: str  # chosen by the launcher: constants, dtypes of tensors, options
-    values: tuple[tuple[str, str], ...]  # by parameter: what Triton derives from its value
+    chosen: str  # by the launcher: constants, dtypes of tensors, options
+    values: tuple[tuple[str, str], ...]  # by parameter: derived from its value
     says_fusion: bool  # sets enable_fp_fusion; otherwise Triton's default applies
     specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
 
@@ -81,7 +81,7 @@ class Compiled:
 
     launch: Launch
     error: str = ""
-    seconds: float = 0.0  # CPU time of Triton and its assembler, also spent at a server's start
+    seconds: float = 0.0  # CPU time of Triton and its assembler, also needed at a server's start
     digest: str = ""  # equal for kernels with equal code
     warps: int = 0
     stages: int = 0
@@ -93,11 +93,11 @@ class Compiled:
     instructions: Mapping[str, int] = field(  # in the code, by kind
         default_factory=lambda: dict.fromkeys(_INSTRUCTIONS, 0)
     )
-    accesses: Mapping[str, int] = field(default_factory=dict)  # same: "ld 16", bytes a thread
+    accesses: Mapping[str, int] = field(default_factory=dict)  # the same: "ld 16", bytes per thread
 
     @property
     def problem(self) -> str:
-        """Return why this kernel must not be served, or "" if it may be."""
+        """Return why this kernel must not be served, or ""."""
         limit = SHARED_BYTES[self.launch.arch]
         if self.error:
             return f"does not compile: {self.error}"
@@ -111,7 +111,7 @@ class Compiled:
 class AbsentDevice:
     """A GPU of some compute capability, as far as Triton's compiler needs one.
 
-    Its number is its capability, because Triton caches device properties by number.
+    Its device number is its capability, because Triton caches device properties by number.
     """
 
     def __init__(self, arch: int) -> None:
@@ -136,7 +136,7 @@ class AbsentDevice:
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[dict[Launch, None]]:
-    """Record kernels of any launcher in order, for this architecture, instead of running them."""
+    """Record the kernels of all launchers for this architecture instead of running them."""
     launches: dict[Launch, None] = {}
     said: set[str] = set()
     parse = CUDABackend.parse_options
@@ -192,10 +192,10 @@ def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> L
 def compiled(
     launches: Iterable[Launch], workers: int, files: Path | None = None
 ) -> Iterator[Compiled]:
-    """Compile launches in their order, in `workers` processes and without a cache.
+    """Compile launches in order, in `workers` processes and without a cache.
 
     Args:
-        files: a folder for the intermediate code of every kernel; None: discard it.
+        files: folder for the intermediate code of every kernel. None: discard it.
     """
     context = multiprocessing.get_context("spawn")
     with (
@@ -247,7 +247,7 @@ def _compiled(launch: Launch, files: Path | None) -> Compiled:
 
 
 def _accesses(ptx: str) -> dict[str, int]:
-    """Return the instructions on global memory, by direction and bytes per thread."""
+    """Return the number of instructions on global memory, by direction and bytes per thread."""
     counts: Counter[str] = Counter()
     for direction, modifiers, bits in _ACCESS.findall(ptx):
         vector = re.search(r"\.v(\d)", modifiers)

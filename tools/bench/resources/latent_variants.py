@@ -1,4 +1,4 @@
-"""Kernel launches of layers with latents, on the shape of DeepSeek-V3. See `variants.py`."""
+"""Kernel launches of layers with latents (MLA), on the shape of DeepSeek-V3. See `variants.py`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +19,13 @@ from kernels.layers.by_head import HeadMatrices
 from kernels.pages.store_latents import rope_and_store_latents
 
 RANK, ROTATED, KEY_DIM, LAYERS = 512, 64, 128, 61
-PROMPTS = (2, 4096)  # one whose keys are split, and one that occupies the device
+PROMPTS = (2, 4096)  # lengths: one whose keys are split, and one that occupies the device
 NUM_PAGES = 4
 
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Tensors as in a forward of the model. heads: 128 in DeepSeek-V3, 16 in V2-Lite."""
+    """Tensors as in a forward pass of the model. heads: 128 in DeepSeek-V3, 16 in V2-Lite."""
 
     dtype: torch.dtype
     heads: int = 128
@@ -42,7 +42,7 @@ class LatentModel:
         return torch.empty(sizes, dtype=self.dtype)
 
     def store(self, n: int) -> None:
-        """Store latents, the last columns of a product that also contains the queries' input."""
+        """Store latents: the last columns of a product that also contains the queries' input."""
         queries = self.tensor(n, self.heads, KEY_DIM + ROTATED)
         rope_and_store_latents(
             self.tensor(n, 1536 + RANK + ROTATED)[:, 1536:],
@@ -62,7 +62,7 @@ class LatentModel:
             self._attend(n, n + prompt)
 
     def expanded(self, n: int) -> None:
-        """Run a chunk of a prompt by expanded keys and values."""
+        """Run a chunk of a prompt with expanded keys and values."""
         queries = 2048 + n
         expansion = LatentExpansion(
             self.tensor(self.heads, KEY_DIM, RANK), self.tensor(self.heads, RANK, KEY_DIM)

@@ -1,7 +1,7 @@
-"""Instruction counts of a kernel, and of an iteration of its innermost loop.
+"""Counts a kernel's instructions, and those of one iteration of its innermost loop.
 
-They are counted in machine code (SASS) if Triton's disassembler is installed, and in PTX. PTX is
-not comparable: it is the code before register allocation and instruction scheduling.
+Counted in machine code (SASS) if Triton's disassembler is installed, and in PTX. The two are not
+comparable: PTX is the code before register allocation and instruction scheduling.
 """
 
 import re
@@ -23,13 +23,13 @@ _PRODUCT = re.compile(r"\b(?:H|HG|UTC[A-Z]+)MMA\b|\bwgmma\.mma_async|\btcgen05\.
 @dataclass(frozen=True, slots=True)
 class Code:
     instructions: int
-    # Of an iteration of the shortest loop on tensor cores, with every forward branch taken; 0
-    # without one. In attention this is the loop over tiles that need no mask.
+    # For one iteration of the shortest loop on tensor cores, with every forward branch taken. 0
+    # without one. In attention, this is the loop over tiles that need no mask.
     loop: int
 
 
 def codes_of(made: Any) -> dict[str, Code]:
-    """Return the code by language, "sass" or "ptx". made: a kernel as Triton compiles it."""
+    """Return the code by language, "sass" or "ptx". made: a kernel compiled by Triton."""
     codes = {"ptx": _code(*_ptx_lines(made.asm["ptx"]))}
     if sass := _disassembled(made.asm["cubin"]):
         codes["sass"] = _code(*_sass_lines(sass))
@@ -53,7 +53,7 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def _sass_lines(sass: str) -> tuple[list[str], dict[int, int]]:
-    """Return the instructions, and the targets of the branches among them."""
+    """Return the instructions, and the targets of their branches."""
     found = _SASS.findall(sass)
     places = {int(address, 16): place for place, (address, _) in enumerate(found)}
     lines = [instruction for _, instruction in found]

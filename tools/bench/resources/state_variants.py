@@ -1,4 +1,4 @@
-"""Kernel launches of layers with a state, on the shape of Qwen3-Next. See `variants.py`."""
+"""Kernel launches of layers with recurrent states, on the shape of Qwen3-Next."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ NET = DeltaNet(
 )
 ATTENTION = PagedKV(kv_heads=2, head_dim=256)
 HEADS, HIDDEN = 16, 2048
-ROTATED = 32  # rotated pairs of a head's numbers
+ROTATED = 32  # rotated pairs of numbers in a head
 LAYERS = (NET.keeps, NET.keeps, NET.keeps, ATTENTION) * 12
 NUM_PAGES = 4
 PROMPT_TOKENS = 300
@@ -39,7 +39,7 @@ PROMPT_TOKENS = 300
 
 @dataclass(frozen=True)
 class HybridModel:
-    """Tensors as in a forward of the model."""
+    """Tensors as in a forward pass of the model."""
 
     dtype: torch.dtype
     page_size: int = 16
@@ -53,13 +53,13 @@ class HybridModel:
         return torch.empty(sizes, dtype=self.dtype)
 
     def states(self, n: int) -> None:
-        """Run a delta net between its products, and store K that is rotated in part."""
+        """Run a delta net between its products, and store partly rotated K."""
         x, z = self._delta_net(n, self._rows(n, n))
         gated_rms_norm(x, z, self.tensor(NET.value_dim), 1e-6)
         self._store(n)
 
     def gated(self, n: int) -> None:
-        """Attend with gated outputs from decode rows beside a prompt, and add a shared expert."""
+        """Run attention with gated outputs for a mixed batch, and a shared expert."""
         kv = self.pool.layers[3]
         for prompt in (0, PROMPT_TOKENS, 4096):
             num_tokens, rows = n + prompt, n + (prompt > 0)
@@ -93,7 +93,7 @@ class HybridModel:
         self._delta_net(PROMPT_TOKENS + n, self._rows(n + 1, n))
 
     def _delta_net(self, num_tokens: int, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the rule, and their gates."""
+        """Return the outputs of the delta rule, and their gates."""
         x = self.tensor(num_tokens, NET.heads * (NET.channels + NET.group * NET.value_dim) + 64)
         z, b, a = NET.projection.split(NET, x)
         weight = self.tensor(NET.heads, NET.channels, NET.width)

@@ -1,7 +1,8 @@
-"""Kernel launches of serving: every operation of a forward, on the shapes of served models.
+"""Kernel launches of serving: every operation of a forward pass, on shapes of served models.
 
-Operations are called as the engine calls them, on host tensors of true widths, strides, dtypes and
-alignment. Their memory is never accessed, so callers must record launches without running them.
+Operations are called as the engine calls them, on host tensors with the real widths, strides,
+dtypes and alignment. Their memory is never accessed, so callers must record launches without
+running them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,10 +42,11 @@ from kernels.sampling.sample import SamplingColumns, sample
 from tools.bench.resources.latent_variants import LatentModel
 from tools.bench.resources.state_variants import HybridModel
 
-COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may need a separate kernel
+COUNTS = (1, 2, 16, 33, 256, 1000)  # rows or tokens, none of which may need a separate kernel
 PAGE_SIZES = (16, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The prefill row of a mixed batch: two whose keys are split, and one that occupies the device.
+# Lengths of the prefill row of a mixed batch: two whose keys are split, and one that occupies the
+# device.
 PROMPTS = (2, 300, 4096)
 NUM_PAGES = 4
 NUM_SLOTS = 1024
@@ -53,7 +55,7 @@ NUM_TOP = 20  # maximum logprobs of a request
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a model that kernels depend on."""
+    """The properties of a model on which kernels depend."""
 
     name: str
     hidden: int
@@ -93,12 +95,12 @@ QWEN3_30B = Shape(
 )
 MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
-# A rank's part of a model: an eighth with one KV head, and half of the inner numbers of experts.
+# One rank's part of a model: an eighth with one KV head, and half of the experts' inner size.
 LLAMA3_70B_TP8 = Shape("llama3-70b-tp8", 8192, 8, 1, 128, 3584, 128256, 80)
 QWEN3_30B_TP2 = replace(QWEN3_30B, name="qwen3-30b-a3b-tp2", heads=16, kv_heads=2, intermediate=384)
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
-WIDE = "wide heads"  # of operations that have a budget of their own
-QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
+WIDE = "wide heads"  # group of operations with their own budget
+QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # groups of hybrids and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
 ADAPTED = (LLAMA3_8B, QWEN2_05B)
 
@@ -113,7 +115,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class _Model:
-    """Tensors as in a forward of the model."""
+    """Tensors as in a forward pass of the model."""
 
     shape: Shape
     dtype: torch.dtype
@@ -122,7 +124,7 @@ class _Model:
 
     @cached_property
     def kv(self) -> Tensor:
-        """Return one layer of a pool, as the engine makes it."""
+        """Return one layer of a KV pool, as the engine makes it."""
         return self.pool.layers[1]
 
     @cached_property
@@ -159,7 +161,7 @@ class _Model:
         assert self.shape.experts is not None
         count, per_token = self.shape.experts
         weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
-        grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as DeepSeek-V3
+        grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as in DeepSeek-V3
         if count >= 16 * grouped.groups:
             route(_floats(n, count), grouped, _floats(count))
         self._grouped(weights, ids)
@@ -219,7 +221,7 @@ class _Model:
         grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, "clamped")
 
     def adapters(self, n: int) -> None:
-        """Run adapters for every product of a layer, with an adapter for each token."""
+        """Run adapters for every product of a layer, with a separate adapter for each token."""
         shape, slots, rank = self.shape, 4, 32
         tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
         tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32))
@@ -284,7 +286,7 @@ class _Model:
             paged_attention(q, self.kv, plan, Scoring(shape.head_dim**-0.5, shape.soft_cap))
 
     def pack(self, n: int) -> None:
-        """Pack the half of every page that one of two tensor-parallel ranks has."""
+        """Pack the half of every page that belongs to one of two tensor-parallel ranks."""
         pages = self.pool.tensor
         packed = torch.empty(n, pages.shape[1] // 2, dtype=torch.uint8)
         pack_pages(pages, _ints(n), packed, offset=packed.shape[1])
@@ -350,9 +352,9 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     """Return the variants that are served on GPUs of this architecture.
 
     Args:
-        every: all shapes in all dtypes with all page sizes. Otherwise a selection that covers every
-            difference between kernels, and a smaller one for architectures without deployments: all
-            but sm_90.
+        every: all shapes in all dtypes with all page sizes. Otherwise, a selection that covers
+            every difference between kernels, and a smaller one for architectures without
+            deployments (all but sm_90).
     """
     if every:
         kinds = product((*WITH_EXPERTS, QWEN3_30B_TP2), DTYPES)
@@ -397,7 +399,7 @@ def _states(dtype: torch.dtype) -> list[Variant]:
 
 
 def _invariant(models: Iterable[tuple[Shape, torch.dtype]], arch: int) -> list[Variant]:
-    """Return the variants of `engine.batch_invariant`, of latents too in 16 bits."""
+    """Return the variants of `engine.batch_invariant`, in 16 bits also those of latents."""
     found = {}
     for shape, dtype in models:
         kind = str(dtype).removeprefix("torch.")
@@ -411,8 +413,8 @@ def _invariant(models: Iterable[tuple[Shape, torch.dtype]], arch: int) -> list[V
 
 
 def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisation]:
-    """Return matrices [..., out, in] as checkpoints have them: fp8 and int4 in groups of 128
-    inputs, int8 by channel, fp4 as in MXFP4."""
+    """Return matrices [..., out, in] as in checkpoints: fp8 and int4 in groups of 128 inputs, int8
+    by channel, fp4 as in MXFP4."""
     *rows, columns = sizes
     group = {"int8": 0, "fp8": 128, "int4": 128, "fp4": 32}[kind]
     groups = columns // group if group else 1

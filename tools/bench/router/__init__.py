@@ -1,1 +1,1 @@
-"""Benchmark of the cost of a router, compared with others: `python -m tools.bench.router`."""
+"""Benchmark of a router's CPU cost, compared with other routers: `python -m tools.bench.router`."""

@@ -241,7 +241,7 @@ def _baton(
 def _program(
     cores: Sequence[int], *command: str, talks: bool = False
 ) -> "Iterator[subprocess.Popen[str]]":
-    """Start a process on these cores, and end it when the block is left.
+    """Run a process on these cores while inside the context.
 
     Args:
         talks: connect stdin and stdout. Otherwise its output is discarded.

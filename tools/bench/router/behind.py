@@ -1,9 +1,9 @@
-"""The backends of a router in one process: a decode node without an engine, and HTTP servers with
-OpenAI's API for routers that forward HTTP. Both send the same responses.
+"""Backends of the measured routers in one process: a decode node without an engine, and HTTP
+servers with OpenAI's API. Both send the same responses.
 
     python -m tools.bench.router.behind --http-workers 3 --step-s 0.01
 
-The first token of a request is sent at once, each further one with the next step. A step is one
+The first token of a request is sent immediately, each further one with the next step. A step is one
 message of the decode node, and one event of each streaming HTTP response. Prints its addresses.
 """
 
@@ -26,7 +26,7 @@ TOKEN = 42
 MODEL = "stub"
 _WORD = "x"  # the text of one token
 _HEARTBEAT = decode_pb2.FromNode(engine_heartbeat=decode_pb2.EngineHeartbeat())
-_HEARTBEAT_S = 1.0  # as real nodes; without heartbeats a router considers the engine dead
+_HEARTBEAT_S = 1.0  # as in real nodes; without heartbeats a router considers the engine dead
 
 
 class Steps:
@@ -47,7 +47,7 @@ class Steps:
 
 
 class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer):
-    """A decode node that serves alone. Every token is TOKEN."""
+    """A colocated decode node. Every token is TOKEN."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -114,8 +114,10 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
 
 
 def _step(tokens: dict[int, int], now: dict[int, int], begun: list[int]) -> decode_pb2.FromNode:
-    """Return so many tokens for each request. The values of `now` are the tokens left, including
-    the last of these."""
+    """Return a Step with this number of tokens for each request.
+
+    The values of `now` are the tokens left, including the last one in this Step.
+    """
     ended = [number for number in tokens if now[number] == 1]
     requests = [number for number, num_tokens in tokens.items() for _ in range(num_tokens)]
     return decode_pb2.FromNode(
@@ -168,7 +170,7 @@ class Worker(asyncio.Protocol):
             self._answer(json.loads(b"".join(self._body)))
         elif path == "/v1/models":
             self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-        else:  # health, and the server properties that routers request
+        else:  # health checks and server properties that routers request
             self._reply({"status": "ok"})
 
     def _answer(self, request: dict[str, Any]) -> None:
@@ -210,7 +212,7 @@ def _answer(request: dict[str, Any], text: str, finish_reason: str | None) -> di
         "choices": [{"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}],
         "usage": {"prompt_tokens": 16, "completion_tokens": len(text), "total_tokens": 17},
     }
-    if "kv_transfer_params" in request:  # the location of its pages, as a prefill server sends it
+    if "kv_transfer_params" in request:  # location of its pages, as a prefill server sends it
         answer["kv_transfer_params"] = {
             "do_remote_decode": False,
             "do_remote_prefill": True,

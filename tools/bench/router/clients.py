@@ -1,4 +1,4 @@
-"""Clients of a router, in a process of their own: a closed loop over HTTP or gRPC for a fixed time.
+"""Clients of a measured router in their own process: a closed loop over HTTP or gRPC.
 
     python -m tools.bench.router.clients '{"protocol": "http", "target": "127.0.0.1:8000", ...}'
 
@@ -40,7 +40,7 @@ class Load(msgspec.Struct, frozen=True):
 class Counts(msgspec.Struct):
     requests: int = 0
     tokens: int = 0
-    events: int = 0  # messages with tokens; of HTTP: events of streams
+    events: int = 0  # messages with tokens; for HTTP, events of streams
     failed: int = 0
     wall_s: float = 0.0
 
@@ -66,8 +66,7 @@ class _HttpClient(asyncio.Protocol):
         if self._stream:
             self._counts.events += data.count(b"\ndata: {")
             self._received = self._received[-16:] + data
-            # Some servers end with the last event in one chunk, some with an empty chunk of its
-            # own.
+            # Some servers end with the last event in one chunk, some with a separate empty chunk.
             if not self._received.endswith(b"0\r\n\r\n"):
                 return
         else:

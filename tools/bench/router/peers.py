@@ -1,4 +1,4 @@
-"""Other routers, from PyPI, for a comparison: their installation and their commands."""
+"""Installation and commands of other routers from PyPI, for the comparison."""
 
 import subprocess
 import sys
@@ -8,15 +8,14 @@ from pathlib import Path
 from tools.bench.support.record import say
 
 WHEELS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
-ADDRESSES = 4 * len(WHEELS)  # of two systems for each wheel: its own, and of its metrics
+ADDRESSES = 4 * len(WHEELS)  # for two systems of each wheel: its address and its metrics
 _INSTALL_S = 300.0
 
 
 def installed(cache: Path) -> dict[str, Path]:
-    """Return the wheels' commands, in an environment of their own below `cache`, by the wheel's
-    name.
+    """Install the wheels in a separate environment below `cache`. Returns their commands by wheel.
 
-    Wheels that cannot be installed are left out, with a printed reason.
+    Wheels that cannot be installed are left out, and the reason is printed.
     """
     environment = cache / "router-peers"
     pip = environment / "bin" / "pip"
@@ -38,14 +37,14 @@ def installed(cache: Path) -> dict[str, Path]:
 def commands(
     wheels: Mapping[str, Path], addresses: Sequence[str], workers: Sequence[str]
 ) -> dict[str, tuple[list[str], str]]:
-    """Return by system the command and its address.
+    """Return the command and the address of each system.
 
     Each wheel runs with one worker, and in its mode for prefill and decode servers.
 
     Args:
-        wheels: as `installed` returns them.
-        addresses: ADDRESSES unused ones.
-        workers: host:port of three HTTP servers: one for everything, one to prefill, one to decode.
+        wheels: as returned by `installed`.
+        addresses: ADDRESSES unused addresses.
+        workers: host:port of three HTTP servers: colocated, prefill, decode.
     """
     whole, prefill, decode = (f"http://{worker}" for worker in workers)
     pair = ["--prefill", prefill, "--decode", decode]

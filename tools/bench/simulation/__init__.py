@@ -1,1 +1,1 @@
-"""Benches of simulated clusters and of capacity planning."""
+"""Benchmarks of simulated clusters and of capacity planning."""

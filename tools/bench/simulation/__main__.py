@@ -20,7 +20,8 @@ from tools.bench.simulation import clocks, lines, planner, plans, predictions
 from tools.bench.support.record import emit
 
 _Rows = list[dict[str, Any]]
-# Each part's measurement, whose files are in a directory, and what prints its rows.
+# The measurement of each part, which writes files to a directory, and the function that prints its
+# rows.
 _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], None]]] = {
     "plans": (lambda options, _: plans.measure(options.verify, options.limit_s), plans.show),
     "planner": (lambda _, made: planner.measure(made), planner.show),

@@ -1,7 +1,7 @@
-"""One scenario in virtual time and on the real clock.
+"""Compares one scenario in virtual time and on the real clock.
 
-The real cluster consists of the same simulated nodes, started as `baton up` does. Its model is so
-slow that the processors of a machine are mostly idle.
+The real cluster consists of the same simulated nodes, started like `baton up`. Its model is so slow
+that the processors are mostly idle.
 """
 
 import subprocess
@@ -37,7 +37,7 @@ COLUMNS = {
 
 
 async def measure(directory: Path) -> list[dict[str, Any]]:
-    """Return a row for each figure. `directory` is for files."""
+    """Return a row for each figure. `directory`: for files."""
     simulated = in_virtual_time(SCENARIO, directory)
     files = directory / "files"
     write_model_files(SCENARIO.cluster.model, files)
@@ -65,13 +65,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def in_virtual_time(scenario: Scenario, directory: Path) -> dict[str, float]:
-    """Run a scenario. Returns the medians of FIGURES."""
+    """Run a scenario in virtual time. Returns the medians of FIGURES."""
     report = simulate(scenario, directory)
     return {figure: 1e3 * report[figure.removesuffix("_ms")]["p50"] for figure in FIGURES}
 
 
 def simulate(scenario: Scenario, directory: Path) -> Any:
-    """Run a scenario as `baton sim` does. Returns its report."""
+    """Run a scenario like `baton sim`. Returns its report."""
     file = directory / "sim.yaml"
     file.write_bytes(msgspec.json.encode(scenario))
     run = command(str(file), program="cli.virtual")

@@ -1,4 +1,4 @@
-"""The share of shipped lines that runs in virtual time execute."""
+"""The share of product lines that simulations in virtual time execute."""
 
 import ast
 import json
@@ -59,7 +59,7 @@ COLUMNS = {"part": "{part}", "executed": "{executed}", "lines": "{lines}", "shar
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
-    """Return a row for each part. `directory` is for files."""
+    """Return a row for each part. `directory`: for files."""
     executed: dict[str, set[int]] = {}
     for name, scenario in SCENARIOS.items():
         say(f"  {name}")
@@ -96,7 +96,7 @@ def _files(part: str) -> Iterator[Path]:
 
 
 def _lines(file: Path) -> set[int]:
-    """Return the lines of a file that have instructions, without docstrings."""
+    """Return the numbers of a file's lines with instructions, without docstrings."""
     text = file.read_text()
     found, codes = set[int](), [compile(text, str(file), "exec")]
     while codes:

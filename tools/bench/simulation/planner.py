@@ -1,4 +1,4 @@
-"""The shipped planner against fixed splits, over a short day in virtual time.
+"""Compares the planner with fixed splits over a short day in virtual time.
 
 The load changes from long prompts with short responses to short prompts with long responses, and
 back. The planner starts with an equal split.
@@ -19,7 +19,7 @@ DAY_S = 400.0
 NODES = 4
 _RATE = 2.0  # requests/s
 _BY_DAY, _BY_NIGHT = (9000, 30), (300, 500)  # tokens of prompts and responses
-_ROWS = 8  # running requests of a node, so that a node reaches its limit with few of them
+_ROWS = 8  # running requests of a node, few so that a node reaches its limit
 LIMITS = LatencyLimits(ttft=3.0, tpot=0.06)
 # The day is short, so the planner acts sooner than by default.
 PLANNER = PlannerSpec(sustained_s=6.0, settle_s=10.0, running=_ROWS)
@@ -33,10 +33,10 @@ COLUMNS = {
 
 
 def day(seed: int) -> Iterator[Mapping[str, float]]:
-    """Yield the lines of a trace. Its night is in the middle."""
+    """Yield the lines of a trace with night in the middle."""
     rng, at = random.Random(seed), 0.0
     while (at := at + rng.expovariate(_RATE)) < DAY_S:
-        night = (1 - math.cos(2 * math.pi * at / DAY_S)) / 2  # share of such requests
+        night = (1 - math.cos(2 * math.pi * at / DAY_S)) / 2  # share of night requests
         sizes = _BY_NIGHT if rng.random() < night else _BY_DAY
         prompt, response = (max(1, round(size * rng.uniform(0.5, 1.5))) for size in sizes)
         yield {"timestamp": 1e3 * at, "input_length": prompt, "output_length": response}

@@ -1,4 +1,4 @@
-"""The best layouts of `baton plan` by closed forms, against the same layouts in virtual time."""
+"""Compares the best layouts of `baton plan` by closed forms with virtual time."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ COLUMNS = {
 
 
 class Load(NamedTuple):
-    """Requests of one length for a cluster, with limits in seconds."""
+    """Requests of one length for a cluster, with latency limits in seconds."""
 
     gpus: int
     input: int
@@ -45,15 +45,15 @@ LOADS = (
     Load(4, 1000, 60, 0.3, 0.012, model="qwen3-8b"),
     Load(8, 4000, 60, 0.5, 0.012),
 )
-_SHOWN_RATE = 1.0  # of the forecast, which is not compared
+_SHOWN_RATE = 1.0  # rate of the forecast, which is not compared
 
 
 def measure(count: int, limit_s: float) -> Iterator[dict[str, Any]]:
     """Yield a row for each load.
 
     Args:
-        count: layouts to run, and the best of each kind.
-        limit_s: of each load.
+        count: number of layouts to run. The best of each kind are always included.
+        limit_s: time limit of each load, in seconds.
     """
     for load in LOADS:
         cluster = Cluster(load.gpus, load.gpu, load.model, load.path)

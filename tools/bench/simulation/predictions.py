@@ -1,9 +1,8 @@
-"""A real cluster of one prefill and one decode node on this machine's processors, against its
-prediction from measured step times.
+"""Compares a real cluster of one prefill and one decode node on CPUs with its prediction.
 
-The rounds alternate: step times by `baton bench steps`, then the real cluster. Other work of the
-machine only makes both slower, so the least of each step and of each figure counts. `baton sim`
-then uses the least step times.
+The rounds alternate: step times by `baton bench steps`, then the real cluster. Other load only
+makes both slower, so the minimum of each step and of each figure is used. `baton sim` then uses the
+minimum step times.
 """
 
 import os
@@ -73,7 +72,7 @@ async def measure(directory: Path, models: Path, rounds: int) -> list[dict[str, 
 
 
 def _least(tables: Sequence[StepTable]) -> StepTable:
-    """Return a table with the least time of each kind of step."""
+    """Return a table with the minimum time of each kind of step."""
     least: dict[tuple[str, int, int, int], MeasuredStep] = {}
     for step in chain.from_iterable(each.steps for each in tables):
         kind = (step.mode, step.tokens, step.rows, step.context)
@@ -83,7 +82,7 @@ def _least(tables: Sequence[StepTable]) -> StepTable:
 
 
 def _time_steps(model: Path, file: Path) -> None:
-    """Time few steps at once, each kind several times, so that some are not interrupted."""
+    """Time a few steps together, each kind several times, so that some are not interrupted."""
     rows = ",".join(str(number) for number in _ROWS for _ in range(_REPEATS))
     sizes = (f"--rows={rows}", "--contexts=64,256", "--steps=4", "--prompts=64,128,200,400")
     command = (sys.executable, "-m", "cli.main", "bench", "steps", f"--model={model}", *_FLAGS)

@@ -1,4 +1,4 @@
-"""A run in virtual time that writes which lines of some files it has executed.
+"""Runs a scenario in virtual time and writes which lines of some files were executed.
 
     python -m tools.bench.simulation.traced OUT SCENARIO FILE ...
 

@@ -1,1 +1,1 @@
-"""Shared parts of the benches: systems, loads, models, peers, and result records."""
+"""Shared parts of the benchmarks: systems, loads, models, peers, and result records."""

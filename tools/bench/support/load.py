@@ -1,7 +1,7 @@
-"""Load on a router over gRPC, in the loops of `bench`, as its clients see it.
+"""Load on a router over gRPC, with the loops of `bench`, as a client sees it.
 
 The client is a Python process that needs about 0.1 ms of CPU for each message. Every result
-contains its own share of a core. Near 1.0 the figures describe the client, not the server.
+contains its share of a core: near 1.0, the figures describe the client, not the server.
 """
 
 import time
@@ -47,12 +47,12 @@ def make_jobs(
 
 
 class Client:
-    """A client with many calls over one channel. Use as an async context manager."""
+    """A client with many calls on one channel. Use as an async context manager."""
 
     def __init__(self, target: str, budgets_s: Mapping[str, float] = NO_BUDGETS) -> None:
         """
         Args:
-            budgets_s: time limits of requests by their group, which their clients wait for twice.
+            budgets_s: budgets of requests by group. Clients wait for twice as long.
         """
         self._budgets_s = budgets_s
         self._channel = make_channel(target)
@@ -65,7 +65,7 @@ class Client:
         await self._channel.close()
 
     async def ask(self, job: WorkloadRequest, start: float, due: float) -> Answer:
-        """Send one job and return its response. Failures are in its `error`.
+        """Send one job and return its response. A failure is in its `error`.
 
         Args:
             start: time.perf_counter() of the run's start, from which the response's times count.
@@ -93,7 +93,7 @@ class Client:
         return answer
 
     async def look(self, image: bytes, max_tokens: int) -> list[int]:
-        """Send a prompt of an image. Returns the tokens of its response."""
+        """Send a prompt with an image. Returns the tokens of the response."""
         message = ChatMessage(role="user", parts=[ChatPart(image=image)])
         request = GenerateRequest(
             messages=ChatMessages(messages=[message]), sampling=_greedy(max_tokens)
@@ -102,8 +102,7 @@ class Client:
         return [token async for piece in pieces for token in piece.token_ids]
 
     async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
-        """Run `streams` callers, each with one job in flight, until all are done. Returns job
-        order."""
+        """Run all jobs with `streams` in flight. Returns the results in job order."""
         loop = _InOrder(self)
         async with loop.load.measuring():
             await loop.load.closed_loop(iter(jobs), concurrency=streams)
@@ -115,7 +114,7 @@ def _greedy(max_tokens: int) -> Sampling:
 
 
 class _InOrder:
-    """A load whose responses can be compared with another system's, job by job."""
+    """A load whose responses are compared with another system's, job by job."""
 
     def __init__(self, client: Client) -> None:
         self.load = LoadGenerator(self._ask)
@@ -151,7 +150,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 def cpu_row(spent_s: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the CPU of each server process, as shares of a core and per output token.
 
-    Unlike wall time it hardly changes when the machine has other work.
+    Unlike wall time, it hardly depends on other load.
     """
     wall_s, tokens = _wall_s(answers), sum(len(answer.token_ids) for answer in answers)
     return {

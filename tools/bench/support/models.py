@@ -1,4 +1,4 @@
-"""The checkpoints with random weights for CPU benches, made by transformers."""
+"""Checkpoints with random weights for CPU benchmarks, made by transformers."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
     "tie_word_embeddings": True,
 }
 INT4_GROUP = 128
-QWEN3_SMALL = QWEN3_450M | TINY  # for rehearsals
+QWEN3_SMALL = QWEN3_450M | TINY  # for dry runs
 
 
 def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
@@ -54,8 +54,7 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
 
 
 def in_int4(source: Path) -> Path:
-    """Return the checkpoint in AWQ with groups of 128, beside it. Makes it unless an earlier run
-    has."""
+    """Return the checkpoint in AWQ with groups of 128. Makes it unless it exists."""
     model = source.with_name(f"{source.name}-int4")
     if not model.exists():
         say(f"making {model} ...")
@@ -68,7 +67,7 @@ def in_int4(source: Path) -> Path:
 def _name_every_token(model: Path) -> None:
     """Give every token a text.
 
-    Tokens without text reach no client, so their arrival could not be measured.
+    Tokens without text are not sent to clients, so their arrival could not be measured.
     """
     vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
     file = model / "tokenizer.json"

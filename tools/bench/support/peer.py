@@ -1,4 +1,4 @@
-"""Process of a bench's peer: reads a line of JSON and writes a line of JSON."""
+"""The process of a benchmark's peer, which reads and writes lines of JSON."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def transformers_peer(spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]
 
 
 class Peer:
-    """A process that keeps running, for rounds in turns with others."""
+    """A process that keeps running, for rounds in turns with other systems."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self._process = process
@@ -62,7 +62,7 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def running(command: Sequence[str]) -> AsyncIterator[Peer]:
-    """Start the peer with `command`. It ends when the block is left."""
+    """Run the peer with `command` while inside the context."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *command,

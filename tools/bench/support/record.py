@@ -1,6 +1,6 @@
-"""The record of every bench: its environment and numbers.
+"""The record of every benchmark: its environment and numbers.
 
-The last stdout line is JSON. All output for people goes to stderr.
+The last line of stdout is JSON. All output for people goes to stderr.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 from bench.facts import cpu_name, versions
 
 ROOT = Path(__file__).resolve().parents[3]
-_LOAD_AT_START = os.getloadavg()[0]  # of other processes: a bench must run alone
+_LOAD_AT_START = os.getloadavg()[0]  # of other processes: a benchmark must run alone
 _PACKAGES = ("torch", "transformers", "grpcio", "nixl", "numpy")
 
 
@@ -35,7 +35,7 @@ def emit(
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print rows for people. `columns`: heading: format of a row, as for str.format."""
+    """Print rows for people. `columns`: format of a row (as for str.format) by heading."""
     cells = [list(columns)]
     cells += [[form.format(**row) for form in columns.values()] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -44,7 +44,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
-    """Return p50, p90 and p99, each times `scale`; zeros without values."""
+    """Return p50, p90 and p99, each times `scale`. Zeros without values."""
     data = np.fromiter(values, float)
     if not len(data):
         return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
@@ -53,7 +53,7 @@ def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) ->
 
 
 def commit() -> str:
-    """Return the measured commit; with a "+" if files differ from it."""
+    """Return the measured commit, with a "+" if files differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
@@ -73,6 +73,6 @@ def machine() -> dict[str, Any]:
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:  # the measuring machine may lack it
+    except FileNotFoundError:  # the measuring machine may lack git
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

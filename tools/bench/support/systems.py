@@ -1,4 +1,4 @@
-"""Processes of a measured system: starts them on this machine, and ends them."""
+"""Starts and stops the processes of a measured system on this machine."""
 
 import asyncio
 import contextlib
@@ -64,13 +64,12 @@ async def serving(
     prefill_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
 ) -> AsyncIterator[System]:
-    """Start one router, one decode node and, if disaggregated, one prefill node. Yields when they
-    serve.
+    """Start a router, a decode node and, if disaggregated, a prefill node. Yields when they serve.
 
     Args:
         prefill_flags: additional flags of the prefill node.
     Raises:
-        SystemExit: with the end of a log, if they do not start.
+        SystemExit: they do not start. Contains the end of a log.
     """
     programs = _programs(mode, model, node_flags, prefill_flags, router_flags)
     async with _running(programs) as children:
@@ -90,12 +89,12 @@ async def as_up(
     """Start a system with the flags of `baton up`.
 
     It has one decode node and, if disaggregated, one prefill node. Unlike in `baton up`, no request
-    is refused for a long queue, because benches need long queues. Raises SystemExit as `serving`
-    does.
+    is rejected for a long queue, because benchmarks need long queues. Raises SystemExit as
+    `serving` does.
 
     Args:
         router_model: directory of the router's files. "": `model`.
-        num_encode: encode nodes.
+        num_encode: number of encode nodes.
     """
     router, prefill, decode, encode = (int(end.rpartition(":")[2]) for end in free_addresses(4))
     wish = plan.RequestedSystem(
@@ -217,7 +216,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """Return the CPU time so far of a process on this machine."""
+    """Return the CPU time so far of a process on this machine, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")

@@ -1,13 +1,14 @@
-"""A peer of benches: transformers' continuous batching on the same model and prompts.
+"""transformers' continuous batching as a peer of benchmarks, on the same model and prompts.
 
-It runs in a process of its own, so that its threads and its CPU time are its own. It is called as a
-library without RPC and streaming, which is in its favour. Each line of stdin is a spec (JSON), and
-the response is a line of JSON on stdout.
+Runs in its own process, so that its threads and CPU time are separate. It is called as a library
+without RPC and streaming, which is in its favour. Each line of stdin is a spec (JSON), and the
+response is a line of JSON on stdout.
 
-The number of cache pages, tokens per batch and requests per batch are set, because it would
-otherwise take 60 % of the machine's memory and masks of that size. Prefix sharing is off, because
+The numbers of cache pages, tokens per batch and requests per batch are set, because it would
+otherwise take 60 % of the machine's memory, and masks of that size. Prefix sharing is off, because
 no prompts share a prefix and it costs a little. CUDA graphs and asynchronous batching are forced on
-CUDA; it disables them without flash attention. On a CPU it has neither and rejects them.
+CUDA, which disables them without flash attention. On a CPU, transformers has neither and rejects
+them.
 """
 
 import contextlib
@@ -37,8 +38,7 @@ def main() -> None:
 
 
 def _reply(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a row for each load and number of threads, and the tokens of the load with most
-    responses."""
+    """Return rows by load and threads, and the tokens of the largest load."""
     warm_up = [WorkloadRequest(*job) for job in spec["warm_up"]]
     model = _model(spec["model"], spec["dtype"], spec["device"])
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """The product's scheduler, runner and loop over a model, with requests whose KV exists already.
 
 Prefill is skipped: the pool holds random numbers, which do not change the time of a step. Wrappers
-between the loop's parts measure their time.
+between the parts of the loop measure their time.
 """
 
 import time
@@ -41,7 +41,7 @@ FAR = 1e12
 
 
 def make_pool(model: Model, num_pages: int) -> KVPool:
-    """Make a pool of random numbers."""
+    """Make a KV pool with random numbers."""
     pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), num_pages, model.device)
     pool.tensor.view(model.dtype).normal_()
     return pool
@@ -65,7 +65,7 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The mode of an engine's steps. early: see `kernels/early_launch.py`."""
+    """How an engine runs its steps. early: see `kernels/early_launch.py`."""
 
     graphs: bool
     overlap: bool
@@ -76,7 +76,7 @@ class Way:
 class Spent:
     """Seconds of the engine thread.
 
-    launch: building and enqueueing steps; wait: waiting for their results.
+    launch: to build and enqueue steps. wait: to wait for their results.
     """
 
     launch: float = 0.0
@@ -118,7 +118,7 @@ class DecodeEngine:
             self._join(make_request(key, rng, context, model.spec.vocabulary_size))
 
     def run(self, steps: int) -> None:
-        """Launch `steps` steps, and finish as many."""
+        """Launch `steps` steps, and finish the same number."""
         for _ in range(steps):
             self._in_flight = self._loop.step(self._in_flight)
 
@@ -154,7 +154,7 @@ class DecodeEngine:
 
 
 class TimedStream:
-    """A stream that records when each piece of work began and ended on it."""
+    """A stream that records when each piece of work begins and ends."""
 
     def __init__(self, stream: DeviceStream, clock: Clock) -> None:
         self.spans: list[tuple[Any, Any]] = []
@@ -212,7 +212,7 @@ class _TimedLaunched:
 
 @dataclass(eq=False)
 class _Role:
-    """A role with only a scheduler."""
+    """An engine role that only schedules."""
 
     scheduler: Scheduler
     tokens: list[NDArray[np.int32]] = field(default_factory=list)

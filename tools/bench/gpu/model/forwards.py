@@ -1,4 +1,4 @@
-"""Forwards of a model over prompts, one call at a time, without scheduler, stream and sampling."""
+"""Forward passes of a model over prompts, without scheduler, stream or sampling."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -18,7 +18,7 @@ from tools.bench.gpu.model.engine import PAGE_SIZE, make_request
 
 
 class Pages(Protocol):
-    """The interface of a pool that a forward needs."""
+    """The methods of a page pool that a forward pass needs."""
 
     @property
     def layers(self) -> Sequence[Tensor]: ...

@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 131072,  # of 3.1: enough for every prompt here
+        "max_position_embeddings": 131072,  # as in Llama 3.1: enough for every prompt here
         "rms_norm_eps": 1e-5,
         "rope_theta": 5e5,
         "tie_word_embeddings": False,
@@ -80,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-SERVED = "Qwen3-4B"  # for whole systems: large enough to hide a transfer behind a prefill
+SERVED = "Qwen3-4B"  # large enough to hide a transfer behind a prefill
 
 
 def spec_of(name: str) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Correctness of a model: its first layers by the kernels, compared with the references in float32.
+"""Correctness of a model: its first layers with kernels, compared with float32 references.
 
 The pool is that of the whole model, so that layers are placed as in serving.
 """
@@ -25,7 +25,7 @@ from tools.bench.gpu.model.weights import RandomWeights
 from tools.bench.gpu.ops import relative_error, worst
 from tools.bench.gpu.setting import Setting
 
-TOLERANCE = 3e-2  # of two layers' logits in bfloat16
+TOLERANCE = 3e-2  # for two layers' logits in bfloat16
 LAYERS = 2
 TABLES: Tables = {
     "proof": {
@@ -39,7 +39,7 @@ TABLES: Tables = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstLayers:
-    """The interface of a pool that a forward needs."""
+    """The methods of a page pool that a forward pass needs."""
 
     layers: Sequence[Tensor]
     tables: Sequence[int]
@@ -49,8 +49,7 @@ class _FirstLayers:
 
 
 def row(setting: Setting, name: str) -> Row:
-    """Return the relative error of a model's logits: the worst of a prefill, of a chunk after it,
-    and of a decode step."""
+    """Return a model's worst relative error of logits: prefill, chunk, decode step."""
     with _implemented(by_kernels=True):
         found = _logits(setting, name, _model(setting, name, setting.dtype))
     with _implemented(by_kernels=False):
@@ -61,13 +60,13 @@ def row(setting: Setting, name: str) -> Row:
 
 
 def forwards_by_kernels(setting: Setting, name: str) -> None:
-    """Run the forwards of `row`, and sample. This compiles all kernels that serving needs."""
+    """Run the forward passes of `row`, and sample. This compiles all kernels that serving needs."""
     for logits in _logits(setting, name, _model(setting, name, setting.dtype)):
         sample(logits, None)
 
 
 def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
-    """Return a model with the same weights, held in any dtype."""
+    """Return a model with the same weights, stored in the dtype `held`."""
     torch.manual_seed(0)
     return shallow(spec_of(name), LAYERS).build(RandomWeights(setting.device, setting.dtype, held))
 
@@ -89,7 +88,7 @@ def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
 
 @contextmanager
 def _implemented(by_kernels: bool) -> Iterator[None]:
-    """Run every operation by its Triton kernel, or every one by its reference."""
+    """Run all operations with Triton kernels, or all with their references."""
     chosen = kernel_device.uses_triton
     kernel_device.uses_triton = lambda tensor: by_kernels
     try:

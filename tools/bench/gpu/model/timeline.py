@@ -1,7 +1,7 @@
 """Device timeline of a few steps, kernel by kernel, from torch's profiler.
 
-Unlike events around steps, it separates the time without a kernel from the time within one. A
-profiled step is slightly slower, so only the shares count.
+Unlike events around steps, it separates time without a kernel from time within one. A profiled step
+is slightly slower, so only the shares are meaningful.
 """
 
 from collections import defaultdict
@@ -42,10 +42,10 @@ _NAME = 70  # characters
 
 
 def measure(setting: Setting, engine: DecodeEngine, labels: dict[str, Any]) -> Iterator[Row]:
-    """Yield one row about the whole, then the kernels with the longest time.
+    """Yield one row for all steps, then the kernels with the longest time.
 
     Args:
-        labels: fields of every row; `overlap` is one.
+        labels: fields of every row. One is `overlap`.
     """
     setting.finish()
     activity = ProfilerActivity.CPU if setting.dry else ProfilerActivity.CUDA
@@ -75,7 +75,7 @@ def measure(setting: Setting, engine: DecodeEngine, labels: dict[str, Any]) -> I
         "idle": idle / whole,
         "kernels": len(events) / STEPS,
     }
-    if not labels["overlap"]:  # the same kernels, only further apart
+    if not labels["overlap"]:  # otherwise the kernels are the same, only further apart
         return
     spent: dict[str, list[float]] = defaultdict(list)
     for start, end, name in events:

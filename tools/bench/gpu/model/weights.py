@@ -23,9 +23,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A source of weights that keep the size of activations from layer to layer: whole models.
+    """A source of weights that keep the size of activations from layer to layer, for whole models.
 
-    drawn: dtype to which they are rounded; held: dtype in which they are computed.
+    drawn: dtype to which they are rounded. held: dtype in which they are stored.
     """
 
     device: torch.device

@@ -1,1 +1,1 @@
-"""Operations on shapes of served models, each with its proof and its floor."""
+"""Operations on shapes of served models, each with a check and a lower bound of its time."""

@@ -1,7 +1,7 @@
 """Operations between the matrix products: norm, rotation, activation, embedding.
 
-With 1 or 64 tokens they take as long as a launch. Their share of a ceiling is meaningful with 8192
-tokens only.
+With 1 or 64 tokens they take as long as a launch, so only their share of a ceiling with 8192 tokens
+is meaningful.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def _add_rms_norm(setting: Setting, tokens: int) -> Op:
         shape=f"[{tokens}, {hidden}]",
         call=lambda: add_rms_norm(x, residual, weight, EPS),
         error=error,
-        tolerance=roundings(setting.dtype, 3),  # of the sum, of the norm, of its product
+        tolerance=roundings(setting.dtype, 3),  # roundings of the sum, the norm and its product
         ceiling="copy",
         amount=4 * x.nbytes + weight.nbytes,
         cold=False,
@@ -62,7 +62,7 @@ def _rope_angles(setting: Setting, tokens: int) -> Op:
     frequencies = 1.0 / 1e6**exponents
 
     def error() -> float:
-        product = (positions.float()[:, None] * frequencies).double()  # rounded, as models do
+        product = (positions.float()[:, None] * frequencies).double()  # rounded like in models
         return relative_error(
             rope_angles(positions, frequencies, 1.0), torch.stack((product.cos(), product.sin()))
         )
@@ -114,7 +114,7 @@ def _rope_and_store(setting: Setting, tokens: int) -> Op:
         shape=f"[{tokens}, {heads}/{kv_heads}x{head_dim}], QK norm",
         call=call,
         error=error,
-        tolerance=roundings(setting.dtype, 3),  # of the norm, of its product, of the rotation
+        tolerance=roundings(setting.dtype, 3),  # of the norm, its product, the rotation
         ceiling="copy",
         amount=2 * qkv.nbytes + angles.nbytes + locations.nbytes,
         cold=False,

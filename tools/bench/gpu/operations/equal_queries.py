@@ -1,4 +1,4 @@
-"""Queries whose attention is computed in every kind of step, for a comparison of bits."""
+"""Queries whose attention is computed in every kind of step, to compare the bits."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from kernels.narrow import narrowed
 from tools.bench.gpu.operations.equal_rows import Compared
 
 PAGE_SIZE = 16
-DRAFTS = 3  # of a row of a verify step
+DRAFTS = 3  # of a row in a verify step
 
 Span: TypeAlias = tuple[int, int]  # tokens [start, end) of a row
 
@@ -25,7 +25,7 @@ class AttentionShape:
 
     Attributes:
         value_dim: see `AttentionKind`.
-        kept_in: dtype of keys and values in pages. None: that of queries.
+        kept_in: dtype of keys and values in pages. None: the dtype of queries.
         sharpness: factor of the scores.
         zeros: all values are zeros, of either sign.
     """
@@ -67,7 +67,7 @@ class Prompt:
 
         Args:
             decode: plan rows of one token as decode rows.
-            given: `soft_cap`, `sinks` and `gate`, as `paged_attention` takes them.
+            given: `soft_cap`, `sinks` and `gate`, as for `paged_attention`.
         """
         counts = [end - start for start, end in rows]
         starts = [sum(counts[:row]) for row in range(len(rows) + 1)]
@@ -94,9 +94,9 @@ def compare(
     """Compare decode rows alone with the same tokens in other kinds of step, by kind.
 
     Args:
-        seed: of the tokens and the chunks.
+        seed: seed of the tokens and the chunks.
         tokens: number of tokens.
-        given: to `Prompt.attend`.
+        given: passed to `Prompt.attend`.
     """
     draw, length = random.Random(seed), prompt.length
     chosen = sorted({length - 1, *(draw.randrange(length) for _ in range(tokens - 1))})

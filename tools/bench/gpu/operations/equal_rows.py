@@ -1,4 +1,4 @@
-"""The operations of a step whose rows are compared alone and beside others, bit by bit."""
+"""Operations of a step whose rows are computed alone and beside others, and compared bit by bit."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,18 +32,18 @@ from kernels.sampling.sample import SamplingColumns, sample
 from tools.bench.gpu.operations.linear import DRY_SHAPES, SHAPES
 from tools.bench.gpu.setting import Setting
 
-# Around the sizes of tiles. The last one has the larger tiles of experts.
+# Around the sizes of tiles. The last one uses the larger tiles of experts.
 COUNTS, DRY_COUNTS = (2, 3, 16, 17, 63, 64, 65, 127, 128, 129, 256, 1100), (3, 66)
-PROBED = 5  # rows that are computed alone
+PROBED = 5  # rows that are also computed alone
 EPS = 1e-6
 EXPERTS, PER_TOKEN = 16, 4
 
-Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: numbers of rows; returns [n, any]
+Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: indices of rows; returns [n, any]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The count of compared numbers, and of those that differ."""
+    """Number of compared numbers, and number of differences."""
 
     numbers: int
     differing: int
@@ -63,7 +63,7 @@ def as_bits(x: Tensor) -> Tensor:
 
 
 def compare(operation: Rows, counts: Sequence[int], device: torch.device) -> Compared:
-    """Compare rows alone with the same rows at random places among others."""
+    """Compare rows alone with the same rows at random positions among others."""
     generator, total = torch.Generator().manual_seed(0), max(counts)
     probed = torch.randperm(total, generator=generator)[:PROBED]
     alone = [operation(row.view(1).to(device))[0] for row in probed]
@@ -83,7 +83,7 @@ def compare(operation: Rows, counts: Sequence[int], device: torch.device) -> Com
 
 
 def operations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Rows]]:
-    """Yield the operations of native families, on the shape of an 8B model."""
+    """Yield the operations of natively supported architectures, on the shape of an 8B model."""
     data = _Data(setting, dtype)
     for name, size in setting.sized(SHAPES, DRY_SHAPES).items():
         yield f"linear {name}", partial(data.linear, *size)

@@ -1,4 +1,4 @@
-"""The experts of a layer: a decode step streams the selected ones, a prefill multiplies."""
+"""The experts of a layer: a decode step streams the selected weights, a prefill multiplies."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,11 +13,11 @@ from kernels.layers.act_and_mul import act_and_mul_reference
 from tools.bench.gpu.ops import Op, relative_error
 from tools.bench.gpu.setting import Setting
 
-# hidden, inner, experts, experts per token: of Qwen3-30B-A3B and Mixtral-8x7B
+# hidden, inner, experts, experts per token of Qwen3-30B-A3B and Mixtral-8x7B.
 SHAPES = {"qwen3": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2)}
 DRY_SHAPES = {"qwen3": (64, 32, 8, 2)}
 TOLERANCE = 2e-2
-MANY = 1024  # tokens from which products are the limit
+MANY = 1024  # tokens from which arithmetic is the limit
 
 
 def ops(setting: Setting) -> Iterator[Callable[[], Op]]:

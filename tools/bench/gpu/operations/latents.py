@@ -1,7 +1,7 @@
-"""Attention to latents, on the shapes of DeepSeek-V3 and V2-Lite.
+"""Attention over latents (MLA), on the shapes of DeepSeek-V3 and V2-Lite.
 
-A decode step streams each latent once for all its heads. A chunk multiplies, by latents or by the
-keys and values that each head makes of them.
+A decode step streams each latent once for all its heads. A chunk multiplies latents, or the keys
+and values that each head expands from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ SHAPES = {"v3": (128, 512, 64), "v2-lite": (16, 512, 64)}  # heads, value_dim, r
 DRY_SHAPES = {"tiny": (4, 32, 8)}
 SCALE = 192**-0.5
 PAGE_SIZE, LAYERS = 16, 4
-DECODES = ((64, 8192), (1, 8192), (64, 1024), (1, 1024))  # rows, tokens of each
+DECODES = ((64, 8192), (1, 8192), (64, 1024), (1, 1024))  # rows, tokens of each row
 EXTENDS = ((0, 2048), (8192, 256))  # tokens in the cache, and new ones
-EXPANDED = ((0, 2048), (8192, 2048))  # same, by expanded keys and values
+EXPANDED = ((0, 2048), (8192, 2048))  # the same, with expanded keys and values
 TOLERANCE = 1e-2
 CHECKED = 6  # queries whose output is computed in float64
 
@@ -54,8 +54,7 @@ class Latents:
 
     @property
     def flops(self) -> float:
-        """Return the minimum FLOPs without unfolding: two products with every latent that a query
-        sees."""
+        """Return the minimum FLOPs without expansion: two products per visible latent."""
         size, heads = self.q.shape[2] + self.value_dim, self.q.shape[1]
         return 2.0 * self.rows.num_seen * heads * size
 
@@ -84,8 +83,7 @@ class Latents:
         )
 
     def exact(self, place: int, q: Tensor) -> Tensor:
-        """Return the output [heads, value_dim] of a query [heads, size] at this place, in
-        float64."""
+        """Return the output [heads, value_dim] of one query [heads, size] in float64."""
         starts = self.query_starts.tolist()
         row = next(i for i in range(len(starts) - 1) if place < starts[i + 1])
         seen = self.rows.lengths[row] - (starts[row + 1] - 1 - place)
@@ -98,7 +96,7 @@ class Latents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expanded:
-    """A chunk over latents, and the matrices that make keys and values of them."""
+    """A chunk over latents, and the matrices that expand them to keys and values."""
 
     latents: Latents
     expansion: LatentExpansion
@@ -106,7 +104,7 @@ class Expanded:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of expansion, and of two products with every key and value."""
+        """Return the FLOPs of the expansion, and of two products with every key and value."""
         (heads, key_dim, rank), rows = self.expansion.keys.shape, self.latents.rows
         value_dim = self.expansion.values.shape[2]
         made = sum(rows.lengths) * rank * (key_dim + value_dim)
@@ -181,7 +179,7 @@ def _op(
 
 def _expanded(setting: Setting, name: str, rows: Rows, shape: tuple[int, int, int]) -> Op:
     (heads, rank, rotated), latents = shape, _latents(setting, rows, *shape)
-    of_head = rank // 4  # of a key and of a value
+    of_head = rank // 4  # size of a key and of a value
     expansion = LatentExpansion(
         setting.randn(heads, of_head, rank) / 8, setting.randn(heads, rank, of_head) / 8
     )

@@ -1,7 +1,7 @@
-"""The matrix products of a decode step of an 8B model: each streams its weights once.
+"""The matrix products of a decode step of an 8B model, each of which streams its weights once.
 
-Those of 16-bit weights are torch's own. Their share of the read bandwidth bounds that of a whole
-step.
+For 16-bit weights they are torch's own. Their share of the read bandwidth is an upper bound for a
+whole step.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from kernels.quantised import NumberKind, QuantFormat, widened
 from tools.bench.gpu.ops import Op, relative_error
 from tools.bench.gpu.setting import Setting
 
-# name: (in, out), of Llama-3-8B
+# name: (in, out), of Llama-3-8B.
 SHAPES = {
     "qkv": (4096, 6144),
     "output": (4096, 4096),

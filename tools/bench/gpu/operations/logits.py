@@ -1,7 +1,7 @@
 """Operations on rows of logits: sampling compared with the usual sort, logprobs, penalties.
 
-The floor of each is one read of the logits. Sampling must choose the same tokens as its reference.
-Its error is the share of rows with another token.
+The lower bound of each is one read of the logits. The error of sampling is the share of rows whose
+token differs from the reference's.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from kernels.sampling.sample import SamplingColumns, sample, sample_reference
 from tools.bench.gpu.ops import Op, relative_error, unequal_share, worst
 from tools.bench.gpu.setting import Setting
 
-NEAR_TIES = 0.02  # share of rows that may differ: two tokens within rounding error of each other
+NEAR_TIES = 0.02  # share of rows that may differ, because two tokens are within rounding error
 
 
 def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
@@ -80,7 +80,7 @@ def _sample(setting: Setting, rows: int, kind: str) -> Op:
 
 
 def _with_sort(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
-    """Sample as is usual in torch: sort, softmax, cumulated sum, and a race of exponentials."""
+    """Sample in torch's usual way: sort, softmax, cumulative sum, and a race of exponentials."""
     if columns is None:
         return logits.argmax(dim=-1)
     logits = logits.float() / columns.temperature[:, None]

@@ -1,5 +1,4 @@
-"""Paged attention on synthetic rows: their data in either layout, the exact output, and the minimum
-bytes and FLOPs."""
+"""Paged attention on synthetic rows: data, exact output, minimum bytes and FLOPs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of attention. Row i has queries for its last queries[i] of lengths[i] tokens; a decode
-    row has one."""
+    """Rows of attention. Row i has queries for the last queries[i] of lengths[i] tokens."""
 
     queries: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -49,7 +47,7 @@ class Rows:
 
     @property
     def num_seen(self) -> int:
-        """Return the number of keys that all queries see together."""
+        """Return the total number of keys that queries attend to."""
         return sum(
             asked * length - asked * (asked - 1) // 2
             for asked, length in zip(self.queries, self.lengths, strict=True)
@@ -68,7 +66,7 @@ class Paged:
     page_starts: Tensor
     query_starts: Tensor
     lengths: Tensor
-    gate: Tensor | None = None  # as q
+    gate: Tensor | None = None  # shape of q
 
     @property
     def scale(self) -> float:
@@ -88,7 +86,7 @@ class Paged:
 
     @property
     def flops(self) -> float:
-        """Return the minimum FLOPs: two products with every key that a query sees."""
+        """Return the minimum FLOPs: two products with every key that a query attends to."""
         return 4.0 * self.rows.num_seen * self.heads.heads * self.heads.head_dim
 
     def plan(self, planner: PlanAttention = plan_attention) -> AttentionPlan:
@@ -114,7 +112,7 @@ class Paged:
         return partial(paged_attention, self.q, self.kv, plan, Scoring(self.scale), gate=self.gate)
 
     def error(self, planner: PlanAttention = plan_attention) -> float:
-        """Return the error of some queries, spread over all, against float64."""
+        """Return the error of a sample of queries against float64."""
         found = self.attention(planner)()
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
@@ -141,7 +139,7 @@ class Paged:
 
 
 def envelope(setting: Setting, heads: Heads, num_pages: int, page_size: int, layers: int) -> Tensor:
-    """Return one layer of a pool as in serving: a page is one block of all layers."""
+    """Return one layer of a pool as in serving, where a page is one block of all layers."""
     shape = (num_pages, heads.kv_heads, layers, 2, page_size, heads.head_dim)
     return setting.randn(*shape).unbind(2)[layers // 2]
 

@@ -1,4 +1,4 @@
-"""Pages gathered into one block and back, for copies to host memory and for slices of heads."""
+"""Pages gathered into one block and back, for copies to the host and slices of heads."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,6 +1,6 @@
-"""The recurrence of a delta net of Qwen3-Next: one long prompt, short prompts, and decode steps.
+"""The recurrence of Qwen3-Next's delta net: one long prompt, short prompts, and decode steps.
 
-A prompt in chunks is limited by the instructions of its chunks, one after the other, so its share
+A prompt is limited by the instructions of its chunks, which run one after the other, so its share
 of the bandwidth is small.
 """
 
@@ -18,9 +18,9 @@ from kernels.linear_attention.state_cells import CellView, StateRows
 from tools.bench.gpu.ops import Op, relative_error
 from tools.bench.gpu.setting import Setting
 
-# Key heads, value heads per key head, numbers of a key, numbers of a value
+# Key heads, value heads per key head, size of a key, size of a value.
 SHAPE, DRY_SHAPE = (16, 2, 128, 128), (1, 2, 16, 16)
-WIDTH = 4  # of the convolution
+WIDTH = 4  # tokens of the convolution
 ROWS = ((8192,), (512,) * 16, (1,) * 64)
 DRY_ROWS = ((20,), (1, 1))
 TOLERANCE = 2e-2

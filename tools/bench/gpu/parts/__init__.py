@@ -1,4 +1,4 @@
-"""The parts of `python -m tools.bench.gpu`, in execution order, a module each."""
+"""The parts of `python -m tools.bench.gpu`, one module each, in execution order."""
 
 from tools.bench.gpu.frame import Part
 
@@ -15,4 +15,4 @@ PARTS = (
     Part("serving", "whole systems, and transformers", 140),
     Part("tuning", "launch parameters of the attention kernels", 40),
 )
-FIRST = PARTS[0].name  # always runs: shares need its ceilings
+FIRST = PARTS[0].name  # always runs, because shares need its ceilings

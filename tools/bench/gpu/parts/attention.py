@@ -1,5 +1,4 @@
-"""Part attention: decode steps and steps that verify drafts against the read bandwidth, extend
-against the rate of matrix products.
+"""Part attention: decode and verify against the read bandwidth, extend against matrix products.
 
 Peers of extend are torch's own kernels on contiguous tensors, which a paged cache does not have.
 """
@@ -43,8 +42,8 @@ GATED = Heads(16, 2, 256)  # of Qwen3-Next
 DRY = Heads(4, 2, 32)
 PAGE_SIZE = 16
 VERIFIED = 4  # tokens of a row with three drafts
-LAYERS = 4  # in the pool, so that one layer's blocks are not adjacent
-TOLERANCE = 1e-2  # probabilities are rounded before they meet the values
+LAYERS = 4  # layers in the pool, so that one layer's blocks are not adjacent
+TOLERANCE = 1e-2  # probabilities are rounded before they are multiplied with the values
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
@@ -70,7 +69,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def flashinfer_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
-    """Return the same operations with plans of FlashInfer. Raises Unavailable."""
+    """Yield the same operations with plans of FlashInfer. Raises Unavailable."""
     planner = FlashInfer.open(setting.device).plan_attention
     kinds = (_decodes, _verifies, _extends, _gated, latents.ops)
     return chain.from_iterable(ops(setting, planner) for ops in kinds)
@@ -92,7 +91,7 @@ def _decodes(
 def _verifies(
     setting: Setting, planner: PlanAttention = plan_attention
 ) -> Iterator[Callable[[], Op]]:
-    """Yield verify steps of one row, which have to split its keys, and of many rows."""
+    """Yield verify steps of one row, whose keys must be split, and of many rows."""
     heads = setting.sized(LARGE, DRY)
     cases = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))
     for batch, context in setting.sized(cases, ((2, 40),)):
@@ -123,7 +122,7 @@ def _decode(
 
 
 def _skew(setting: Setting) -> Iterator[Row]:
-    """Measure one long row among short ones, and as many tokens in equal rows."""
+    """Measure one long row among short ones, and the same number of tokens in equal rows."""
     heads = setting.sized(LARGE, DRY)
     long, short, count = setting.sized((65536, 2048, 31), (50, 20, 2))
     mean = (long + count * short) // (count + 1)

@@ -1,8 +1,8 @@
 """Part bits: whether the bits of a row depend on the other rows of its step on this GPU.
 
-It compares every operation of a step alone and beside others, attention in all kinds of step, and
-whole models by the probe of `engine.batch_invariant`. If no bit differs, it records the GPU, and
-nodes with that setting start on it. Otherwise it removes an earlier record.
+Compares every operation of a step alone and beside others, attention in all kinds of step, and
+whole models with the self-test of `engine.batch_invariant`. If no bit differs, it records the GPU,
+so that nodes with that setting start on it. Otherwise it removes an earlier record.
 """
 
 from collections.abc import Callable, Iterator

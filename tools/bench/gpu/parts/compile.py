@@ -1,7 +1,7 @@
-"""Part compile: compile the kernels of the other parts, in many processes at once.
+"""Part compile: compiles the kernels of the other parts, in many processes at the same time.
 
-Every process calls its share of the operations once, on little data. All later processes, including
-those that a part starts, find Triton's output on disk. Measures nothing.
+Every process calls its share of the operations once, on little data. All later processes find
+Triton's output on disk. Measures nothing.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     modules = [importlib.import_module(f"tools.bench.gpu.parts.{part}") for part in PARTS]
     calls = [call for module in modules for call in module.compile_calls(setting)]
     calls, processes = setting.sized((calls, PROCESSES), (calls[:2], 2))
-    # Not a pool: the calls cannot be pickled, and need not be if processes are forked.
+    # Not a pool: the calls cannot be pickled, and need not be with forked processes.
     fork = multiprocessing.get_context("fork")
     inlets: list[Connection[Any, Any]] = []
     for place in range(processes):

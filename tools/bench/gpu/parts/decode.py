@@ -1,7 +1,7 @@
 """Part decode: whole steps, from the scheduler's decision to the token, against the roofline.
 
-The roofline of a step is the time that its bytes take at the read bandwidth: every weight once, and
-every key and value of the batch once. All modes of a step must give the same tokens.
+The roofline of a step is the time to read every weight and all KV of the batch once at the read
+bandwidth. All modes of a step must give the same tokens.
 """
 
 import gc
@@ -57,12 +57,12 @@ WAYS = (
     Way(False, False),
 )
 LONG = 8192  # context tokens from which only the best mode is measured
-SPARE_BYTES = 5 << 30  # of the device, beside weights and pages
+SPARE_BYTES = 5 << 30  # device memory beside weights and pages
 WARM_UP = 8
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Yield calls that need the same kernels as whole forwards of any part."""
+    """Yield calls that need the same kernels as whole forward passes of any part."""
     for name in setting.sized((*MODELS, SERVED), ("tiny",)):
         yield partial(proof.forwards_by_kernels, setting, name)
 

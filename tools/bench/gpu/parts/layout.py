@@ -1,7 +1,7 @@
 """Part layout: decode attention over page envelopes and over one pool per layer, by page size.
 
 An envelope has all layers of a page in one block, so that a page is one transfer. This part
-measures the cost of that layout for attention.
+measures what the layout costs attention.
 """
 
 from collections.abc import Callable, Iterator

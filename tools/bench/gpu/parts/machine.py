@@ -1,8 +1,8 @@
 """Part machine: the ceilings of this GPU, which are the denominators of all other figures.
 
-A ceiling is the best result of any simple program here, not a figure of a data sheet. The programs
-are copies, a reduction that mostly reads, and a large matrix product. The part also measures the
-cost of a launch, alone and as a node of a graph, and the link to host memory.
+A ceiling is the best result of simple programs here, not a data sheet figure: copies, a reduction
+that mostly reads, and a large matrix product. Also measures the cost of a launch, alone and as a
+graph node, and the link to host memory.
 """
 
 import time
@@ -119,7 +119,7 @@ def _host_link(setting: Setting) -> Iterator[Row]:
         work()
         timing = setting.clock.time(work)
         row = _ceiling("copy", what, "one block of 1 GiB", on_host.nbytes, timing)
-        del row["ceiling"]  # of the link, not of the device's memory
+        del row["ceiling"]  # this is the link's rate, not the device memory's
         yield row
 
 

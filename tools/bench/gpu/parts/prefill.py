@@ -1,8 +1,8 @@
 """Part prefill: whole prompts through a model, against the rate of matrix products.
 
 Only the necessary FLOPs count: every weight of the layers twice per token, two products with every
-key that a token sees, and the head for the last token only. A prompt is launched kernel by kernel,
-as in serving. A short prompt on a small model waits for the host.
+key that a token attends to, and the head for the last token. A prompt is launched kernel by kernel,
+as in serving, so a short prompt on a small model waits for the host.
 """
 
 from collections.abc import Iterator

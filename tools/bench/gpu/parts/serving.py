@@ -1,8 +1,8 @@
 """Part serving: a colocated and a disaggregated system on the device, compared with transformers.
 
-All use one model, one machine, and the same prompts. Two devices are used if there are two. With
-one device, the two nodes of the disaggregated system share it by the driver's time slices. Their
-ITL then shows the cost of sharing a device, not the gain of disaggregation.
+All use one model, one machine, and the same prompts. With two devices, both are used. With one
+device, the two nodes of the disaggregated system share it by the driver's time slices, so their ITL
+shows the cost of sharing a device, not the gain of disaggregation.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ DRY_SIZES = Sizes(
 )
 MODES: tuple[Mode, ...] = ("colocated", "disaggregated")
 CHUNK, DRY_CHUNK = 2048, 64
-PAGES, DRY_PAGES = 6144, 256  # of each node: two nodes and a reader share a device
+PAGES, DRY_PAGES = 6144, 256  # pages of each node: two nodes and a reader share a device
 MEMORY = Path("/dev/shm")  # the checkpoint is written, read once or twice, and deleted
 
 
@@ -96,7 +96,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 @dataclass(slots=True, eq=False)
 class _Bench:
-    """Measurements of one system after the other, with the data to compare between them."""
+    """Measures one system after the other, and keeps the data to compare them."""
 
     setting: Setting
     model: Path
@@ -163,8 +163,8 @@ class _Bench:
     def compared(self) -> Iterator[Row]:
         """Compare all pairs of systems measured so far.
 
-        In bfloat16, systems that batch differently need not give equal responses. Single prompts
-        are batched alike.
+        In bfloat16, systems that batch differently may give different responses. Single prompts are
+        batched alike.
         """
         first, second = "colocated", "disaggregated"
         if {first, second} <= self.singles.keys():
@@ -184,7 +184,7 @@ class _Bench:
         """Check the responses before speed is reported.
 
         In bfloat16 a response may differ from the other system's after a few tokens, but rarely at
-        once.
+        the first one.
 
         Raises:
             RuntimeError: most first tokens differ from those of the previous system.

@@ -1,9 +1,9 @@
-"""Part transfer: read pages of the device from another process, over each data path.
+"""Part transfer: reads pages of the device from another process, over each data path.
 
-The path is the one that the backend has proved and names. For comparison one kernel gathers the
-same scattered pages: within this process, and from the other's memory if the device shares it (CUDA
-IPC). No other method is faster. On one device both are copies within its memory. Rates count
-payload bytes: a copy within a memory reads and writes as much each.
+The path is the one that the backend has proved and names. For comparison, one kernel gathers the
+same scattered pages, within this process and from the other's memory if the device shares it (CUDA
+IPC). No method is faster. On one device, both are copies within its memory. Rates count payload
+bytes: a copy within a memory reads and writes each of them.
 """
 
 import pickle
@@ -147,7 +147,7 @@ def _raw_reads(
 
 def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
     """Return a consumer that gathers pages into the first pages of `landing`, whatever their
-    destination. One kernel, complete on return."""
+    destination, with one kernel, complete on return."""
 
     def read(from_pages: Ints, to_pages: Ints) -> None:
         ids = torch.from_numpy(from_pages).to(source.device)
@@ -174,8 +174,7 @@ def _connected(
 
 
 def _wrong_share(setting: Setting, read: Read, expected: Tensor, landing: Tensor) -> float:
-    """Return the share of wrong bytes after each page was read to the place it has at its
-    source."""
+    """Return the share of wrong bytes after each page was read to its own number."""
     landing.zero_()
     setting.finish()
     pages = np.arange(len(expected), dtype=np.int32)

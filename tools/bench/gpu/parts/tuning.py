@@ -1,6 +1,6 @@
 """Part tuning: the attention kernels with other launch parameters than the shipped ones.
 
-The parameters in the tables of the kernels' modules are overridden, one choice after another. Each
+Overrides the parameters in the tables of the kernels' modules, one choice after another. Each
 choice is checked before it is timed. The best choice per shape is the value for the tables.
 """
 
@@ -55,8 +55,7 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExtendLaunch:
-    """Launch parameters of extend. rows: queries times the heads that share a KV head; block: keys
-    of a tile."""
+    """Launch parameters of extend. rows: queries times heads per KV head. block: keys per tile."""
 
     rows: int
     block: int
@@ -139,7 +138,7 @@ def _call_once(setting: Setting, launch: Launch, rows: Rows) -> None:
 def _best(
     setting: Setting, kernel: str, shape: str, rows: Rows, launches: Sequence[Launch]
 ) -> Iterator[Row]:
-    """Yield a row per launch, in the record only, and one about the best of them."""
+    """Yield a row per launch, for the record only, and one about the best of them."""
     data = make_data(setting, rows, setting.sized(LARGE, DRY))
     ceiling, amount = ("read", data.bytes) if kernel == "decode" else ("matmul", data.flops)
     shipped_s = _seconds(setting, data)

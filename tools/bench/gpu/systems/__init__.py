@@ -1,1 +1,1 @@
-"""Processes under measurement, and their loads."""
+"""Measured processes on a GPU, and their loads."""

@@ -1,7 +1,6 @@
-"""Share of a hand-off that prefill hides, measured by a separate consumer of a running prefill
-node.
+"""The share of a hand-off that prefill hides, measured by a separate consumer of a prefill node.
 
-The first token is sent when the last chunk is computed. Any transfer time after that is exposed. A
+The first token is sent when the last chunk is computed. Transfer time after that is exposed. A
 prompt of one page gives the fixed part of that time. A prompt of a single chunk, whose transfer
 cannot be hidden, gives the time of a chunk's bytes. Without overlap, N chunks would take N times as
 long.
@@ -37,7 +36,7 @@ PROMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The tokens of a chunk, as the prefill node cuts prompts, and of a prompt of many chunks."""
+    """Tokens of a chunk, as the prefill node divides prompts, and of a prompt of many chunks."""
 
     chunk: int
     prompt: int

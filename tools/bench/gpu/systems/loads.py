@@ -1,7 +1,7 @@
 """Loads on a running system: single prompts, streams beside long prompts, full streams.
 
-The client is a Python process that needs about 0.1 ms for each message. The number of streams is
-small, so that the system and not the client is measured.
+The client is a Python process that needs about 0.1 ms for each message, so the number of streams is
+small, in order to measure the system and not the client.
 """
 
 import asyncio
@@ -33,15 +33,14 @@ class Sizes:
 
 
 class Loads:
-    """Loads on one system. Every system gets the same prompts, and no two prompts of one system are
-    alike."""
+    """Loads on one system. Every system gets the same prompts, which all differ from each other."""
 
     def __init__(self, client: Client, sizes: Sizes) -> None:
         self._client = client
         self._sizes = sizes
 
     async def warm_up(self) -> None:
-        """Send requests of each kind as warm-up."""
+        """Send warm-up requests of each kind."""
         await self._ask(self._jobs(2, self._sizes.prompt, 4, series=1), streams=2)
         await self._ask(self._jobs(1, self._sizes.long_prompt, 2, series=2), streams=1)
 
@@ -56,14 +55,13 @@ class Loads:
         return answers, summary(answers)
 
     async def decoding(self) -> dict[str, float]:
-        """Return the ITL of streams that decode undisturbed, in ms."""
+        """Return the ITL of undisturbed streams in ms."""
         return _gaps(await self._ask(self._streams(series=5), self._sizes.streams))
 
     async def disturbed(self) -> tuple[dict[str, float], float]:
-        """Return the ITL of such streams beside long prompts in ms, and the seconds of one long
-        prompt alone.
+        """Return the ITL in ms of streams beside long prompts, and the seconds of one such prompt.
 
-        The long prompts arrive at a rate at which prefilling takes half of the time.
+        The long prompts arrive at a rate at which prefill takes half of the time.
         """
         sizes = self._sizes
         (alone,) = await self._ask(self._jobs(1, sizes.long_prompt, 1, series=6), streams=1)
@@ -112,7 +110,7 @@ def ttft_ms(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
-    """Return the share of responses that equal the other system's, token for token."""
+    """Return the share of responses whose tokens all equal the other system's."""
     equal: int = sum(map(operator.eq, answers, others))
     return equal / len(answers)
 

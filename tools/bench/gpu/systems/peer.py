@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the same checkpoint and prompts, in a process of its own."""
+"""transformers' continuous batching on the same checkpoint and prompts, in its own process."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ WARM_UP_TOKENS = 8
 def full_streams(
     setting: Setting, model: Path, jobs: Sequence[WorkloadRequest], streams: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the summary of its responses, as of tools.bench.support.load, and their tokens by job.
+    """Return the summary of its responses, as in tools.bench.support.load, and their tokens by job.
 
     Raises:
         RuntimeError: it failed. Contains the end of its output.

@@ -1,10 +1,9 @@
-"""The producer's process of the part transfer: pages on a device, served over every available
-backend.
+"""The producer's process of the part transfer: serves device pages over every backend.
 
     python -m tools.bench.gpu.systems.producer DEVICE PAGE_BYTES NUM_PAGES
 
-It prints its connection data on one line of stdout. It polls until it reads a line from stdin, when
-all consumers have connected, and ends with its stdin. Its pages hold the bytes of `content`.
+Prints its connection data on one line of stdout. Polls until all consumers have connected, when it
+reads a line from stdin, and ends at the end of stdin. Its pages hold the bytes of `content`.
 """
 
 import contextlib
@@ -29,8 +28,9 @@ _POLL_S = 0.001
 
 
 class Served(msgspec.Struct):
-    """The output of the producer's process. missing: why a backend is absent. shared: pickled data
-    with which torch opens the pool in another process; empty if the device cannot share memory."""
+    """The output of the producer's process. missing: why a backend is absent. shared: pickled
+    data with which torch opens the pool in another process, or empty if the device cannot share
+    memory."""
 
     base: int
     descriptions: dict[str, bytes]
@@ -64,7 +64,7 @@ class ProducerProcess:
         self.remote = remote
 
     def stop_polling(self) -> None:
-        """Stop its polling, so that it is as quiet as a serving node's producer."""
+        """Stop its polling, so that it is as idle as a serving node's producer."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
