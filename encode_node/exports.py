@@ -100,11 +100,13 @@ class EmbeddingExports:
         refusal = self._refusal(event)
         if refusal or not isinstance(event.source, Embeddings):
             return self._refuse(event.serial, refusal)
-        job = self._encoder.begin([event.source.image])
+        images = [event.source.image]
+        cached = not self._encoder.missing(images)  # a new job may be done at once
+        job = self._encoder.begin(images)
         if job is None:
             return self._refuse(event.serial, "busy: the queue of the encoder is full")
         export.source, export.job = event.source, job
-        self.num_cached += job.done
+        self.num_cached += cached
 
     def granted(self, event: GrantedEvent) -> None:
         self._exports[event.serial].granted = True
