@@ -97,14 +97,14 @@ class SlotOwners:
         self._running.join(slot)
         self._quarantine.take(slot, request)
 
-    def end(self, request: Request, *, learn: bool = False) -> None:
+    def end(self, request: Request, *, insert: bool = False) -> None:
         """Remove a request and release its pages.
 
         Args:
-            learn: insert its full pages into the prefix cache, with the KV of all known tokens
+            insert: insert its full pages into the prefix cache, with the KV of all known tokens
                 except the newest. Only valid once its forward is finished.
         """
-        self._leave(self._release(request, learn), request)
+        self._leave(self._release(request, insert), request)
         self.num_ended += 1
 
     def end_at_fault(self, request: Request) -> CorruptPrefix:
@@ -118,15 +118,15 @@ class SlotOwners:
         self.end(request)
         return corrupt
 
-    def requeue(self, request: Request, *, learn: bool = False) -> None:
+    def requeue(self, request: Request, *, insert: bool = False) -> None:
         """Put a request back at the head of the waiting queue, with all its tokens and without KV.
 
         No launched step may contain it.
 
         Args:
-            learn: see `end`.
+            insert: see `end`.
         """
-        self._release(request, learn)
+        self._release(request, insert)
         if not request.is_away:
             request.swapped_out(self._clock())
         self.put_back(request)
@@ -141,7 +141,7 @@ class SlotOwners:
         self._leave(slot, request)
         self._admission.waiting.put_back(request)
 
-    def _release(self, request: Request, learn: bool) -> int:
+    def _release(self, request: Request, insert: bool) -> int:
         """Release the pages of a request on the device and in host memory. Return its slot, which
         it keeps."""
         slot = request.slot
@@ -149,7 +149,7 @@ class SlotOwners:
         holding = self._table.holding_of(slot)
         if request in self._retracted:
             self._retracted.forget(request)
-        elif learn:
+        elif insert:
             self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
         self._pages.drop(holding.flat(), PageHolder.REQUEST)
         self._running.leave(slot)
@@ -208,7 +208,7 @@ class HeldRows:
         if not self._table.unchosen[slot]:
             self._table.held[slot] = False
         elif slot in self._running or request in self._retracted:  # otherwise it is paused
-            self._residents.requeue(request, learn=request not in self._retracted)
+            self._residents.requeue(request, insert=request not in self._retracted)
 
 
 def check_books(

@@ -344,7 +344,7 @@ class StepResults:
             if token == NOT_FINITE:
                 corrupt = self._residents.end_at_fault(request)
             else:
-                self._residents.end(request, learn=inserted.get(slot) != num_computed)
+                self._residents.end(request, insert=inserted.get(slot) != num_computed)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
         return reported[:2]
 

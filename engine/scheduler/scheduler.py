@@ -279,7 +279,7 @@ class Scheduler:
 
     def remove_migrated(self, request: Request) -> None:
         """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
-        self._residents.end(request, learn=True)
+        self._residents.end(request, insert=True)
 
     # Paused scheduler -----------------------------------------------------------------------------
 
