@@ -51,7 +51,7 @@ class _Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a result. Corrupt KV (NaN or Inf logits) counts as a result."""
+        """Return whether it ended without a result. Corrupt KV (NaN or Inf logits) is a result."""
         if self.end is None or self.end.reason == FinishReason.LENGTH:
             return False
         code, _ = StatusCode.INTERNAL.value
@@ -87,14 +87,13 @@ class _CanaryCheck:
 
     @property
     def in_use(self) -> bool:
-        """Whether the producer is in use during the check."""
+        """Return whether the producer is in use during the check."""
         return self.standing == _Standing.IN_USE
 
     @property
     def admits(self) -> bool:
-        """Whether the producer may be used after the check. After "unknown", only if it was not
-        kept out before.
-        """
+        """Return whether the producer may be used after the check. After "unknown", only if it
+        was not excluded before."""
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
         return self.verdict == "passed"

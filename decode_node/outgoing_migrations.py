@@ -80,7 +80,7 @@ class OutgoingMigrations:
 
     @property
     def busy(self) -> bool:
-        """Whether a consumer is still reading or waiting for a reply."""
+        """Return whether a consumer is still reading or waiting for a reply."""
         return bool(self.in_progress) or time.monotonic() < self._moved_at + LINGER_S
 
     def exported(self) -> Iterator[Ints]:

@@ -338,7 +338,7 @@ class TransferQueue(AttemptQueue):
 
     @property
     def is_arriving(self) -> bool:
-        """Whether a migrating request has stopped at its source and is not completed."""
+        """Return whether a migrating request has stopped at its source and is not completed."""
         attempts = (state.attempt for state in self._migrating.values())
         return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
 

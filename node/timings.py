@@ -86,7 +86,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
 
     @property
     def had_trouble(self) -> bool:
-        """Whether the request was retracted or lost a hand-off, which may explain a delay."""
+        """Return whether a retraction or a failed hand-off may explain a delay."""
         return bool(self.away) or any(attempt.lost for attempt in self.attempts)
 
     def timeline(self) -> Timeline:

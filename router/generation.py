@@ -204,7 +204,7 @@ class AttemptLosses:
     """Nodes that one request has lost, with the limit after which it fails.
 
     A loss is not charged if the node was asked to stop, or if its engine crashed while it ran
-    another request in quarantine (common/requests/quarantine.py). Charges are dropped once the
+    another request in quarantine (common/request.py). Charges are dropped once the
     request has progressed beyond the position of the loss.
 
     Attributes:

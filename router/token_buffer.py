@@ -336,7 +336,7 @@ _LONGEST_RETRY_S = 3600.0
 
 
 class LossCause(Enum):
-    """How far a request may be the cause of its node's loss."""
+    """Suspicion that a request caused the loss of its node."""
 
     UNRELATED = 0
     UNKNOWN = 1  # the node is lost without a reported reason

@@ -266,7 +266,7 @@ class ConnectionLimit:
         ] = {}  # longest idle first, never an empty dict
 
     def enter(self, host: str, close: Leave) -> ConnectionSlot | None:
-        """Return a place for a new connection, or None if there is none.
+        """Return a place for a new connection, or None if no place is free.
 
         Args:
             host: address of the client.

@@ -25,7 +25,8 @@ class HttpRequest(web.BaseRequest):
 
     @property
     def keep_alive(self) -> bool:
-        """Whether the connection stays open after the response. Read when its head is written."""
+        """Return whether the connection stays open after the response. aiohttp reads it when it
+        writes the head."""
         return super().keep_alive and self.acceptor.reusable
 
     @property

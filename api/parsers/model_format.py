@@ -43,7 +43,7 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
 
 
 class ReasoningFormat(Enum):
-    """How a response begins: with or without reasoning."""
+    """The beginning of a response: with or without reasoning."""
 
     NOT = auto()
     PERHAPS = auto()  # the response itself decides

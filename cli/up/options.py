@@ -243,7 +243,7 @@ def _with_router_flags(arguments: Sequence[str]) -> list[str]:
 def wish(
     options: argparse.Namespace, node_flags: list[str], screen: Screen
 ) -> plan.RequestedSystem:
-    """Return the system to start. Downloads the model, and writes a secret if there is none.
+    """Return the system to start. Downloads the model, and writes a secret if the file is missing.
 
     Exits if a process would reject its flags.
 

@@ -10,7 +10,7 @@ MAX_LABEL_TOKENS = 256
 
 
 class PoolingMode(IntEnum):
-    """How hidden states of a prompt are pooled, with the numbers of pooling.proto."""
+    """Methods to pool the hidden states of a prompt, with the numbers of pooling.proto."""
 
     LAST = 1  # last token
     MEAN = 2  # mean of all tokens

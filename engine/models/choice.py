@@ -120,8 +120,8 @@ class LoadableModel(Protocol):
 
     @property
     def refilled_whole(self) -> bool:
-        """Whether `refill` needs memory for all weights twice. False: only one part at a time is in
-        memory twice."""
+        """Return whether `refill` needs memory for all weights twice. False: only one part at a
+        time is in memory twice."""
         ...
 
     def stored(self) -> Iterable[str]:

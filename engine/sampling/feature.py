@@ -18,7 +18,7 @@ from engine.batch.request import Request
 
 
 class FeatureState(IntEnum):
-    """How a feature affects a request, and when it can be applied."""
+    """The effect of a feature on a request, and when it can be applied."""
 
     NONE = 0
     ALIKE = 1  # active, independent of the request's earlier tokens

@@ -104,7 +104,7 @@ class AttentionKind(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer computes scores from the products of queries and keys.
+    """The scores that a layer computes from the products of queries and keys.
 
     Attributes:
         scale: factor of the products, above 0.

@@ -344,9 +344,8 @@ class ConsumerHandoff:
 
     @property
     def being_computed(self) -> bool:
-        """Whether the producer may be computing it, according to its messages. A queued hand-off
-        may be in the producer's next forward pass.
-        """
+        """Return whether the producer may be computing it, according to its messages. A queued
+        hand-off may be in the producer's next forward pass."""
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 
     @property

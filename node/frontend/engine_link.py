@@ -256,7 +256,7 @@ class EngineSupervisor:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether responses have the same bits whatever runs in the same batch."""
+        """Return whether responses have the same bits whatever runs in the same batch."""
         return self.ready is not None and ARITHMETIC in self.ready.fingerprint
 
     def started(self, ready: EngineReady, now: float) -> None:

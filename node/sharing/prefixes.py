@@ -193,7 +193,7 @@ class PrefixSharing:
 
     @property
     def busy(self) -> bool:
-        """Whether another node reads here, or bytes may land or be copied here."""
+        """Return whether another node reads here, or bytes may land or be copied here."""
         reads = self.fetches.busy or self._weights.busy or self._tiers.busy
         return bool(reads or len(self.exports))
 

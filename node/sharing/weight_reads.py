@@ -70,7 +70,7 @@ class WeightPieces:
 
     @property
     def all_asked(self) -> bool:
-        """Whether every piece has been requested, and none was lost since."""
+        """Return whether every piece has been requested, and none was lost since."""
         return self._past is not None and self._num_asked >= self._past and not self._again
 
     def next(self, now: float) -> WeightWindow | None:

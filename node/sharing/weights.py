@@ -210,7 +210,7 @@ class WeightSharing:
 
     @property
     def busy(self) -> bool:
-        """Whether another node reads here, or bytes may land here."""
+        """Return whether another node reads here, or bytes may land here."""
         return bool(len(self._exports) or self._reads.busy)
 
     def exported(self) -> Iterator[Ints]:

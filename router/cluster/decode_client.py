@@ -47,7 +47,7 @@ OnTimeline = Callable[[decode_pb2.Timeline], None]
 
 
 class _Over(NamedTuple):
-    """How a stream has ended."""
+    """The end of a stream."""
 
     reason: str
     refused: bool = (

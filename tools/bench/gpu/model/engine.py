@@ -65,7 +65,7 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an engine runs its steps. early: see `kernels/early_launch.py`."""
+    """Options of an engine's steps. early: see `kernels/early_launch.py`."""
 
     graphs: bool
     overlap: bool
