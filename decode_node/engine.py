@@ -52,7 +52,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     SetWeightVersion,
 )
-from node.control.pauses import PAUSED
+from node.control.commands import PAUSED
 from node.messages import (
     CancelSubmitted,
     FrontMessage,

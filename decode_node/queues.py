@@ -130,7 +130,7 @@ class FetchQueue(KeyedQueue[DecodeState]):
         """Remove and yield requests whose fetch has ended, successfully or not, and migrations
         whose whole group is copied.
         """
-        for key in self._fetches.take_over():
+        for key in self._fetches.take_over() if self._states else ():
             state = self._states.get(key)
             if state is None:
                 continue

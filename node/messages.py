@@ -313,7 +313,7 @@ class PoolingDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
-    number: int
+    number: int = 0  # number of its NodeCall
     error: str = ""  # such as FailedPrecondition. Empty: success
     integer: int = 0  # pages freed, requests aborted, adapters loaded or unloaded, pauses ended
     fresh: bool = True  # whether the state has changed

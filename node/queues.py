@@ -4,7 +4,7 @@ grammars, loads).
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Generic, Protocol
 
@@ -155,6 +155,19 @@ class PreparationQueue(Protocol):
     def __len__(self) -> int: ...
 
 
+class WaitingRequests:
+    """The requests of a preparation queue, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Request] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.pop(request.key, None) is not None
+
+
 class PreparationStages(Generic[S]):
     """The resources that a request needs before it is scheduled, with one queue for each.
 
@@ -211,7 +224,7 @@ class PreparationStages(Generic[S]):
             if not self._states:
                 return
             for place, queue in enumerate(self._queues, 1):
-                for request, refusal in queue.ready(now):
+                for request, refusal in queue.ready(now) if len(queue) else ():
                     try:
                         if refusal is not None:
                             raise refusal
@@ -361,7 +374,7 @@ class GrammarQueue:
 #
 # The copy holds the pages, and the requests hold nothing. When the copy ends, successful or not, a
 # request continues with what the tree has.
-class TierLoadQueue:
+class TierLoadQueue(WaitingRequests):
     """The queue for loads from offload tiers. Engine thread only.
 
     Args:
@@ -371,14 +384,11 @@ class TierLoadQueue:
     name = "offload_load"
 
     def __init__(self, tiers: CacheTiers, room: Callable[[], int]) -> None:
+        super().__init__()
         self._tiers = tiers
         self._room = room
-        self._waiting: dict[int, Request] = {}  # by key
         self._ways: dict[int, TierMatch] = {}  # by key, of requests for which `put` follows
         self._over: list[int] = []  # keys to yield
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def needed_by(self, request: Request) -> bool:
         """Return whether enough of its prefix is in an offload tier to load it."""
@@ -401,9 +411,6 @@ class TierLoadQueue:
         else:
             over()
 
-    def remove(self, request: Request) -> bool:
-        return self._waiting.pop(request.key, None) is not None
-
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
         """Remove and yield the requests whose load has ended."""
         over, self._over = self._over, []
@@ -411,4 +418,40 @@ class TierLoadQueue:
             request = self._waiting.pop(key, None)
             if request is not None:
                 request.note_brought(time.monotonic())
+                yield request, None
+
+
+class Fetches(Protocol):
+    """Data for which requests wait, by their keys."""
+
+    @property
+    def waits(self) -> Container[int]:
+        """Return the keys of the requests that wait for a fetch in progress."""
+        ...
+
+    def take_over(self) -> Sequence[int]:
+        """Remove and return the keys of the requests that need no longer wait."""
+        ...
+
+
+class FetchQueue(WaitingRequests):
+    """The queue for fetches of one kind. Engine thread only."""
+
+    def __init__(self, name: str, fetches: Fetches) -> None:
+        super().__init__()
+        self.name = name
+        self._fetches = fetches
+
+    def needed_by(self, request: Request) -> bool:
+        """Return whether the request waits for a fetch in progress."""
+        return request.key in self._fetches.waits
+
+    def put(self, request: Request) -> None:
+        self._waiting[request.key] = request
+
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Remove and yield the requests whose fetch has ended, successfully or not."""
+        for key in self._fetches.take_over():
+            request = self._waiting.pop(key, None)
+            if request is not None:
                 yield request, None

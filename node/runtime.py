@@ -188,7 +188,6 @@ class NodeRuntime:
             meters=(
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(
-                    weights,
                     AdapterMeter(engine.adapters),
                     VisionMetrics(engine.model.seeing, engine.encoder),
                 ),

@@ -116,7 +116,7 @@ class EmbeddingReads:
         self._reads: dict[bytes, _Read] = {}  # by name of the image
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
-        self._waits: dict[int, _Wait] = {}  # by key
+        self.waits: dict[int, _Wait] = {}  # by key
         self._over: dict[int, None] = {}  # keys to be returned by take_over
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
@@ -151,13 +151,9 @@ class EmbeddingReads:
                 read = self._begin(image, of_image.get(image.name, ""))
             if read is not None:
                 read.waiting.add(key)
-                self._waits.setdefault(key, _Wait(set(), timings)).names.add(image.name)
-        if (wait := self._waits.get(key)) is not None:
+                self.waits.setdefault(key, _Wait(set(), timings)).names.add(image.name)
+        if (wait := self.waits.get(key)) is not None:
             timings.begun, timings.wanted = self._clock(), len(wait.names)
-
-    def waits(self, key: int) -> bool:
-        """Return whether the request waits for a read in progress."""
-        return key in self._waits
 
     def take_over(self) -> list[int]:
         """Return the keys whose reads have all ended since the last call, successfully or not."""
@@ -167,7 +163,7 @@ class EmbeddingReads:
     def forget(self, key: int) -> None:
         """Forget an ended request in any state. Reads that no other request waits for end."""
         self._over.pop(key, None)
-        wait = self._waits.pop(key, None)
+        wait = self.waits.pop(key, None)
         for name in () if wait is None else wait.names:
             read = self._reads[name]
             read.waiting.discard(key)
@@ -299,10 +295,10 @@ class EmbeddingReads:
             self._by_id.pop(read.id, None)
         del self._reads[read.image.name]
         for key in read.waiting:
-            names, timings = self._waits[key]
+            names, timings = self.waits[key]
             names.discard(read.image.name)
             timings.completed += outcome == "completed"
             if not names:
                 timings.ended = self._clock()
-                del self._waits[key]
+                del self.waits[key]
                 self._over[key] = None

@@ -25,13 +25,19 @@ from kvtransfer.ports import (
     SetWeightVersion,
     TransferPort,
 )
+from node.control.commands import PAUSED
 from node.control.engine_control import EngineControl
-from node.control.pauses import PAUSED
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
-from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
+from node.queues import (
+    AdapterQueue,
+    FetchQueue,
+    GrammarQueue,
+    PreparationStages,
+    SchedulerQueue,
+    TierLoadQueue,
+)
 from node.request_state import RequestStage, RequestState
 from node.role_parts import RoleEngine, RoleRuntime
-from node.sharing.fetches import FetchQueue
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues
 from prefill_node.ahead import PrefillAhead
@@ -299,7 +305,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         queues,
         cache=engine.core.cache,
         adapters=engine.adapters,
-        is_coming=lambda key: sharing.fetches.waits(key) or embeddings.waits(key),
+        is_coming=lambda key: key in sharing.fetches.waits or key in embeddings.waits,
         keys=other_keys,
         max_tokens=_max_tokens_ahead(engine, config),
     )

@@ -1,18 +1,20 @@
 """The control interface of an engine: calls of the `Node` service, reports, watchers of the prefix
 cache, and drains. Everything that an engine sends its frontend, except tokens.
 
-EngineControl uses the role through the protocol ControlledRole and knows no queue by name. Changes
-of the prefix cache are sent to the watchers (Node.WatchCache) once per step. A new watcher first
-gets a snapshot, and changes only after that.
+EngineControl advances the commands in progress, uses the role through the protocol ControlledRole,
+and knows no queue by name. Changes of the prefix cache are sent to the watchers (Node.WatchCache)
+once per step. A new watcher first gets a snapshot, and changes only after that.
 """
 
 import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from common.distribution import HistogramCounts
 from common.errors import FailedPrecondition, ServingError
@@ -21,7 +23,7 @@ from common.queueing import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
 from engine.kv_cache.kv_events import CacheChange, CacheEvents, KvEventLog
 from kvtransfer.ports import ProducerUp
-from node.control.pauses import ControlledRole
+from node.control.commands import CommandSteps, ControlledRole
 from node.messages import (
     AbortRequests,
     CacheEventBatch,
@@ -182,21 +184,33 @@ class NamedAdapters(Protocol):
     def poll(self) -> None: ...
 
 
+class CurrentWeights(Protocol):
+    """The weights in use."""
+
+    id: WeightsId
+
+
 class Operations(Protocol):
     """The commands of operators. EngineOperations documents the members."""
 
     @property
-    def weights(self) -> WeightsId: ...
+    def weights(self) -> CurrentWeights: ...
 
-    def counters(self) -> Mapping[str, int]: ...
-
+    @property
     def gauges(self) -> Mapping[str, float]: ...
 
-    def begin(
-        self, number: int, command: Command, role: ControlledRole
-    ) -> Iterator[NodeCallResult]: ...
+    def steps(self, command: Command, role: ControlledRole) -> CommandSteps: ...
 
-    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]: ...
+
+class _Call(NamedTuple):
+    """A command in progress."""
+
+    number: int
+    command: Command
+    steps: CommandSteps
+
+
+_QUERIES = (DescribeNode, ExplainRequests)
 
 
 def _prepares_nothing(role: str) -> None:
@@ -236,7 +250,8 @@ class EngineControl:
         self._num_self_checks = 0
         self._cache = cache
         self._adapters = adapters
-        self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of calls
+        self._calls: list[_Call] = []  # in progress
+        self._answers: list[NodeCallResult] = []  # to be sent after the next report
         self._operations = operations
         self._report_at = 0.0
         self._check_at = 0.0
@@ -248,7 +263,7 @@ class EngineControl:
     @property
     def weights(self) -> WeightsId:
         """Current weight version."""
-        return self._operations.weights
+        return self._operations.weights.id
 
     def link_up(self, event: ProducerUp) -> None:
         """Record a link."""
@@ -263,11 +278,13 @@ class EngineControl:
     def poll(
         self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None
     ) -> None:
-        """Handle the frontend's calls. Any other message goes to `requests`."""
+        """Handle the frontend's calls, and continue those in progress. Any other message goes to
+        `requests`.
+        """
         for message in self._channel.take():
             match message:
                 case NodeCall(number, command):
-                    self._send(self._answers(number, command, inside))
+                    self._advance(_Call(number, command, self._steps(command, inside)))
                 case WatchCache():
                     self._cache.watch(message)
                 case StartRole():
@@ -275,22 +292,18 @@ class EngineControl:
                 case _ if requests is not None:
                     requests(message)
                 case _:
-                    log.warning(
-                        "unexpected message %s",
-                        kv(message_type=type(message).__name__),
-                    )
+                    log.warning("unexpected message %s", kv(message_type=type(message).__name__))
         self._cache.flush()
-        if self._loading:
-            self._report_loaded()
-        answers = tuple(self._operations.done(inside))
-        if answers:
-            self._report_at = 0.0  # so that the next report already has the change
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._advance(call)
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + REPORT_INTERVAL_S
             self._report(inside)
-        if answers:
-            self._send(answers)
+        for answer in self._answers:
+            self._channel.post(answer)
+        self._answers.clear()
 
     def notify(self, message: EngineMessage) -> None:
         """Send the frontend an unsolicited message."""
@@ -331,9 +344,7 @@ class EngineControl:
         pages = self._pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
-        operations = self._operations.counters()
-        gauges |= {f"total_{name}": float(value) for name, value in operations.items()}
-        gauges |= self._operations.gauges()
+        gauges |= self._operations.gauges
         gauges |= self._own_totals()
         distributions = dict(inside.distributions())
         for meter in self._meters:
@@ -366,57 +377,58 @@ class EngineControl:
             "total_process_cpu": time.process_time(),
         }
 
-    def _report_loaded(self) -> None:
-        self._adapters.poll()
-        for number, loaded in [each for each in self._loading if each[1].done()]:
-            self._loading.remove((number, loaded))
-            error = loaded.exception()
-            if error is None:
-                self._report_at = 0.0
-                adapter, fresh = loaded.result()
-                answer = NodeCallResult(number, integer=int(fresh), adapter=adapter)
-            else:
-                answer = NodeCallResult(number, error=str(error))
-            self._channel.post(answer)
-
-    def _send(self, answers: Iterable[NodeCallResult]) -> None:
-        for answer in answers:
-            self._channel.post(answer)
-
-    def _answers(
-        self, number: int, command: Command, inside: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Carry out a command. Yields an immediate response. `poll` sends later ones."""
+    def _advance(self, call: _Call) -> None:
+        """Continue a command until it waits or ends. The report before its response has the change
+        that it made.
+        """
         try:
-            match command:
-                case DescribeNode():
-                    description = {
-                        "pages": self._pages_by_holder(),
-                        "queues": inside.queues(),
-                        "counters": inside.counters(),
-                    }
-                    yield NodeCallResult(number, description=description)
-                case DrainNode() | ResumeNode():
-                    self.draining = isinstance(command, DrainNode)
-                    self._reported_drained = False
-                    self._report_at = 0.0
-                    yield NodeCallResult(number)
-                case PrepareRole(role):
-                    self._prepare(role)
-                    yield NodeCallResult(number)
-                case FlushCache():
-                    yield NodeCallResult(number, integer=inside.scheduler.flush_cache())
-                case AbortRequests(request_id):
-                    yield NodeCallResult(number, integer=inside.abort(request_id))
-                case ExplainRequests(request_id):
-                    yield NodeCallResult(number, flights=inside.explain(request_id))
-                case LoadAdapter(name, path):
-                    self._loading.append((number, self._adapters.load(name, path)))
-                case UnloadAdapter(name):
-                    self._report_at = 0.0
-                    yield NodeCallResult(number, integer=int(self._adapters.unload(name)))
-                case _:
-                    self._report_at = 0.0
-                    yield from self._operations.begin(number, command, inside)
+            for result in call.steps:
+                if result is None:
+                    self._calls.append(call)
+                    return
+                self._answer(call, result)
         except ServingError as error:
-            yield NodeCallResult(number, error=str(error))
+            self._answer(call, NodeCallResult(error=str(error)))
+
+    def _answer(self, call: _Call, result: NodeCallResult) -> None:
+        self._answers.append(replace(result, number=call.number))
+        if not isinstance(call.command, _QUERIES):
+            self._report_at = 0.0
+
+    def _steps(self, command: Command, inside: ControlledRole) -> CommandSteps:
+        match command:
+            case DescribeNode():
+                description = {
+                    "pages": self._pages_by_holder(),
+                    "queues": inside.queues(),
+                    "counters": inside.counters(),
+                }
+                yield NodeCallResult(description=description)
+            case DrainNode() | ResumeNode():
+                self.draining = isinstance(command, DrainNode)
+                self._reported_drained = False
+                yield NodeCallResult()
+            case PrepareRole(role):
+                self._prepare(role)
+                yield NodeCallResult()
+            case FlushCache():
+                yield NodeCallResult(integer=inside.scheduler.flush_cache())
+            case AbortRequests(request_id):
+                yield NodeCallResult(integer=inside.abort(request_id))
+            case ExplainRequests(request_id):
+                yield NodeCallResult(flights=inside.explain(request_id))
+            case LoadAdapter(name, path):
+                adapter, fresh = yield from self._load(name, path)
+                yield NodeCallResult(integer=int(fresh), adapter=adapter)
+            case UnloadAdapter(name):
+                yield NodeCallResult(integer=int(self._adapters.unload(name)))
+            case _:
+                yield from self._operations.steps(command, inside)
+
+    def _load(self, name: str, path: str) -> Generator[None, None, tuple[AdapterId, bool]]:
+        loading = self._adapters.load(name, path)
+        while True:
+            self._adapters.poll()
+            if loading.done():
+                return loading.result()
+            yield None

@@ -1,17 +1,15 @@
 """Commands of operators to an engine about weights, memory and profiles. Used by EngineControl."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 from common.errors import FailedPrecondition, ServingError
 from common.pausing import KV_CACHE, MEMORY_TAGS, WEIGHTS
-from common.requests.namespace import UNNAMED, WeightsId
+from common.requests.namespace import WeightsId
 from engine.memory_release import MemoryOccupation
 from engine.profiler import Profiler
 from engine.update import WeightUpdater
-from node.control.pauses import ControlledRole, Pauses
+from node.control.commands import CommandSteps, ControlledRole, Pauses, awaited
 from node.messages import (
     Command,
     ContinueGeneration,
@@ -28,35 +26,12 @@ from node.messages import (
 from node.sharing.weights import WeightSharing
 
 
-class ProfileCalls:
-    """Calls about profiles. Engine thread only."""
-
-    def __init__(self, profiler: Profiler) -> None:
-        self._profiler = profiler
-        self._awaited: list[tuple[int, Future[str]]] = []  # numbers of calls
-
-    def start(self, num_steps: int) -> str:
-        """Start a profile. Returns the path of its trace. Raises ServingError if that fails."""
-        return self._profiler.start(num_steps)
-
-    def stop(self, number: int) -> None:
-        """Stop the profile. `done` yields the response. Raises ServingError if no profile runs."""
-        self._awaited.append((number, self._profiler.stop()))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._awaited) or self._profiler.is_running
-
-    def done(self) -> Iterator[NodeCallResult]:
-        """Yield the responses that are ready."""
-        self._profiler.poll()
-        for number, written in [each for each in self._awaited if each[1].done()]:
-            self._awaited.remove((number, written))
-            error = written.exception()
-            if error is None:
-                yield NodeCallResult(number, path=written.result())
-            else:
-                yield NodeCallResult(number, error=str(error))
+def _is_emptied(role: ControlledRole) -> bool:
+    """Return whether no request has KV. Then the prefix cache is emptied too."""
+    if not (role.scheduler.at_rest and role.release_kv()):
+        return False
+    role.scheduler.clear_cache()
+    return True
 
 
 # Release and resume of a node's memory on request of an operator.
@@ -66,50 +41,32 @@ class ProfileCalls:
 # While any memory is released, the node stays paused. When all is resumed, an idle node that no
 # operator paused continues by itself. MemoryOccupation implements the release. Only pages in GPU
 # memory are isolated from other nodes, which may open reads until then.
-_Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
+class MemoryCommands:
+    """Commands about memory. Engine thread only.
 
+    Args:
+        gauges: report of the node, which gets the state of each part of the memory.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    number: int
-    step: _Step
-    tag: str
-    left: tuple[str, ...]  # tags to process after this one
-    future: Future[Any]
-
-
-class MemoryCalls:
-    """Calls about memory. Engine thread only."""
-
-    def __init__(self, memory: MemoryOccupation) -> None:
+    def __init__(self, memory: MemoryOccupation, gauges: dict[str, float]) -> None:
         self._memory = memory
-        # The release to start as soon as no request has KV.
-        self._wanted: tuple[int, ReleaseMemory] | None = None
-        self._isolating: Future[None] | None = None
-        self._isolated = False  # from isolation until the release begins
-        self._under_way: _UnderWay | None = None
+        self._gauges = gauges
         self._away: set[str] = set()
+        self._under_way = False
         self._paused_here = False
-
-    @property
-    def busy(self) -> bool:
-        return self._wanted is not None or self._under_way is not None
+        self._gauges |= {f"away_{tag}": 0.0 for tag in MEMORY_TAGS}
 
     @property
     def why_paused(self) -> str:
         """Return why the node must stay paused, or ""."""
-        if self.busy:
+        if self._under_way:
             return "its memory is being released or allocated"
         return "its memory is released: allocate it again first" if self._away else ""
-
-    def pause(self) -> None:
-        """Record an operator's pause, which only an operator ends."""
-        self._paused_here = False
 
     @property
     def why_no_weights(self) -> str:
         """Return why weights cannot be replaced, or ""."""
-        return self.why_paused if self.busy or WEIGHTS in self._away else ""
+        return self.why_paused if self._under_way or WEIGHTS in self._away else ""
 
     @property
     def why_no_reads(self) -> str:
@@ -118,85 +75,66 @@ class MemoryCalls:
             return f"{KV_CACHE}: its memory is released, and reads need pages: allocate it first"
         return ""
 
-    def gauges(self) -> dict[str, float]:
-        return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
+    def note_pause(self) -> None:
+        """Record an operator's pause, which only an operator ends."""
+        self._paused_here = False
 
-    def release(self, number: int, command: ReleaseMemory, role: ControlledRole) -> None:
-        """Release memory. `done` yields the response.
-
-        Raises:
-            ServingError: the release cannot begin, for the reason in the message.
-        """
-        if self.busy:
-            raise FailedPrecondition(self.why_paused)
-        if role.busy and not role.scheduler.paused:
-            raise FailedPrecondition("this node has requests: pause it first")
-        self._memory.check(command.tags)
-        self._paused_here |= not role.scheduler.paused
-        role.scheduler.paused = True
-        self._wanted = number, command
-
-    def resume(
-        self, number: int, command: ResumeMemory, role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Resume memory. `done` yields the response. Tags that are not released are ignored."""
-        if self.busy:
-            raise FailedPrecondition(self.why_paused)
-        away = tuple(tag for tag in command.tags if tag in self._away)
-        yield from self._continue(number, self._memory.take_again, away, role)
-
-    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the responses that are ready."""
-        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
-            role.scheduler.clear_cache()
-            yield from self._begin_release(*self._wanted, role)
-        if self._under_way is not None and self._under_way.future.done():
-            done, self._under_way = self._under_way, None
-            error = done.future.exception()
-            if isinstance(error, ServingError):
-                yield NodeCallResult(done.number, error=str(error))
-                return
-            if error is not None:
-                raise error
-            self._away ^= {done.tag}
-            yield from self._continue(done.number, done.step, done.left, role)
-
-    def _begin_release(
-        self, number: int, command: ReleaseMemory, role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Begin the release if no page is used, by this node or another."""
-        here = tuple(tag for tag in command.tags if tag not in self._away)
-        if not self._memory.unused:  # another node may still read exported pages
-            return
-        if KV_CACHE in here and self._memory.isolates and not self._isolated:
-            if self._isolating is None:
-                self._isolating = self._memory.isolate()
-            elif self._isolating.done():
-                error, self._isolating = self._isolating.exception(), None
-                if isinstance(error, FailedPrecondition):
-                    self._wanted = None
-                    self._end_pause(role)
-                    yield NodeCallResult(number, error=f"{KV_CACHE}: {error}")
-                elif error is not None:
-                    raise error
-                # Requests for pages that came before are handled by the role until the next turn.
-                self._isolated = error is None
-            return
-        self._wanted, self._isolated = None, False
-        yield from self._continue(number, self._memory.give_back, here, role)
-
-    def _continue(
-        self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Process the first of these tags. If none is left, send the response."""
-        if tags:
-            try:
-                self._under_way = _UnderWay(number, step, tags[0], tags[1:], step(tags[0]))
-            except ServingError as error:
-                yield NodeCallResult(number, error=str(error))
-            return
+    def release(self, tags: tuple[str, ...], role: ControlledRole) -> CommandSteps:
+        """Release memory as soon as no page is used, by this node or another."""
+        with self._alone():
+            if role.busy and not role.scheduler.paused:
+                raise FailedPrecondition("this node has requests: pause it first")
+            self._memory.check(tags)
+            self._paused_here |= not role.scheduler.paused
+            role.scheduler.paused = True
+            here = [tag for tag in tags if tag not in self._away]
+            yield None
+            yield from self._until_unused(role)
+            if KV_CACHE in here and self._memory.isolates:
+                yield from self._isolate(role)
+                yield None  # the role handles requests for pages that came before
+                yield from self._until_unused(role)
+            for tag in here:
+                yield from awaited(self._memory.give_back(tag))
+                self._set_away(tag, away=True)
         self._end_pause(role)
-        yield NodeCallResult(number)
+        yield NodeCallResult()
+
+    def resume(self, tags: tuple[str, ...], role: ControlledRole) -> CommandSteps:
+        """Allocate memory again. Tags that are not released are ignored."""
+        with self._alone():
+            for tag in [tag for tag in tags if tag in self._away]:
+                yield from awaited(self._memory.take_again(tag))
+                self._set_away(tag, away=False)
+        self._end_pause(role)
+        yield NodeCallResult()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse other changes of memory inside the context."""
+        if self._under_way:
+            raise FailedPrecondition(self.why_paused)
+        self._under_way = True
+        try:
+            yield
+        finally:
+            self._under_way = False
+
+    def _until_unused(self, role: ControlledRole) -> Iterator[None]:
+        """Wait until no page is used. Other nodes may still read exported pages."""
+        while not (_is_emptied(role) and self._memory.unused):
+            yield None
+
+    def _isolate(self, role: ControlledRole) -> Generator[None, None, None]:
+        try:
+            yield from awaited(self._memory.isolate())
+        except FailedPrecondition as error:
+            self._end_pause(role)
+            raise FailedPrecondition(f"{KV_CACHE}: {error}") from error
+
+    def _set_away(self, tag: str, *, away: bool) -> None:
+        self._gauges[f"away_{tag}"] = float(away)
+        self._away ^= {tag}
 
     def _end_pause(self, role: ControlledRole) -> None:
         """End the pause if the node was paused only for a release, and all memory is back."""
@@ -208,116 +146,82 @@ class MemoryCalls:
 #
 # The new weights are checked first. That takes as long as reading them and delays no request. They
 # are put in place during a pause that has released all KV. Weights of another node are also read
-# during that pause:
-#
-#     wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
-#
-# WeightUpdater and WeightSharing implement the access to files, tensors and other nodes.
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    number: int
-    weights: WeightsId
-    future: Future[Any]
+# during that pause. WeightUpdater and WeightSharing implement the access to files, tensors and
+# other nodes.
+class WeightCommands:
+    """Commands about weights. Engine thread only.
 
+    Args:
+        gauges: report of the node, which gets the number of updates.
+    """
 
-class WeightCalls:
-    """Calls about weights. Engine thread only."""
-
-    def __init__(self, weights: WeightUpdater, sharing: WeightSharing) -> None:
+    def __init__(
+        self, weights: WeightUpdater, sharing: WeightSharing, gauges: dict[str, float]
+    ) -> None:
         self._weights = weights
         self._sharing = sharing
-        self._preparing: list[_Asked] = []
-        # The weights to put in place as soon as no request has KV.
-        self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
-        self._reading: _Asked | None = None
-        self._putting: _Asked | None = None
+        self._gauges = gauges
+        self._under_way = False
         # The versions that the role has been given.
         self._computed_with = self._paired_as = weights.id
-        self._num_updates = 0
-
-    def counters(self) -> dict[str, int]:
-        return {"weight_updates": self._num_updates}
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._preparing or self.why_busy)
+        self._gauges["total_weight_updates"] = 0.0
 
     @property
     def why_busy(self) -> str:
         """Return why no other change of weights may start, or ""."""
-        steps = (self._wanted, self._reading, self._putting)
-        return "its weights are being changed" if any(steps) else ""
+        return "its weights are being changed" if self._under_way else ""
 
     @property
     def why_paused(self) -> str:
         """Return why the node must stay paused, or ""."""
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
-    def prepare(self, number: int, path: str) -> None:
-        """Check weights. `done` yields the response. Raises ServingError if it cannot begin."""
-        self._preparing.append(_Asked(number, UNNAMED, self._weights.prepare(path)))
+    def prepare(self, path: str) -> CommandSteps:
+        """Check weights."""
+        weights = yield from awaited(self._weights.prepare(path))
+        yield NodeCallResult(weights=weights)
 
-    def begin(
-        self, number: int, command: PutWeights | TakeWeights, role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Put prepared weights in place, or for TakeWeights the weights of another node. `done`
-        yields the response, unless these weights are already in use.
-
-        Raises:
-            FailedPrecondition: the change cannot begin now.
+    def replace(self, command: PutWeights | TakeWeights, role: ControlledRole) -> CommandSteps:
+        """Put prepared weights in place, or for TakeWeights the weights of another node, unless
+        these are already in use.
         """
         has_them = command.weights == self._weights.id and self._weights.whole
-        if isinstance(command, TakeWeights) and has_them and not self.why_busy:
-            yield NodeCallResult(number, weights=command.weights)
-        elif not role.scheduler.paused:
+        if isinstance(command, TakeWeights) and has_them and not self._under_way:
+            yield NodeCallResult(weights=command.weights)
+            return
+        if not role.scheduler.paused:
             raise FailedPrecondition("this node is not paused")
-        elif self.why_busy:
+        if self._under_way:
             raise FailedPrecondition("its weights are being changed already")
-        else:
-            self._wanted = number, command
+        self._under_way = True
+        try:
+            yield from self._put(command, role)
+        except ServingError:
+            self._end(role)
+            raise
+        self._gauges["total_weight_updates"] += 1
+        self._end(role)
+        yield NodeCallResult(weights=command.weights)
 
-    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the responses that are ready."""
-        for asked in [each for each in self._preparing if each.future.done()]:
-            self._preparing.remove(asked)
-            yield _answer(asked)
-        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
-            (number, command), self._wanted = self._wanted, None
-            role.scheduler.clear_cache()
-            if isinstance(command, TakeWeights):
-                self._read(number, command, role)
-            else:
-                yield from self._put(number, command.weights)
-        if self._reading is not None and self._reading.future.done():
-            asked, self._reading = self._reading, None
-            if asked.future.exception() is None:
-                yield from self._put(asked.number, asked.weights)
-            else:
-                yield _answer(asked)
-        if self._putting is not None and self._putting.future.done():
-            asked, self._putting = self._putting, None
-            self._num_updates += asked.future.exception() is None
-            yield _answer(asked)
+    def _put(
+        self, command: PutWeights | TakeWeights, role: ControlledRole
+    ) -> Generator[None, None, None]:
+        while not _is_emptied(role):
+            yield None
+        if isinstance(command, TakeWeights):
+            # That node pairs only with nodes of the same version, so this node announces it until
+            # the read ends. Meanwhile it computes nothing and has no KV.
+            self._pair_as(command.weights, role)
+            yield from awaited(self._sharing.read(command.weights, command.address))
+        yield from awaited(self._weights.put(command.weights))
+
+    def _end(self, role: ControlledRole) -> None:
+        """Make the role use the weights that are in place now."""
+        self._under_way = False
         if self._weights.id != self._computed_with:
             self._computed_with = self._weights.id
             role.update_waiting_requests()
-        if not self.why_busy:
-            self._pair_as(self._weights.id, role)
-
-    def _read(self, number: int, command: TakeWeights, role: ControlledRole) -> None:
-        """Start to read weights from another node. That node pairs only with nodes of the same
-        version, so this node announces that version until the read ends. Meanwhile it computes
-        nothing and has no KV.
-        """
-        weights = command.weights
-        self._pair_as(weights, role)
-        self._reading = _Asked(number, weights, self._sharing.read(weights, command.address))
-
-    def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
-        try:
-            self._putting = _Asked(number, weights, self._weights.put(weights))
-        except ServingError as error:
-            yield NodeCallResult(number, error=str(error))
+        self._pair_as(self._weights.id, role)
 
     def _pair_as(self, weights: WeightsId, role: ControlledRole) -> None:
         if weights != self._paired_as:
@@ -325,20 +229,14 @@ class WeightCalls:
             role.set_weight_version(weights)
 
 
-def _answer(asked: _Asked) -> NodeCallResult:
-    error = asked.future.exception()
-    if error is None:
-        return NodeCallResult(asked.number, weights=asked.future.result() or asked.weights)
-    if not isinstance(error, ServingError):
-        raise error
-    return NodeCallResult(asked.number, error=str(error))
-
-
 class EngineOperations:
     """All commands of operators, by kind. Engine thread only.
 
     Args:
         why_fixed: why weights and memory cannot be changed. "": they can.
+    Attributes:
+        weights: the weights in use.
+        gauges: state and totals of all commands, named as in EngineStats.
     """
 
     def __init__(
@@ -350,75 +248,51 @@ class EngineOperations:
         why_fixed: str = "",
     ) -> None:
         self._why_fixed = why_fixed
-        self._updater = weights
-        self._sharing = sharing
-        self._pending = False  # whether a response may be due
-        self._pauses = Pauses()
-        self._weights = WeightCalls(weights, sharing)
-        self._memory = MemoryCalls(memory)
-        self._profiles = ProfileCalls(profiler)
-
-    @property
-    def weights(self) -> WeightsId:
-        """Current weight version."""
-        return self._updater.id
+        self._profiler = profiler
+        self.weights = weights
+        self.gauges = sharing.gauges
+        self._pauses = Pauses(self.gauges)
+        self._weights = WeightCommands(weights, sharing, self.gauges)
+        self._memory = MemoryCommands(memory, self.gauges)
 
     def check_complete(self) -> None:
         """Raise FailedPrecondition if memory is released, or weights are incomplete."""
         _require_none(self._memory.why_paused or self._weights.why_paused)
 
-    def counters(self) -> dict[str, int]:
-        return {**self._pauses.counters(), **self._weights.counters()}
-
-    def gauges(self) -> dict[str, float]:
-        return self._memory.gauges()
-
-    def begin(
-        self, number: int, command: Command, role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
-        """Carry out a command. Yields an immediate response. `done` yields later ones.
-
-        Raises:
-            ServingError: the command is not possible now, for the reason in the message.
-        """
-        self._pending = True
+    def steps(self, command: Command, role: ControlledRole) -> CommandSteps:
+        """Carry out a command. Raises ServingError if it is not possible now."""
         match command:
             case PauseGeneration(mode):
-                self._memory.pause()
-                self._pauses.begin(number, mode, role)
+                self._memory.note_pause()
+                yield from self._pauses.pause(mode, role)
             case ContinueGeneration():
                 self.check_complete()
-                yield from self._pauses.resume(number, role)
+                yield from self._pauses.resume(role)
             case PrepareWeights(path):
                 _require_none(self._why_fixed)
-                self._weights.prepare(number, path)
+                yield from self._weights.prepare(path)
             case PutWeights() | TakeWeights():
                 _require_none(self._why_fixed or self._memory.why_no_weights)
                 if isinstance(command, TakeWeights):
                     _require_none(self._memory.why_no_reads)
-                yield from self._weights.begin(number, command, role)
-            case ReleaseMemory():
+                yield from self._weights.replace(command, role)
+            case ReleaseMemory(tags):
                 _require_none(self._why_fixed or self._weights.why_busy)
-                self._memory.release(number, command, role)
-            case ResumeMemory():
-                yield from self._memory.resume(number, command, role)
+                yield from self._memory.release(tags, role)
+            case ResumeMemory(tags):
+                yield from self._memory.resume(tags, role)
             case StartProfile(num_steps):
-                yield NodeCallResult(number, path=self._profiles.start(num_steps))
+                yield NodeCallResult(path=self._profiler.start(num_steps))
+                while self._profiler.is_running:
+                    self._profiler.poll()
+                    yield None
             case StopProfile():
-                self._profiles.stop(number)
-
-    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the responses that are ready. Called in each turn of the engine loop."""
-        if self._sharing.due:
-            self._sharing.poll()
-        if not self._pending:
-            return
-        yield from self._pauses.reached(role)
-        yield from self._weights.done(role)
-        yield from self._memory.done(role)
-        yield from self._profiles.done()
-        parts = self._pauses, self._weights, self._memory, self._profiles
-        self._pending = any(part.busy for part in parts)
+                written = self._profiler.stop()
+                while not written.done():
+                    yield None
+                if (error := written.exception()) is not None:
+                    raise FailedPrecondition(str(error))
+                yield NodeCallResult(path=written.result())
 
 
 def _require_none(obstacle: str) -> None:

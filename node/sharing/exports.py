@@ -1,7 +1,7 @@
 """Hand-offs between nodes that serve no request: the interface of their two ends, and exports of
 cached prefixes.
 
-`take` passes events of the transfer thread to the right end. An exported prefix:
+`pass_on` passes events of the transfer thread to the right end. An exported prefix:
 
     Opened --Granted: what the tree has is held--> exported --ClosedEvent--> gone
       | ^   `--nothing, or too much is exported--> refused -^
@@ -15,7 +15,7 @@ A running request that is to migrate is inserted into the tree when a consumer r
 pages are needed until it has migrated, so they are exported without a limit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from kvtransfer.messages import Embeddings, HandoffId, Prefix, Weights
+from kvtransfer.messages import Prefix, Weights
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -43,16 +43,15 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 
-# Hand-offs of requests have lower numbers than these hand-offs.
-FIRST_SHARED_NUMBER = 1 << 61
+# First numbers of the hand-offs that read embeddings, weights and prefixes. Those of requests are
+# lower.
+FIRST_SHARED_NUMBER, FIRST_WEIGHTS_NUMBER, FIRST_PREFIX_NUMBER = 1 << 61, 1 << 62, 1 << 63
 
-S = TypeVar("S", Prefix, Weights, Embeddings, contravariant=True)
+S = TypeVar("S", Prefix, Weights, contravariant=True)
 
 
 class ConsumerShare(Protocol):
     """The reading end. Hand-offs are named by their ids."""
-
-    def __contains__(self, handoff_id: HandoffId) -> bool: ...
 
     def producer_up(self, event: ProducerUp) -> None: ...
 
@@ -68,8 +67,6 @@ class ConsumerShare(Protocol):
 class ProducerShare(Protocol[S]):
     """The exporting end. Hand-offs are named by their serials."""
 
-    def __contains__(self, serial: int) -> bool: ...
-
     def opened(self, event: OpenedEvent, source: S) -> None: ...
 
     def granted(self, event: GrantedEvent) -> None: ...
@@ -77,36 +74,31 @@ class ProducerShare(Protocol[S]):
     def dropped(self, event: ClosedEvent) -> None: ...
 
 
-def take(
+def pass_on(
     event: NodeEvent, kind: type[S], reading: ConsumerShare, producing: ProducerShare[S]
-) -> bool:
-    """Pass an event to the end that it concerns. Returns False if other parts must handle it too.
+) -> None:
+    """Pass an event about these ends to the one that it concerns.
 
     Args:
-        kind: kind of source of the hand-offs of these ends.
+        kind: kind of source of their hand-offs.
     """
     match event:
         case ProducerUp():
             reading.producer_up(event)
-            return False
         case ProducerDown():
             reading.producer_down(event)
-            return False
-        case CompletedEvent() if event.id in reading:
+        case CompletedEvent():
             reading.held(event)
-        case FailedEvent() if event.id in reading:
+        case FailedEvent():
             reading.lost(event)
-        case ReadsEndedEvent() if event.id in reading:
+        case ReadsEndedEvent():
             reading.reads_ended(event)
         case OpenedEvent(source=source) if isinstance(source, kind):
             producing.opened(event, source)
-        case GrantedEvent() if event.serial in producing:
+        case GrantedEvent():
             producing.granted(event)
-        case ClosedEvent() if event.serial in producing:
+        case ClosedEvent():
             producing.dropped(event)
-        case _:
-            return False
-    return True
 
 
 SHARE = 8  # at most 1/SHARE of the pool is exported at once
@@ -119,6 +111,9 @@ class PrefixExports:
 
     Args:
         enabled: False: all consumers are rejected.
+    Attributes:
+        exported: pages held for publication, by serial. Empty for rejected ones.
+        counts: results, named as in EngineStats.
     """
 
     def __init__(
@@ -138,30 +133,19 @@ class PrefixExports:
         self._tables = tables
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
-        self._exported: dict[int, Ints] = {}  # by serial. Empty for rejected ones
+        self.exported: dict[int, Ints] = {}
         # By serial: exported pages that nothing else on this node needs.
         self._at_a_loss: dict[int, int] = {}
-        self._counts = dict.fromkeys(("completed", "failed", "refused"), 0)
+        self.counts = dict.fromkeys(
+            (f"prefix_loans/{outcome}" for outcome in ("completed", "failed", "refused")), 0
+        )
         self._learn: Callable[[int], bool] = lambda ticket: False
-
-    def __contains__(self, serial: int) -> bool:
-        return serial in self._asked or serial in self._exported
-
-    def __len__(self) -> int:
-        return len(self._asked) + len(self._exported)
 
     def learn_by(self, learn: Callable[[int], bool]) -> None:
         """Set a function that is called with the ticket of a request to copy. If the request runs
         here, the function inserts its KV into the tree and returns True.
         """
         self._learn = learn
-
-    def exported(self) -> Iterator[Ints]:
-        """Return the pages held for publication."""
-        return iter(self._exported.values())
-
-    def counters(self) -> dict[str, int]:
-        return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
 
     def opened(self, event: OpenedEvent, source: Prefix) -> None:
         if len(self._asked) >= MAX_ASKED:
@@ -175,12 +159,12 @@ class PrefixExports:
             return  # rejected or dropped
         if not self._enabled:
             return self._refuse(event.serial, "this node does not export")
-        self._exported[event.serial] = _NONE  # until the producer has responded
+        self.exported[event.serial] = _NONE  # until the producer has responded
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self._exported:  # false if it was dropped meanwhile
+            if event.serial in self.exported:  # false if it was dropped meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)
@@ -204,18 +188,18 @@ class PrefixExports:
             self._at_a_loss[serial] = len(exported)
         self._tiers.used(tokens[:end], namespace)
         self._pages.hold(exported, PageHolder.PUBLICATION)
-        self._exported[serial] = exported
+        self.exported[serial] = exported
         self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))
 
     def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
-        exported = self._exported.pop(event.serial, _NONE)
+        exported = self.exported.pop(event.serial, _NONE)
         self._pages.drop(exported, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
         if event.held or len(exported):
-            self._counts["completed" if event.held else "failed"] += 1
+            self.counts[f"prefix_loans/{'completed' if event.held else 'failed'}"] += 1
 
     def _refuse(self, serial: int, reason: str) -> None:
-        self._counts["refused"] += 1
-        self._exported[serial] = _NONE  # until it is dropped
+        self.counts["prefix_loans/refused"] += 1
+        self.exported[serial] = _NONE  # until it is dropped
         self._port.post(FailCommand(serial, reason, retryable=False))

@@ -10,9 +10,9 @@ A fetch never queues: it gets its pages at once or does not begin. It has a dead
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -23,7 +23,6 @@ from common.request import PrefixHint, Remaining
 from common.requests.namespace import UNNAMED, Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
-from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import HandoffId, Prefix
@@ -39,12 +38,11 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.sharing.costs import PrefixReadCosts
+from node.sharing.exports import FIRST_PREFIX_NUMBER
 
 LEAST_PAGES = 2  # minimum size of a fetch
 # Multiple of the expected time that a fetch may take, in addition to PrefixSharingConfig.fetch_s.
 TIMES_EXPECTED = 3.0
-# Above the counters of this node's other hand-offs.
-FIRST_NUMBER = 1 << 63
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +61,6 @@ class FetchedPrefix(NamedTuple):
     producer: int  # instance id
 
 
-NOTHING = FetchedPrefix(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A possible fetch."""
@@ -82,6 +77,13 @@ class PrefixFetches:
 
     Args:
         instance: instance id of this node.
+    Attributes:
+        keys: requests that have started a fetch or waited for one.
+        waits: fetch in progress of each waiting request.
+        fetched: prefixes that were fetched for requests.
+        open: fetches in progress.
+        reads: pages held until no bytes can land in them.
+        counts: results, named as in EngineStats.
     """
 
     def __init__(
@@ -107,31 +109,19 @@ class PrefixFetches:
         self._port = port
         self._costs = PrefixReadCosts(config.max_cost_ratio)
         self._producers: dict[str, ProducerUp] = {}  # by address
-        self._next_number = FIRST_NUMBER
-        self._fetches: dict[HandoffId, _Fetch] = {}
-        self._reads: dict[HandoffId, Ints] = {}  # held until no bytes can land in them
-        self._waits: dict[int, HandoffId] = {}  # by key
+        self._next_number = FIRST_PREFIX_NUMBER
+        self.keys: set[int] = set()
+        self.open: dict[HandoffId, _Fetch] = {}
+        self.reads: dict[HandoffId, Ints] = {}
+        self.waits: dict[int, HandoffId] = {}
         self._over: dict[int, None] = {}  # keys to be returned by take_over
-        self._fetched: dict[int, FetchedPrefix] = {}  # by key
-        self._counts = dict.fromkeys(
-            ("completed", "failed", "too_expensive", "no_capacity", "unpaired"), 0
-        )
-
-    def __contains__(self, handoff_id: HandoffId) -> bool:
-        return handoff_id.request >= FIRST_NUMBER
+        self.fetched: dict[int, FetchedPrefix] = {}
+        outcomes = ("completed", "failed", "too_expensive", "no_capacity", "unpaired")
+        self.counts = dict.fromkeys((f"prefix_fetches/{outcome}" for outcome in outcomes), 0)
 
     @property
     def busy(self) -> bool:
-        return bool(self._fetches or self._reads)
-
-    def reads(self) -> Iterator[Ints]:
-        """Return the pages held for reads."""
-        return iter(self._reads.values())
-
-    def counters(self) -> dict[str, int]:
-        return {f"prefix_fetches/{outcome}": number for outcome, number in self._counts.items()}
-
-    # Producers ----------------------------------------------------------------------------------
+        return bool(self.open or self.reads)
 
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event
@@ -146,8 +136,6 @@ class PrefixFetches:
         producer = self._producers.get(event.address)
         if producer is not None and producer.instance == event.instance:
             del self._producers[event.address]
-
-    # Waiting requests ---------------------------------------------------------------------------
 
     def start(
         self,
@@ -208,26 +196,19 @@ class PrefixFetches:
         way = self._way(producer, own, end, 0.0, now)
         return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
 
-    def waits(self, key: int) -> bool:
-        """Return whether the request waits for a fetch in progress."""
-        return key in self._waits
-
     def take_over(self) -> list[int]:
         """Return the keys whose fetch has ended since the last call, successfully or not."""
         over, self._over = self._over, {}
         return list(over)
 
-    def fetched(self, key: int) -> FetchedPrefix:
-        """Return the prefix that was fetched for the request."""
-        return self._fetched.get(key, NOTHING)
-
     def forget(self, key: int) -> None:
         """Forget a request. Its fetch continues, for the tree."""
-        self._fetched.pop(key, None)
+        self.keys.discard(key)
+        self.fetched.pop(key, None)
         self._over.pop(key, None)
-        handoff_id = self._waits.pop(key, None)
+        handoff_id = self.waits.pop(key, None)
         if handoff_id is not None:
-            self._fetches[handoff_id].waiting.discard(key)
+            self.open[handoff_id].waiting.discard(key)
 
     def _cheapest(
         self,
@@ -252,19 +233,19 @@ class PrefixFetches:
             if producer is not None:
                 ways.append(self._way(producer, own, end, token_s, now))
         if not ways:
-            self._counts["unpaired"] += much
+            self.counts["prefix_fetches/unpaired"] += much
             return None
         best = max(ways, key=lambda way: way.saved_s)
         num_fresh = best.num_tokens - own
         if not self._costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
-            self._counts["too_expensive"] += 1
+            self.counts["prefix_fetches/too_expensive"] += 1
             return None
         return best
 
     def _way(self, producer: ProducerUp, own: int, end: int, token_s: float, now: float) -> _Way:
         num_pages = num_pages_of(self._tables.handed_over(end, own))
         num_reads = sum(
-            fetch.producer.instance == producer.instance for fetch in self._fetches.values()
+            fetch.producer.instance == producer.instance for fetch in self.open.values()
         )
         num_bytes = num_pages * self._page_bytes
         read_s = self._costs.read_s(
@@ -289,14 +270,16 @@ class PrefixFetches:
         if handoff_id is None:
             handoff_id = self._open(way, tokens, namespace, own, room, now, ticket)
         if handoff_id is None:
-            self._counts["no_capacity"] += 1
+            self.counts["prefix_fetches/no_capacity"] += 1
             return False
-        self._fetches[handoff_id].waiting.add(key)
-        self._waits[key] = handoff_id
+        self.open[handoff_id].waiting.add(key)
+        self.waits[key] = handoff_id
+        self.keys.add(key)
+        self._over.pop(key, None)  # of an earlier fetch
         return True
 
     def _under_way(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
-        for handoff_id, fetch in self._fetches.items():
+        for handoff_id, fetch in self.open.items():
             if fetch.namespace == namespace and np.array_equal(fetch.token_ids, tokens):
                 return handoff_id
         return None
@@ -318,8 +301,8 @@ class PrefixFetches:
             return None
         handoff_id = HandoffId(self._instance, self._next_number, 1)
         self._next_number += 1
-        self._reads[handoff_id] = fresh
-        self._fetches[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
+        self.reads[handoff_id] = fresh
+        self.open[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
         self._port.post(
             OpenCommand(
                 handoff_id,
@@ -331,8 +314,6 @@ class PrefixFetches:
         )
         self._port.post(GrantCommand(handoff_id, own, fresh))
         return handoff_id
-
-    # Outcomes -----------------------------------------------------------------------------------
 
     def held(self, event: CompletedEvent) -> None:
         """Insert the fetched tokens into the tree."""
@@ -346,60 +327,21 @@ class PrefixFetches:
         holding = PageHolding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
         for key in fetch.waiting:
-            self._fetched[key] = FetchedPrefix(end - prefix, fetch.producer.instance)
+            self.fetched[key] = FetchedPrefix(end - prefix, fetch.producer.instance)
 
     def lost(self, event: FailedEvent) -> None:
         self._ended(event.id, "failed")
 
     def reads_ended(self, event: ReadsEndedEvent) -> None:
-        self._pages.drop(self._reads.pop(event.id), PageHolder.READ)
+        self._pages.drop(self.reads.pop(event.id), PageHolder.READ)
 
     def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
-        fetch = self._fetches.pop(handoff_id)
-        self._counts[outcome] += 1
+        fetch = self.open.pop(handoff_id)
+        self.counts[f"prefix_fetches/{outcome}"] += 1
         producer, now = fetch.producer, self._clock()
         num_bytes = len(fetch.fresh) * self._page_bytes
         self._costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:
-            del self._waits[key]
+            del self.waits[key]
         self._over |= dict.fromkeys(fetch.waiting)
         return fetch
-
-
-class Fetches(Protocol):
-    """Data for which requests wait, by their keys."""
-
-    def waits(self, key: int) -> bool: ...
-
-    def take_over(self) -> Sequence[int]:
-        """Remove and return the keys of the requests that need no longer wait."""
-        ...
-
-
-class FetchQueue:
-    """The queue for fetches of one kind. Engine thread only."""
-
-    def __init__(self, name: str, fetches: Fetches) -> None:
-        self.name = name
-        self._fetches = fetches
-        self._waiting: dict[int, Request] = {}  # by key
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def needed_by(self, request: Request) -> bool:
-        """Return whether the request waits for a fetch in progress."""
-        return self._fetches.waits(request.key)
-
-    def put(self, request: Request) -> None:
-        self._waiting[request.key] = request
-
-    def remove(self, request: Request) -> bool:
-        return self._waiting.pop(request.key, None) is not None
-
-    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Remove and yield the requests whose fetch has ended, successfully or not."""
-        for key in self._fetches.take_over():
-            request = self._waiting.pop(key, None)
-            if request is not None:
-                yield request, None

@@ -4,7 +4,7 @@ invalidation of corrupt prefixes.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.residents import CorruptPrefix
-from kvtransfer.messages import Embeddings, Live, Prefix, Prompt
+from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Source, Weights
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -36,7 +36,12 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
-from node.sharing.exports import FIRST_SHARED_NUMBER, PrefixExports, take
+from node.sharing.exports import (
+    FIRST_PREFIX_NUMBER,
+    FIRST_WEIGHTS_NUMBER,
+    PrefixExports,
+    pass_on,
+)
 from node.sharing.fetches import PrefixFetches
 
 MAX_INVALIDATIONS = 32
@@ -54,7 +59,11 @@ INVALIDATION_INTERVAL_S = 1.0
 # INVALIDATION_INTERVAL_S, from all nodes together. Each costs it one prefix of one namespace, which
 # must be recomputed.
 class CorruptPrefixes:
-    """Sends and handles invalidations of corrupt prefixes. Engine thread only."""
+    """Sends and handles invalidations of corrupt prefixes. Engine thread only.
+
+    Attributes:
+        counts: number by cause, named as in EngineStats.
+    """
 
     def __init__(
         self,
@@ -66,14 +75,12 @@ class CorruptPrefixes:
         self._port = port
         self._clock = clock
         self._next_due = 0.0  # earliest time of the next one, if they came in equal intervals
-        self._counts = dict.fromkeys(("own", "asked", "limited"), 0)
-
-    def counters(self) -> dict[str, int]:
-        return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
+        causes = ("own", "asked", "limited")
+        self.counts = dict.fromkeys((f"forgotten_prefixes/{cause}" for cause in causes), 0)
 
     def found(self, prefix: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has dropped, to the nodes from which it came."""
-        self._counts["own"] += 1
+        self.counts["forgotten_prefixes/own"] += 1
         for producer in dict.fromkeys(prefix.given_by):
             self._port.post(InvalidateCommand(producer, prefix.token_ids, prefix.namespace))
 
@@ -81,29 +88,31 @@ class CorruptPrefixes:
         now = self._clock()
         due = max(self._next_due, now)
         if due > now + (MAX_INVALIDATIONS - 1) * INVALIDATION_INTERVAL_S:
-            self._counts["limited"] += 1
+            self.counts["forgotten_prefixes/limited"] += 1
             return
         self._next_due = due + INVALIDATION_INTERVAL_S
-        self._counts["asked"] += 1
+        self.counts["forgotten_prefixes/asked"] += 1
         self._cache.forget(event.token_ids, event.namespace)
 
 
 # Counts where the KV of computed prompts came from: this node's cache, another node's, or
 # computation. Also measures the time per computed token.
 class PrefixSources:
-    """Counters by source. Engine thread only."""
+    """Counters by source. Engine thread only.
+
+    Attributes:
+        counts: tokens by source, named as in EngineStats.
+    """
 
     def __init__(self) -> None:
         self._computing = QueueEstimator()  # admitted requests, by uncached tokens
-        self._tokens = dict.fromkeys(("own", "fetched", "computed"), 0)
+        ways = ("own", "fetched", "computed")
+        self.counts = dict.fromkeys((f"prompt_token_ways/{way}" for way in ways), 0)
 
     @property
     def token_s(self) -> float:
         """Seconds per computed token. 0.0: unknown."""
         return self._computing.unit_s
-
-    def counters(self) -> dict[str, int]:
-        return {f"prompt_token_ways/{way}": number for way, number in self._tokens.items()}
 
     def admitted(self, request: Request, fetched_tokens: int, now: float) -> None:
         """Record an admitted request.
@@ -113,9 +122,9 @@ class PrefixSources:
         """
         cached = request.cached_tokens
         fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached
-        self._tokens["own"] += cached - fetched
-        self._tokens["fetched"] += fetched
-        self._tokens["computed"] += computed
+        self.counts["prompt_token_ways/own"] += cached - fetched
+        self.counts["prompt_token_ways/fetched"] += fetched
+        self.counts["prompt_token_ways/computed"] += computed
         self._computing.leave(request.key)
         self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
 
@@ -139,17 +148,22 @@ class SharedWeights(Protocol):
     def port(self) -> TransferPort: ...
 
     @property
-    def busy(self) -> bool: ...
+    def due(self) -> bool: ...
 
-    def take(self, event: NodeEvent) -> bool: ...
+    @property
+    def exported(self) -> Mapping[int, Ints]: ...
 
-    def exported(self) -> Iterator[Ints]: ...
+    @property
+    def reads(self) -> Mapping[HandoffId, Ints]: ...
 
-    def reads(self) -> Iterator[Ints]: ...
+    def take(self, event: NodeEvent) -> None: ...
+
+    def poll(self) -> None: ...
 
 
 class PrefixSharing:
-    """The prefix sharing of a node. Requests are named by their keys. Engine thread only.
+    """The sharing of prefixes and weights of a node. Requests are named by their keys. Engine
+    thread only.
 
     Args:
         weights: weight sharing, which uses the same pages and port.
@@ -169,7 +183,7 @@ class PrefixSharing:
     ) -> None:
         self._tiers = tiers
         self._weights = weights
-        self._serials: set[int] = set()  # serials of hand-offs of weights, prefixes and embeddings
+        self._producing: dict[int, type[Source]] = {}  # open hand-offs of this producer, by serial
         port = weights.port
         self.exports = PrefixExports(
             enabled=config.enabled,
@@ -194,26 +208,29 @@ class PrefixSharing:
     @property
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
-        reads = self.fetches.busy or self._weights.busy or self._tiers.busy
-        return bool(reads or len(self.exports))
+        weights = self._weights.due or self._weights.exported or self._weights.reads
+        reads = self.fetches.open or self.fetches.reads or self._tiers.busy
+        return bool(self._producing or weights or reads)
 
     def poll(self) -> None:
-        """Finish loads from offload tiers and saves to them. Called in each turn of the engine
-        loop, before prepared requests are scheduled.
+        """Finish loads from offload tiers and saves to them, and continue copies of weights. Called
+        in each turn of the engine loop, before prepared requests are scheduled.
         """
         self._tiers.poll()
+        if self._weights.due:
+            self._weights.poll()
 
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return chain(self.exports.exported(), self._weights.exported())
+        return chain(self.exports.exported.values(), self._weights.exported.values())
 
     def reads(self) -> Iterator[Ints]:
         """Return the pages held for reads."""
-        return chain(self.fetches.reads(), self._weights.reads())
+        return chain(self.fetches.reads.values(), self._weights.reads.values())
 
     def counters(self) -> dict[str, int]:
-        parts = self.exports, self.fetches, self.ways, self.corrupt_prefixes
-        return {name: number for part in parts for name, number in part.counters().items()}
+        own = {**self.ways.counts, **self.corrupt_prefixes.counts}
+        return {**self.exports.counts, **self.fetches.counts, **own}
 
     def fetch(
         self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float
@@ -242,42 +259,44 @@ class PrefixSharing:
 
     def admitted(self, request: Request) -> None:
         """Record an admitted request and the source of its prefix."""
-        fetched = self.fetches.fetched(request.key)
-        if fetched.num_tokens:
+        fetched = self.fetches.fetched.get(request.key)
+        if fetched is not None:
             request.given_by.append(fetched.producer)
-        self.ways.admitted(request, fetched.num_tokens, time.monotonic())
+        num_fetched = fetched.num_tokens if fetched else 0
+        self.ways.admitted(request, num_fetched, time.monotonic())
 
     def forget(self, key: int) -> None:
         """Forget an ended request in any stage."""
-        self.fetches.forget(key)
+        if key in self.fetches.keys:
+            self.fetches.forget(key)
         self.ways.ended(key)
 
     def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread about a prefix. Returns False if other parts must
-        handle it too.
+        """Handle an event of the transfer thread about a prefix or weights. Returns False if other
+        parts must handle it too.
         """
         match event:
             case OpenedEvent(serial=serial, source=source):
                 if isinstance(source, Prompt | Live):
                     return False
-                self._serials.add(serial)
+                self._producing[serial] = type(source)
                 if isinstance(source, Embeddings):
                     reason = "this is not an encode node"
                     self._weights.port.post(FailCommand(serial, reason, retryable=False))
-                else:
-                    self._pass_on(event)
-                return True
-            case GrantedEvent(serial=serial) | ClosedEvent(serial=serial):
-                if serial not in self._serials:
-                    return False
-                if isinstance(event, ClosedEvent):
-                    self._serials.remove(serial)
-                self._pass_on(event)
-                return True
+                return self._pass_on(event, type(source))
+            case GrantedEvent(serial=serial):
+                return self._pass_on(event, self._producing.get(serial))
+            case ClosedEvent(serial=serial):
+                return self._pass_on(event, self._producing.pop(serial, None))
             case CompletedEvent(id=id) | FailedEvent(id=id) | ReadsEndedEvent(id=id):
-                return id.request >= FIRST_SHARED_NUMBER and self._pass_on(event)
+                if id.request < FIRST_WEIGHTS_NUMBER:
+                    return False
+                return self._pass_on(
+                    event, Prefix if id.request >= FIRST_PREFIX_NUMBER else Weights
+                )
             case ProducerUp() | ProducerDown():
-                return self._pass_on(event)
+                self._pass_on(event, Weights)
+                self._pass_on(event, Prefix)
             case ProducerRate():
                 self.fetches.producer_rate(event)
             case InvalidateEvent():
@@ -285,5 +304,10 @@ class PrefixSharing:
                 return True
         return False
 
-    def _pass_on(self, event: NodeEvent) -> bool:
-        return self._weights.take(event) or take(event, Prefix, self.fetches, self.exports)
+    def _pass_on(self, event: NodeEvent, kind: "type[Source] | None") -> bool:
+        """Pass an event about a source of this kind to its ends. Returns False without a kind."""
+        if kind is Weights:
+            self._weights.take(event)
+        elif kind is Prefix:
+            pass_on(event, Prefix, self.fetches, self.exports)
+        return kind is not None

@@ -9,7 +9,7 @@ all pieces have arrived and are correct.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
-from node.sharing.exports import SHARE
+from node.sharing.exports import FIRST_WEIGHTS_NUMBER, SHARE
 
 
 # Chooses the next pieces of a file to request. The length is unknown until its beginning arrives.
@@ -181,8 +181,6 @@ def _check_room(wanted: int) -> None:
         )
 
 
-# Above the counters of this node's other hand-offs, below those of prefix fetches.
-FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
 WINDOWS = 2  # windows in progress at once
 WINDOW_PAGES, WINDOW_BYTES = 64, 32 << 20  # limits of one window
 WINDOW_S = 30.0  # timeout of one window
@@ -193,10 +191,9 @@ TAKE_S = 540.0  # timeout of the whole read
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A window in progress. Holds its pages until no bytes land in them and no copy reads them."""
+    """A window in progress."""
 
     window: WeightWindow
-    pages: Ints
     copying: Future[int | None] | None = None
     lands: bool = True
     over: bool = False  # no more data will arrive
@@ -218,12 +215,12 @@ class WeightReads:
     """The reads of another node's weights. Engine thread only.
 
     Attributes:
-        num_bytes, seconds: totals of all reads.
-        outcomes: number of completed and failed reads of whole weights.
+        pages: pages of windows, held until no bytes land in them and no copy reads them.
     Args:
         instance: instance id of this node.
         cache: prefix cache over `pages`.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
+        gauges: report of the node, which gets the totals of all reads.
         notify: called by another thread when `poll` is due.
     """
 
@@ -231,6 +228,7 @@ class WeightReads:
         self,
         weights: WeightUpdater,
         *,
+        gauges: dict[str, float],
         instance: int,
         cache: PrefixCache,
         pages: PageAllocator,
@@ -247,23 +245,17 @@ class WeightReads:
         self._port = port
         self._copies = WeightCopies(pool, notify)
         self._producers: dict[str, ProducerUp] = {}  # by address
-        self._next_number = FIRST_NUMBER
+        self._next_number = FIRST_WEIGHTS_NUMBER
         self._taking: _Taking | None = None
         self._reads: dict[HandoffId, _Read] = {}
-        self.num_bytes = 0
-        self.seconds = 0.0
-        self.outcomes = {"completed": 0, "failed": 0}
-
-    def __contains__(self, handoff_id: HandoffId) -> bool:
-        return FIRST_NUMBER <= handoff_id.request < PAST_NUMBER
+        self.pages: dict[HandoffId, Ints] = {}
+        self._gauges = gauges
+        names = ("bytes/read", "read_seconds", "reads/completed", "reads/failed")
+        self._gauges |= {f"total_weight_{name}": 0.0 for name in names}
 
     @property
     def busy(self) -> bool:
         return bool(self._taking or self._reads)
-
-    def reads(self) -> Iterator[Ints]:
-        """Return the pages held for reads."""
-        return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
         """Read the weights of the node at `address`. `WeightUpdater.put` may follow. If the Future
@@ -282,8 +274,6 @@ class WeightReads:
             self._taking = taking
         return future
 
-    # Producers ----------------------------------------------------------------------------------
-
     def producer_up(self, event: ProducerUp) -> None:
         self._producers[event.address] = event
 
@@ -291,8 +281,6 @@ class WeightReads:
         producer = self._producers.get(event.address)
         if producer is not None and producer.instance == event.instance:
             del self._producers[event.address]
-
-    # Outcomes of a window -----------------------------------------------------------------------
 
     def held(self, event: CompletedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
@@ -310,8 +298,9 @@ class WeightReads:
         if past < read.window.past:
             taking.pieces.lost(WeightWindow(past, read.window.past))
         taking.moved_at = time.monotonic()
-        self.num_bytes += event.num_tokens * taking.pieces.piece_bytes
-        pages = read.pages[: event.num_tokens]
+        num_bytes = event.num_tokens * taking.pieces.piece_bytes
+        self._gauges["total_weight_bytes/read"] += num_bytes
+        pages = self.pages[event.id][: event.num_tokens]
         read.copying = self._copies.copy(taking.file, first, pages, taking.pieces, taking.address)
 
     def lost(self, event: FailedEvent) -> None:
@@ -327,8 +316,6 @@ class WeightReads:
     def reads_ended(self, event: ReadsEndedEvent) -> None:
         self._reads[event.id].lands = False
 
-    # Turns --------------------------------------------------------------------------------------
-
     def poll(self) -> None:
         """Copy, complete, request and abandon windows as due."""
         for handoff_id, read in list(self._reads.items()):
@@ -337,7 +324,7 @@ class WeightReads:
                 if self._taking is not None:
                     self._copied(self._taking, read.copying)
             if read.over and not read.lands:
-                self._pages.drop(read.pages, PageHolder.READ)
+                self._pages.drop(self.pages.pop(handoff_id), PageHolder.READ)
                 del self._reads[handoff_id]
         if self._taking is not None:
             self._continue(self._taking)
@@ -389,7 +376,7 @@ class WeightReads:
                 return
             handoff_id = HandoffId(self._instance, self._next_number, 1)
             self._next_number += 1
-            self._reads[handoff_id] = _Read(window, pages)
+            self._reads[handoff_id], self.pages[handoff_id] = _Read(window), pages
             self._port.post(
                 OpenCommand(
                     handoff_id,
@@ -418,8 +405,6 @@ class WeightReads:
             self._over(taking, "completed")
             taking.future.set_result(taking.weights)
 
-    # Ends ---------------------------------------------------------------------------------------
-
     def _end(self, taking: _Taking, error: ServingError) -> None:
         """Abandon the windows in progress, and fail the read."""
         for handoff_id, read in self._reads.items():
@@ -435,5 +420,5 @@ class WeightReads:
 
     def _over(self, taking: _Taking, outcome: str) -> None:
         self._taking = None
-        self.outcomes[outcome] += 1
-        self.seconds += time.monotonic() - taking.began
+        self._gauges[f"total_weight_reads/{outcome}"] += 1
+        self._gauges["total_weight_read_seconds"] += time.monotonic() - taking.began

@@ -1,13 +1,12 @@
 """Weight sharing between nodes: a node's exports of its weights, and its reads of others'."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.distribution import HistogramCounts
 from common.errors import FailedPrecondition, ServingError
 from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
@@ -25,7 +24,7 @@ from kvtransfer.ports import (
     PublishCommand,
     TransferPort,
 )
-from node.sharing.exports import SHARE, take
+from node.sharing.exports import SHARE, pass_on
 from node.sharing.weight_reads import WeightReads
 
 MAX_PIECES_ASKED = 64  # opened and not granted. Further ones are rejected
@@ -33,7 +32,6 @@ MAX_PIECES_ASKED = 64  # opened and not granted. Further ones are rejected
 
 @dataclass(slots=True, eq=False)
 class _WeightExport:
-    pages: Ints
     piece_bytes: int
     filling: Future[int]  # number of pages that have a piece
     reported: bool = False  # whether the result has been reported to its consumer
@@ -46,7 +44,10 @@ class WeightExports:
     Args:
         cache: prefix cache over `pages`. Exports use pages that it can evict.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
+        gauges: report of the node, which gets the number of bytes that other nodes have read.
         notify: called by another thread when `poll` is due.
+    Attributes:
+        pages: pages held for publication, by serial.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class WeightExports:
         pages: PageAllocator,
         pool: Tensor,
         port: ProducerCommands,
+        gauges: dict[str, float],
         notify: Callable[[], None],
     ) -> None:
         self._weights = weights
@@ -66,24 +68,10 @@ class WeightExports:
         self._notify = notify
         self._worker = ThreadPoolExecutor(1, "weight exports")
         self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
-        self._refused: set[int] = set()  # serials, until they are dropped
         self._exports: dict[int, _WeightExport] = {}
-        self._num_bytes = 0
-
-    def __contains__(self, serial: int) -> bool:
-        return serial in self._asked or serial in self._refused or serial in self._exports
-
-    def __len__(self) -> int:
-        return len(self._asked) + len(self._refused) + len(self._exports)
-
-    def exported(self) -> Iterator[Ints]:
-        """Return the pages held for publication."""
-        return (export.pages for export in self._exports.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that other nodes have read."""
-        return self._num_bytes
+        self.pages: dict[int, Ints] = {}
+        self._gauges = gauges
+        self._gauges["total_weight_bytes/lent"] = 0.0
 
     def opened(self, event: OpenedEvent, source: Weights) -> None:
         if len(self._asked) >= MAX_PIECES_ASKED:
@@ -102,29 +90,30 @@ class WeightExports:
         if not 0 < piece_bytes <= page_bytes:
             reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"
             return self._refuse(serial, reason, retryable=False)
-        exported = sum(len(export.pages) for export in self._exports.values())
+        exported = sum(map(len, self.pages.values()))
         num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - exported)
         pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
         start = source.first_piece * piece_bytes
         filling = self._worker.submit(self._fill, start, piece_bytes, pages)
-        self._exports[serial] = _WeightExport(pages, piece_bytes, filling)
+        self._exports[serial] = _WeightExport(piece_bytes, filling)
+        self.pages[serial] = pages
         filling.add_done_callback(lambda _: self._notify())
 
     def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
-        self._refused.discard(event.serial)
         export = self._exports.get(event.serial)
         if export is not None:
             export.dropped = True
-            self._num_bytes += export.filling.result() * export.piece_bytes if event.held else 0
+            num_bytes = export.filling.result() * export.piece_bytes if event.held else 0
+            self._gauges["total_weight_bytes/lent"] += num_bytes
 
     def poll(self) -> None:
         """Publish filled pages, and release pages that have been read."""
         for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
             if export.dropped:
-                self._pages.drop(export.pages, PageHolder.PUBLICATION)
+                self._pages.drop(self.pages.pop(serial), PageHolder.PUBLICATION)
                 del self._exports[serial]
             elif not export.reported:
                 export.reported = True
@@ -139,11 +128,10 @@ class WeightExports:
             self._port.post(FailCommand(serial, str(error), retryable=False))
             return
         num_pages = export.filling.result()
-        pages = export.pages[:num_pages]
+        pages = self.pages[serial][:num_pages]
         self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
 
     def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
-        self._refused.add(serial)
         self._port.post(FailCommand(serial, reason, retryable))
 
     def _fill(self, start: int, piece_bytes: int, pages: Ints) -> int:
@@ -174,6 +162,8 @@ class WeightSharing:
     Attributes:
         port: to the transfer thread.
         due: whether `poll` must be called.
+        exported, reads: pages held for publication and for reads.
+        gauges: totals, named as in EngineStats.
     Args:
         pool: memory of `pages`.
         notify: called by another thread when `poll` is due.
@@ -197,9 +187,11 @@ class WeightSharing:
             self.due = True
             notify()
 
-        self._exports = WeightExports(weights, cache, pages, pool, port, done)
+        self.gauges: dict[str, float] = {}
+        self._exports = WeightExports(weights, cache, pages, pool, port, self.gauges, done)
         self._reads = WeightReads(
             weights,
+            gauges=self.gauges,
             instance=instance,
             cache=cache,
             pages=pages,
@@ -207,31 +199,7 @@ class WeightSharing:
             port=port,
             notify=done,
         )
-
-    @property
-    def busy(self) -> bool:
-        """Return whether another node reads here, or bytes may land here."""
-        return bool(len(self._exports) or self._reads.busy)
-
-    def exported(self) -> Iterator[Ints]:
-        """Return the pages held for publication."""
-        return self._exports.exported()
-
-    def reads(self) -> Iterator[Ints]:
-        """Return the pages held for reads."""
-        return self._reads.reads()
-
-    def gauges(self) -> Mapping[str, float]:
-        outcomes = self._reads.outcomes.items()
-        return {
-            "total_weight_bytes/read": float(self._reads.num_bytes),
-            "total_weight_bytes/lent": float(self._exports.num_bytes),
-            "total_weight_read_seconds": self._reads.seconds,
-            **{f"total_weight_reads/{outcome}": float(number) for outcome, number in outcomes},
-        }
-
-    def distributions(self) -> Mapping[str, HistogramCounts]:
-        return {}
+        self.exported, self.reads = self._exports.pages, self._reads.pages
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
         """Read the weights of the node at `address`. See WeightReads."""
@@ -245,13 +213,10 @@ class WeightSharing:
         self._reads.poll()
         self.due |= self._reads.busy  # reads have deadlines
 
-    def take(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread about weights. Returns False if other parts must
-        handle it too.
-        """
-        taken = take(event, Weights, self._reads, self._exports)
-        self.due |= taken
-        return taken
+    def take(self, event: NodeEvent) -> None:
+        """Handle an event of the transfer thread about weights."""
+        self.due = True
+        pass_on(event, Weights, self._reads, self._exports)
 
     def close(self) -> None:
         """Stop both ends. Nothing new is started."""

@@ -1,6 +1,6 @@
 """The parts of a simulated engine: the real core with witnesses, and rejected features."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,10 @@ from engine.core import CoreShape, EngineCore
 from engine.grammar.matching import CompiledGuide, Match
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative import HeadDrafter, Speculator
+from kvtransfer.messages import HandoffId
 from kvtransfer.ports import NodeEvent, TransferPort
-from node.control.pauses import ControlledRole, Pauses
-from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
+from node.control.commands import CommandSteps, ControlledRole, Pauses
+from node.messages import Command, ContinueGeneration, PauseGeneration
 from simulation.cost import StepCost
 from simulation.device.runner import SimCopier, SimRunner
 from simulation.device.sim_device import SimDevice
@@ -96,53 +97,46 @@ class NoGrammars:
         raise EngineFault("a grammar was compiled by a simulated node")
 
 
+@dataclass(slots=True)
+class SimWeights:
+    """The weights of simulated nodes, which have no name."""
+
+    id: WeightsId = UNNAMED
+
+
 class SimOperations:
     """Operators' commands that simulated nodes support: pauses."""
 
     def __init__(self) -> None:
-        self._pauses = Pauses()
+        self.weights = SimWeights()
+        self.gauges: dict[str, float] = {}
+        self._pauses = Pauses(self.gauges)
 
-    @property
-    def weights(self) -> WeightsId:
-        return UNNAMED
-
-    def counters(self) -> Mapping[str, int]:
-        return self._pauses.counters()
-
-    def gauges(self) -> Mapping[str, float]:
-        return {}
-
-    def begin(
-        self, number: int, command: Command, role: ControlledRole
-    ) -> Iterator[NodeCallResult]:
+    def steps(self, command: Command, role: ControlledRole) -> CommandSteps:
         match command:
             case PauseGeneration(mode):
-                self._pauses.begin(number, mode, role)
+                yield from self._pauses.pause(mode, role)
             case ContinueGeneration():
-                yield from self._pauses.resume(number, role)
+                yield from self._pauses.resume(role)
             case _:
                 raise FailedPrecondition(f"{type(command).__name__} {_NOT_SIMULATED}")
-
-    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        return self._pauses.reached(role)
 
 
 class UnsharedWeights:
     """The transfer's interface without the weights that real nodes share."""
 
-    busy = False
+    due = False
 
     def __init__(self, port: TransferPort) -> None:
         self.port = port
+        self.exported: Mapping[int, Ints] = {}
+        self.reads: Mapping[HandoffId, Ints] = {}
 
-    def take(self, event: NodeEvent) -> bool:
-        return False
+    def take(self, event: NodeEvent) -> None:
+        """Do nothing: simulated nodes read no weights."""
 
-    def exported(self) -> Iterator[Ints]:
-        return iter(())
-
-    def reads(self) -> Iterator[Ints]:
-        return iter(())
+    def poll(self) -> None:
+        """Do nothing: no weights are copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

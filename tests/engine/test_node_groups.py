@@ -233,4 +233,4 @@ def test_weights_and_memory_of_a_node_in_a_group_stay_in_place() -> None:
         ReleaseMemory(("weights",)),
     ):
         with pytest.raises(FailedPrecondition, match="in a group"):
-            list(operations.begin(1, command, role))
+            list(operations.steps(command, role))

@@ -319,7 +319,7 @@ class SourceSide(SimulatedProducer):
             for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
         loans = tuple(self.loans._asked), tuple(lent), self.beneath.learnt
         held = refused, tuple(self.beneath.lent)
         return (super().key(), tuple(books), tuple(requests), held, loans)
@@ -373,13 +373,14 @@ class SourceSide(SimulatedProducer):
         return self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
-        held = self.beneath.lent or self.beneath.requests or len(self.departures) or len(self.loans)
+        held = self.beneath.lent or self.beneath.requests or len(self.departures)
+        held = held or self.loans._asked or self.loans.exported
         return not (self._end.num_open or self.exposed or held or self.departures._refused)
 
     def react(self, given: Input) -> list[Output]:
         # Serials of departures, loans and refusals are remembered by the engine alone.
         known = self.departures.in_progress.keys() | self.departures._refused
-        known |= self.loans._asked.keys() | self.loans._exported.keys()
+        known |= self.loans._asked.keys() | self.loans.exported.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -421,7 +422,7 @@ class SourceSide(SimulatedProducer):
         return self._turn()
 
     def _take(self, event: Any) -> list[Output]:
-        of_loans = event.serial in self.loans
+        of_loans = event.serial in self.loans._asked or event.serial in self.loans.exported
         of_loans |= isinstance(event, OpenedEvent) and isinstance(event.source, Prefix)
         producer = self.loans if of_loans else self.departures
         match event:

@@ -256,7 +256,7 @@ class LenderSide(SimulatedProducer):
 
     def key(self) -> Hashable:
         asked = [(n, each.namespace, len(each.token_ids)) for n, each in self.loans._asked.items()]
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
         books = tuple(sorted(asked)), tuple(sorted(lent))
         return super().key(), self.memory.key(), books
 
@@ -273,14 +273,15 @@ class LenderSide(SimulatedProducer):
 
     def at_rest(self) -> bool:
         lent = self.memory.pages.holds(PageHolder.PUBLICATION).any()
-        return not (self._end.num_open or self.exposed or len(self.loans) or lent)
+        lent = lent or self.loans._asked or self.loans.exported
+        return not (self._end.num_open or self.exposed or lent)
 
     def contents(self, pages: Any) -> tuple[Any, ...]:
         return tuple(self.memory.cells[page] for page in pages)
 
     def react(self, given: Input) -> list[Output]:
         # Serials that loans know of are not used again.
-        known = [*self.loans._asked, *self.loans._exported]
+        known = [*self.loans._asked, *self.loans.exported]
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -355,7 +356,7 @@ class FetcherSide(SimulatedConsumer):
         fetches = self.fetches
         under_way = tuple(
             (id, fetch.namespace, fetch.prefix_tokens, fetch.fresh.tobytes(), tuple(fetch.waiting))
-            for id, fetch in fetches._fetches.items()
+            for id, fetch in fetches.open.items()
         )
         over = tuple(fetches._over)
         # Other nodes and the wires may still know an id that was used here.
@@ -392,7 +393,7 @@ class FetcherSide(SimulatedConsumer):
                 outputs = super().react(given)
         for r in self.fetches.take_over():
             self.jobs[r] = ENDED  # computed here, with what the tree has
-        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches._reads.items()}
+        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.reads.items()}
         self.memory.check(self.sharing_plan.namespaces)
         return outputs
 

@@ -1,13 +1,13 @@
 """The release of pages after other nodes have lost their access."""
 
+import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
 from common.errors import EngineFault, FailedPrecondition
-from node.control.operations import MemoryCalls
-from node.messages import ReleaseMemory
+from node.control.operations import MemoryCommands
 
 
 class Memory:
@@ -46,45 +46,50 @@ def role():
     return SimpleNamespace(busy=False, scheduler=scheduler, release_kv=lambda: True)
 
 
-def turns(calls, role, count=3):
-    return [answer for _ in range(count) for answer in calls.done(role)]
+def turns(steps, count=3):
+    """Return the responses of a command in some turns of the engine loop."""
+    return [answer for answer in itertools.islice(steps, count) if answer is not None]
 
 
 # Pages that another node has requested before it lost its access are allocated after that.
 def test_pages_are_released_a_turn_after_others_lost_access_and_when_none_is_used(memory, role):
-    calls = MemoryCalls(memory)
-    calls.release(1, ReleaseMemory(("kv_cache",)), role)
-    assert not turns(calls, role) and memory.log == ["isolate"]
+    gauges = {}
+    steps = MemoryCommands(memory, gauges).release(("kv_cache",), role)
+    assert not turns(steps) and memory.log == ["isolate"]
     memory.isolated.set_result(None)
-    assert not turns(calls, role, 1) and memory.log == ["isolate"]
+    assert not turns(steps, 1) and memory.log == ["isolate"]
     memory.unused = False  # as the role has handled the requests that came before
-    assert not turns(calls, role) and memory.log == ["isolate"]
+    assert not turns(steps) and memory.log == ["isolate"]
     memory.unused = True
-    (answer,) = turns(calls, role)
-    assert answer.number == 1 and not answer.error
-    assert memory.log == ["isolate", "give back kv_cache"]
-    assert calls.gauges() == {"away_kv_cache": 1.0, "away_weights": 0.0}
+    (answer,) = turns(steps)
+    assert not answer.error and memory.log == ["isolate", "give back kv_cache"]
+    assert gauges == {"away_kv_cache": 1.0, "away_weights": 0.0}
 
 
-def test_weights_need_no_isolation(memory, role):
-    calls = MemoryCalls(memory)
-    calls.release(1, ReleaseMemory(("weights",)), role)
-    assert len(turns(calls, role)) == 1 and memory.log == ["give back weights"]
+def test_weights_need_no_isolation_and_no_other_release_meanwhile(memory, role):
+    commands = MemoryCommands(memory, {})
+    memory.unused = False
+    steps = commands.release(("weights",), role)
+    assert not turns(steps)
+    for other in (commands.release(("kv_cache",), role), commands.resume(("weights",), role)):
+        with pytest.raises(FailedPrecondition, match="is being released"):
+            turns(other)
+    memory.unused = True
+    assert len(turns(steps)) == 1 and memory.log == ["give back weights"]
+    assert commands.why_paused == "its memory is released: allocate it again first"
 
 
 def test_a_node_that_cannot_be_isolated_continues(memory, role):
-    calls = MemoryCalls(memory)
-    calls.release(1, ReleaseMemory(("kv_cache", "weights")), role)
-    assert role.scheduler.paused
+    commands = MemoryCommands(memory, {})
+    steps = commands.release(("kv_cache", "weights"), role)
+    assert not turns(steps, 1) and role.scheduler.paused
     memory.isolated.set_exception(FailedPrecondition("links have not ended"))
-    (answer,) = turns(calls, role)
-    assert answer.error == "kv_cache: links have not ended"
-    assert memory.log == ["isolate"] and not role.scheduler.paused and not calls.why_paused
+    with pytest.raises(FailedPrecondition, match=r"^kv_cache: links have not ended$"):
+        turns(steps)
+    assert memory.log == ["isolate"] and not role.scheduler.paused and not commands.why_paused
 
 
 def test_a_lost_rank_ends_the_node(memory, role):
-    calls = MemoryCalls(memory)
-    calls.release(1, ReleaseMemory(("kv_cache",)), role)
     memory.isolated.set_exception(EngineFault("a rank has not replied"))
     with pytest.raises(EngineFault):
-        turns(calls, role)
+        turns(MemoryCommands(memory, {}).release(("kv_cache",), role))

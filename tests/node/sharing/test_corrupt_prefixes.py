@@ -44,10 +44,10 @@ def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
 
     def accepted() -> int:
         """Return the number of accepted requests out of a flood."""
-        before = prefixes.counters()["forgotten_prefixes/asked"]
+        before = prefixes.counts["forgotten_prefixes/asked"]
         for _ in range(10 * MAX_INVALIDATIONS):
             prefixes.asked(asked)
-        return prefixes.counters()["forgotten_prefixes/asked"] - before
+        return prefixes.counts["forgotten_prefixes/asked"] - before
 
     memory.learn(b"", NUM_PAGES)
     memory.learn(OTHERS, NUM_PAGES)

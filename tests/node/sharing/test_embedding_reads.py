@@ -107,7 +107,7 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     assert rig.reads.take(CompletedEvent(id, num_tokens=2))
     assert rig.reads.take(ReadsEndedEvent(id))
     rig.reads.poll()
-    assert rig.reads.waits(1) and rig.num_held == 2  # the copy is under way
+    assert 1 in rig.reads.waits and rig.num_held == 2  # the copy is under way
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
     assert sorted(rig.reads.take_over()) == [1, 2]
@@ -204,18 +204,18 @@ def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
     rig.reads.poll()
     assert rig.reads.take_over() == [1]
     rig.start(2)
-    assert not rig.reads.waits(2) and rig.outcome("unpaired") == 2
+    assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
 
 
 def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
     rig = Rig()
     rig.start()
-    assert rig.reads.waits(1)
+    assert 1 in rig.reads.waits
     rig.now = PAIR_S
     rig.reads.poll()
     assert rig.reads.take_over() == [1]
     rig.start(2)
-    assert not rig.reads.waits(2) and rig.outcome("unpaired") == 2
+    assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
     rig.reads.take(UP)
     rig.start(3)
     rig.opened()

@@ -62,7 +62,7 @@ def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) ->
     assert isinstance(published, PublishCommand) and published.last
     assert (published.start, published.end) == (PAGE_SIZE, HAS * PAGE_SIZE)
     loans.dropped(ClosedEvent(1, ID, True, ""))
-    assert num_lent(memory) == 0 and not len(loans)
+    assert num_lent(memory) == 0 and not loans.exported
 
 
 def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
@@ -70,7 +70,7 @@ def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     loans.opened(*opened(1))
     loans.dropped(ClosedEvent(1, ID, False, "gone"))
     loans.granted(GrantedEvent(1, 0))
-    assert num_lent(memory) == 0 and not len(loans)
+    assert num_lent(memory) == 0 and not loans.exported
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> Non
     assert isinstance(refused, FailCommand) and not refused.retryable
     assert num_lent(memory) == before
     loans.dropped(ClosedEvent(2, ID, False, "refused"))
-    assert loans.counters()["prefix_loans/refused"] == 1
+    assert loans.counts["prefix_loans/refused"] == 1
 
 
 def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
@@ -102,7 +102,7 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     assert isinstance(refused, FailCommand) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):
         loans.dropped(ClosedEvent(serial, ID, False, "gone"))
-    assert not len(loans)
+    assert not loans.exported
 
 
 def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None:
@@ -115,7 +115,7 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
         pages=memory.pages,
         tiers=NO_TIERS,
         tables=PageTables(PAGE_SIZE),
-        weights=cast(SharedWeights, SimpleNamespace(port=port, take=lambda event: False)),
+        weights=cast(SharedWeights, SimpleNamespace(port=port)),
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
     assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))

@@ -73,9 +73,12 @@ class Node:
         self.port = Posts()
         self.done = threading.Semaphore(0)  # something is done beside the engine
         weights, cache, pages = cast(WeightUpdater, updater), self.memory.cache, self.memory.pages
-        self.exports = WeightExports(weights, cache, pages, self.pool, self.port, self.done.release)
+        self.gauges: dict[str, float] = {}
+        both = self.pool, self.port, self.gauges, self.done.release
+        self.exports = WeightExports(weights, cache, pages, *both)
         self.reads = WeightReads(
             weights,
+            gauges=self.gauges,
             instance=PRODUCER + 1,
             cache=cache,
             pages=pages,
@@ -147,7 +150,8 @@ def test_the_smaller_page_is_the_size_of_a_piece(updater: Updater, sizes: tuple[
     whole, path = bytearray(updater.file.num_bytes), updater.received.directory
     assert updater.file.read(0, memoryview(whole)) == len(whole)
     assert (path / "model.safetensors").read_bytes() == whole
-    assert producer.exports.num_bytes == consumer.reads.num_bytes >= len(whole)
+    lent = producer.gauges["total_weight_bytes/lent"]
+    assert lent == consumer.gauges["total_weight_bytes/read"] >= len(whole)
     for node in (producer, consumer):
         assert node.memory.pages.num_free == NUM_PAGES
 
