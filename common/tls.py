@@ -182,9 +182,6 @@ def _server_context(pems: PemFiles) -> ssl.SSLContext:
     return context
 
 
-# Files --------------------------------------------------------------------------------------------
-
-
 def _content(path: Path | None) -> bytes:
     if path is None:
         return b""

@@ -130,9 +130,6 @@ Command: TypeAlias = (
 )
 
 
-# Front to engine --------------------------------------------------------------------------------
-
-
 class StartRole(msgspec.Struct, frozen=True, tag=True):
     """The beginning of a role. Sent first, and again for each later role. Later messages belong to
     that role, and the engine's messages do so from its next EngineReady on.
@@ -242,8 +239,6 @@ FrontMessage: TypeAlias = (
     | SubmitPooling
     | CancelPooling
 )
-
-# Engine to frontend --------------------------------------------------------------------------
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

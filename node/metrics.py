@@ -553,7 +553,12 @@ DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The frontend's event loop writes, and a scraping thread reads them."""
+    """The metrics of a node. The frontend's event loop writes, and a scraping thread reads them.
+
+    Attributes:
+        report: the engine's latest report.
+        liveness: returns the node's state and the seconds since its engine's last progress.
+    """
 
     def __init__(self, role: Role) -> None:
         self.trust = TrustMetrics()
@@ -563,24 +568,14 @@ class NodeMetrics:
         self._pairings = values.numbers(PAIRINGS)
         self._cut_off = values.numbers(CUT_OFF)
         self._refused = REJECTED.numbers()
-        self._liveness: Callable[[], tuple[str, float]] = lambda: ("starting", 0.0)
+        self.liveness: Callable[[], tuple[str, float]] = lambda: ("starting", 0.0)
         self.begin(role)
         self.registry = registry_of(lambda: self._role, self._families)
 
     def begin(self, role: Role) -> None:
         """Reset the engine's report for a new role, whose engine counts from 0."""
         self._role = role
-        self._moving = EngineStats(steps=0, gauges={}, state="ready", links=())
-
-    def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
-        """Set the function that returns the node's state and the seconds since its engine's last
-        progress. The scraping thread calls it.
-        """
-        self._liveness = liveness
-
-    def engine_moved(self, moving: EngineStats) -> None:
-        """Record the engine's latest report."""
-        self._moving = moving
+        self.report = EngineStats(steps=0, gauges={}, state="ready", links=())
 
     def refused(self, reason: Refusal) -> None:
         """Count a rejected request that the engine has not seen."""
@@ -600,12 +595,12 @@ class NodeMetrics:
         self._cut_off[()] += 1
 
     def _families(self) -> Iterable[Metric]:
-        state, silent_s = self._liveness()
+        state, silent_s = self.liveness()
         yield STATE.family({(state,): 1.0})
         yield SILENCE.family({(): silent_s})
         yield from self._values.families()
         series: dict[str, dict[Values, float | HistogramCounts]] = {}
-        for name, value in _reported(self._moving, self._refused):
+        for name, value in _reported(self.report, self._refused):
             declared, values = _place(name)
             if declared is not None:
                 series.setdefault(declared.name, {})[values] = value

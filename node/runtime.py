@@ -184,7 +184,7 @@ class NodeRuntime:
         control = EngineControl(
             channel,
             pages_by_holder=engine.pages.by_holder,
-            steps_finished=lambda: clock.reading.finished,
+            clock=clock,
             meters=(
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(

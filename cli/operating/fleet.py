@@ -109,7 +109,36 @@ class Fleet:
 
         Raises UnfinishedRestart if it does not respond in time or rejects the call.
         """
-        return await get(url, path, self._metadata, self._certificates, self._sources.to_routers)
+        config = None if self._certificates is None else self._certificates.config
+        context = ssl.create_default_context(cafile=config.ca if config else None)
+        if config and config.cert:
+            context.load_cert_chain(config.cert, config.key)
+        name = config.server_name if config else None
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        try:
+            async with aiohttp.ClientSession(
+                timeout=timeout, headers=dict(self._metadata)
+            ) as session:
+                async with session.get(
+                    url.rstrip("/") + path, ssl=context, server_hostname=name, allow_redirects=False
+                ) as response:
+                    text = await response.text()
+        except aiohttp.InvalidURL:
+            sentence = f"{_FLAG}: {url!r} is invalid, expected http(s)://HOST:PORT"
+            raise UnfinishedRestart(sentence) from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            number = getattr(error, "errno", None) or 0  # negative: an error of the resolver
+            reason = os.strerror(number) if number > 0 else str(error) or "timed out"
+            raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None
+        if response.status != 200:
+            source = f" ({self._sources.to_routers})" if response.status == 401 else ""
+            raise UnfinishedRestart(f"{url}: {response.status}: {_message(text)}{source}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise UnfinishedRestart(
+                f"{url}{path} is not JSON: {_FLAG} must name a router"
+            ) from None
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         """Wait until the node has accepted the new role.
@@ -293,42 +322,6 @@ def add_url_flag(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="HTTP port of the router (%(default)s)",
     )
-
-
-async def get(
-    url: str,
-    path: str,
-    metadata: client.Metadata,
-    certificates: tls.Certificates | None,
-    key_source: str,
-) -> Any:
-    """Return the JSON at a path. Raises UnfinishedRestart if the router sends none."""
-    config = None if certificates is None else certificates.config
-    context = ssl.create_default_context(cafile=config.ca if config else None)
-    if config and config.cert:
-        context.load_cert_chain(config.cert, config.key)
-    name = config.server_name if config else None
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout, headers=dict(metadata)) as session:
-            async with session.get(
-                url.rstrip("/") + path, ssl=context, server_hostname=name, allow_redirects=False
-            ) as response:
-                text = await response.text()
-    except aiohttp.InvalidURL:
-        sentence = f"{_FLAG}: {url!r} is invalid, expected http(s)://HOST:PORT"
-        raise UnfinishedRestart(sentence) from None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        number = getattr(error, "errno", None) or 0  # negative: an error of the resolver
-        reason = os.strerror(number) if number > 0 else str(error) or "timed out"
-        raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None
-    if response.status != 200:
-        source = f" ({key_source})" if response.status == 401 else ""
-        raise UnfinishedRestart(f"{url}: {response.status}: {_message(text)}{source}")
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise UnfinishedRestart(f"{url}{path} is not JSON: {_FLAG} must name a router") from None
 
 
 def _message(text: str) -> str:

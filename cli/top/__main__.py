@@ -14,22 +14,21 @@ import tty
 from collections.abc import Iterator
 from typing import Any
 
-import grpc.aio
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from cli import client
-from cli.operating.command import json_text, safe
+from cli.client import UnfinishedRestart
+from cli.operating.command import json_text, safe, with_fleet
+from cli.operating.fleet import Fleet
 from cli.top import frame as top_frame
 from cli.top.frame import Rates
-from common import rpc, settings
+from common import settings
 from common.errors import ConfigError
 from common.process.standard_output import say
-from protos.router_pb2 import GetClusterRequest, GetClusterResponse
-from protos.router_pb2_grpc import RouterStub
+from protos.router_pb2 import GetClusterResponse
 
-ANSWER_S = 5.0  # seconds; the router allows its nodes 2 s
 EXIT_NO_ANSWER = 1
 PROGRAM = "baton top"
 
@@ -66,13 +65,9 @@ def parser() -> settings.ConfigArgumentParser:
 class TopView:
     """Latest state of one cluster. For one event loop."""
 
-    def __init__(
-        self, address: str, stub: Any, metadata: client.Metadata = (), key_source: str = ""
-    ) -> None:
+    def __init__(self, address: str, fleet: Fleet) -> None:
         self._address = address
-        self._stub = stub
-        self._metadata = metadata
-        self._key_source = key_source
+        self._fleet = fleet
         self._rates = Rates()
         self.cluster: GetClusterResponse | None = None
         self.problem = ""  # why the last call failed, or ""
@@ -80,16 +75,12 @@ class TopView:
     async def look(self) -> None:
         """Query the router once."""
         try:
-            cluster = await self._stub.GetCluster(
-                GetClusterRequest(), timeout=ANSWER_S, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            rpc.raise_if_cancelled()
-            self.problem = client.failure(error, self._address, self._key_source)
-            return
-        self.problem = ""
-        self.cluster = cluster
-        self._rates.take(cluster.nodes)
+            self.cluster = await self._fleet.look(self._address)
+        except UnfinishedRestart as failure:
+            self.problem = str(failure)
+        else:
+            self.problem = ""
+            self._rates.take(self.cluster.nodes)
 
     def frame(self, width: int, height: int | None) -> RenderableType:
         parts: list[RenderableType] = []
@@ -198,32 +189,28 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-async def _main(options: argparse.Namespace) -> int:
-    metadata, key_source = client.operator_credentials(options)
-    certificates = client.certificates(options)
+async def _main(options: argparse.Namespace, fleet: Fleet) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(highlight=False)
-    async with rpc.make_channel(options.router, certificates) as channel:
-        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        top = TopView(options.router, stub, metadata, key_source)
-        if not (options.json or options.once):
-            await watch(top, options.interval, console, stop)
-            return 0
-        if options.json:
-            printing = print_json(top, options.interval, once=options.once)
-        else:
-            printing = once(top, options.interval, console)
-        printed, stopped = asyncio.create_task(printing), asyncio.create_task(stop.wait())
-        await asyncio.wait((printed, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        return printed.result() if printed.done() else 0
+    top = TopView(options.router, fleet)
+    if not (options.json or options.once):
+        await watch(top, options.interval, console, stop)
+        return 0
+    if options.json:
+        printing = print_json(top, options.interval, once=options.once)
+    else:
+        printing = once(top, options.interval, console)
+    printed, stopped = asyncio.create_task(printing), asyncio.create_task(stop.wait())
+    await asyncio.wait((printed, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return printed.result() if printed.done() else 0
 
 
 if __name__ == "__main__":
     options = parser().parse_args()
     try:
-        sys.exit(asyncio.run(_main(options)))
+        sys.exit(asyncio.run(with_fleet(options, _main)))
     except ConfigError as error:
         settings.wrong(PROGRAM, str(error))

@@ -131,9 +131,6 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
         return rows
 
 
-# Wire form ----------------------------------------------------------------------------------------
-
-
 def to_proto(timeline: Timeline) -> pb.Timeline:
     intervals = timeline.intervals
     message = pb.Timeline(
@@ -193,9 +190,6 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
 
 
 _PHASES = {int(phase): phase for phase in Phase}
-
-
-# Parts of the time to first token -----------------------------------------------------------------
 
 
 def split_ttft(

@@ -1,8 +1,8 @@
 """The form of operators' commands, the interface of a role to them, and pauses of generation.
 
 A command is a generator. EngineControl starts it when it arrives, and then continues it after all
-messages of each turn of the engine loop, until it ends. The engine loop continues to turn meanwhile,
-so heartbeats are sent.
+messages of each turn of the engine loop, until it ends. The engine loop continues to turn
+meanwhile, so heartbeats are sent.
 
 An operator starts and ends a pause. The response is sent when the pause is reached.
 

@@ -184,6 +184,18 @@ class NamedAdapters(Protocol):
     def poll(self) -> None: ...
 
 
+class StepReading(Protocol):
+    @property
+    def finished(self) -> int: ...
+
+
+class StepCount(Protocol):
+    """The steps of the engine. StepClock documents the members."""
+
+    @property
+    def reading(self) -> StepReading: ...
+
+
 class CurrentWeights(Protocol):
     """The weights in use."""
 
@@ -221,7 +233,7 @@ class EngineControl:
     """The engine's control interface. Engine thread only.
 
     Args:
-        steps_finished: returns the steps since the start.
+        clock: counts the steps since the start.
         prepare: creates the additional parts of another role, while no work is in progress. Raises
             ConfigError or FailedPrecondition if this engine cannot have that role.
     Attributes:
@@ -233,7 +245,7 @@ class EngineControl:
         channel: FrontendChannel,
         *,
         pages_by_holder: Callable[[], dict[str, int]],
-        steps_finished: Callable[[], int],
+        clock: StepCount,
         cache: CacheReporter,
         adapters: NamedAdapters,
         operations: Operations,
@@ -242,7 +254,7 @@ class EngineControl:
     ) -> None:
         self._channel = channel
         self._pages_by_holder = pages_by_holder
-        self._steps_finished = steps_finished
+        self._clock = clock
         self._meters = meters
         self._prepare = prepare
         self._successor: StartRole | None = None  # StartRole of the next role
@@ -352,7 +364,7 @@ class EngineControl:
             distributions |= meter.distributions()
         self._channel.post(
             EngineStats(
-                steps=self._steps_finished(),
+                steps=self._clock.reading.finished,
                 gauges=gauges,
                 state=self._state(inside),
                 pages_free=pages["free"] + pages["cache"],

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc.aio
 import msgspec
@@ -30,17 +30,12 @@ from common.identity.guard import CallAuthenticator
 from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
 from common.tracing.context import Tracer
 from node.messages import (
-    CacheEventBatch,
     Command,
-    Drained,
-    EngineFailed,
     EngineMessage,
     EngineReady,
     EngineStats,
     FrontMessage,
-    GroupDrains,
     HandoffSpan,
-    KvEvents,
     NodeCall,
     NodeCallResult,
     PoolingDone,
@@ -56,20 +51,6 @@ from node.metrics import NodeMetrics, Role
 _MAX_UNREAD_BYTES = 16 << 20
 _MAX_QUESTIONS = 64  # calls in progress
 
-Notice: TypeAlias = (
-    EngineReady
-    | StepTokens
-    | QuarantineStarted
-    | HandoffSpan
-    | PoolingDone
-    | EngineStats
-    | CacheEventBatch
-    | KvEvents
-    | GroupDrains
-    | Drained
-    | EngineFailed
-)
-
 
 class EngineLink:
     """The frontend's end of the engine's socket. Event loop only.
@@ -81,7 +62,7 @@ class EngineLink:
         on_end: called once when the engine has closed its end or no longer reads.
     """
 
-    on_notice: Callable[[Notice], None]
+    on_notice: Callable[[EngineMessage], None]
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end

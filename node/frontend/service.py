@@ -24,11 +24,13 @@ from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import (
     AbortRequests,
     CacheEventBatch,
+    Command,
     ContinueGeneration,
     DescribeNode,
     ExplainRequests,
     FlushCache,
     LoadAdapter,
+    NodeCallResult,
     NodeLink,
     PauseGeneration,
     PrepareWeights,
@@ -194,6 +196,26 @@ def _ranks(
         )
 
 
+def _call(
+    command: Callable[[Any], Command],
+    response: Callable[[NodeCallResult], Any],
+    timeout_s: float = 5.0,
+) -> Any:
+    """Return a method of NodeService that is one call of the engine. It fails with
+    FAILED_PRECONDITION if the engine rejects the command, and with DEADLINE_EXCEEDED if it has not
+    carried it out in time. The engine continues nevertheless.
+
+    Args:
+        command: returns the command of a request. Raises InvalidRequest.
+        response: returns the response for the engine's result.
+    """
+
+    async def method(self: "NodeService", request: Any, context: Any) -> Any:
+        return response(await self.engine.ask(command(request), timeout_s=timeout_s))
+
+    return method
+
+
 class NodeService(node_pb2_grpc.NodeServicer):
     """Forwards calls to the engine thread. Responds itself only while the engine starts.
 
@@ -216,7 +238,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         pair_with: Callable[[str], None],
     ) -> None:
         self._identity = identity
-        self._engine = engine
+        self.engine = engine
         self._supervision = supervision
         self._cache_feed = cache_feed
         self._drain = drain
@@ -244,7 +266,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             return reply
         reply.pids.extend(ready.followers)
         if self._supervision.moves(time.monotonic()):
-            description = (await self._engine.ask(DescribeNode())).description or {}
+            description = (await self.engine.ask(DescribeNode())).description or {}
         else:
             description = {}
         moving = self._supervision.moving
@@ -284,12 +306,10 @@ class NodeService(node_pb2_grpc.NodeServicer):
         await self._switch(request.role)
         return node_pb2.SwitchResponse()
 
-    async def FlushCache(
-        self, request: router_pb2.FlushCacheRequest, context: Any
-    ) -> router_pb2.FlushCacheResponse:
-        """Flush the prefix cache. Fails with FAILED_PRECONDITION while requests run."""
-        answer = await self._engine.ask(FlushCache())
-        return router_pb2.FlushCacheResponse(pages_freed=answer.integer)
+    FlushCache = _call(
+        lambda request: FlushCache(),
+        lambda result: router_pb2.FlushCacheResponse(pages_freed=result.integer),
+    )
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
         """Stream the prefix cache's content and changes. Fails with UNAVAILABLE while the model
@@ -298,63 +318,60 @@ class NodeService(node_pb2_grpc.NodeServicer):
         host, _, _ = context.peer().rpartition(":")
         await self._cache_feed.watch(host, context.write)
 
-    async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
-        """Abort the requests with an id. An id without a live request is no error."""
-        if not request.request_id:
-            raise InvalidRequest("request_id is empty")
-        answer = await self._engine.ask(AbortRequests(request.request_id))
-        return node_pb2.AbortResponse(aborted=answer.integer)
-
-    async def LoadAdapter(
-        self, request: router_pb2.LoadAdapterRequest, context: Any
-    ) -> router_pb2.LoadAdapterResponse:
-        """Load an adapter. Fails with FAILED_PRECONDITION if that is impossible."""
-        _check_name(request.name)
-        _check_path(request.path)
-        command = LoadAdapter(request.name, request.path)
-        answer = await self._engine.ask(command, timeout_s=LOAD_S)
-        return router_pb2.LoadAdapterResponse(id=answer.adapter, fresh=bool(answer.integer))
-
-    async def UnloadAdapter(
-        self, request: router_pb2.UnloadAdapterRequest, context: Any
-    ) -> router_pb2.UnloadAdapterResponse:
-        """Unload an adapter. An unknown name is no error."""
-        _check_name(request.name)
-        answer = await self._engine.ask(UnloadAdapter(request.name))
-        return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
-
-    async def Pause(
-        self, request: router_pb2.PauseRequest, context: Any
-    ) -> router_pb2.PauseResponse:
-        """Pause generation. Fails with DEADLINE_EXCEEDED if the pause is not reached in time. The
-        pause continues nevertheless.
-        """
-        command = PauseGeneration(pause_mode(request.mode))
-        answer = await self._engine.ask(command, timeout_s=PAUSE_S)
-        return router_pb2.PauseResponse(fresh=answer.fresh, aborted=answer.integer)
-
-    async def Continue(
-        self, request: router_pb2.ContinueRequest, context: Any
-    ) -> router_pb2.ContinueResponse:
-        """Continue generation. No error if the node is not paused."""
-        answer = await self._engine.ask(ContinueGeneration())
-        return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
-
-    async def PrepareWeights(
-        self, request: node_pb2.PrepareWeightsRequest, context: Any
-    ) -> node_pb2.PrepareWeightsResponse:
-        """Check weights before an update. Fails with FAILED_PRECONDITION if they are invalid."""
-        _check_path(request.path)
-        answer = await self._engine.ask(PrepareWeights(request.path), timeout_s=WEIGHTS_S)
-        return node_pb2.PrepareWeightsResponse(id=answer.weights)
-
-    async def PutWeights(
-        self, request: node_pb2.PutWeightsRequest, context: Any
-    ) -> node_pb2.PutWeightsResponse:
-        """Put prepared weights in place. Fails with FAILED_PRECONDITION if the old ones stay."""
-        weights = check_identity("weights", request.id)
-        await self._engine.ask(PutWeights(weights), timeout_s=WEIGHTS_S)
-        return node_pb2.PutWeightsResponse()
+    Abort = _call(
+        lambda request: AbortRequests(_request_id(request)),
+        lambda result: node_pb2.AbortResponse(aborted=result.integer),
+    )
+    LoadAdapter = _call(
+        lambda request: LoadAdapter(_name(request), _path(request)),
+        lambda result: router_pb2.LoadAdapterResponse(
+            id=result.adapter, fresh=bool(result.integer)
+        ),
+        LOAD_S,
+    )
+    UnloadAdapter = _call(
+        lambda request: UnloadAdapter(_name(request)),
+        lambda result: router_pb2.UnloadAdapterResponse(known=bool(result.integer)),
+    )
+    Pause = _call(
+        lambda request: PauseGeneration(pause_mode(request.mode)),
+        lambda result: router_pb2.PauseResponse(fresh=result.fresh, aborted=result.integer),
+        PAUSE_S,
+    )
+    Continue = _call(
+        lambda request: ContinueGeneration(),
+        lambda result: router_pb2.ContinueResponse(was_paused=bool(result.integer)),
+    )
+    PrepareWeights = _call(
+        lambda request: PrepareWeights(_path(request)),
+        lambda result: node_pb2.PrepareWeightsResponse(id=result.weights),
+        WEIGHTS_S,
+    )
+    PutWeights = _call(
+        lambda request: PutWeights(check_identity("weights", request.id)),
+        lambda result: node_pb2.PutWeightsResponse(),
+        WEIGHTS_S,
+    )
+    ReleaseMemory = _call(
+        lambda request: ReleaseMemory(memory_tags(request.tags)),
+        lambda result: router_pb2.ReleaseMemoryResponse(),
+        WEIGHTS_S,
+    )
+    ResumeMemory = _call(
+        lambda request: ResumeMemory(memory_tags(request.tags)),
+        lambda result: router_pb2.ResumeMemoryResponse(),
+        WEIGHTS_S,
+    )
+    StartProfile = _call(
+        lambda request: StartProfile(_num_steps(request)),
+        lambda result: node_pb2.ProfileResponse(path=result.path),
+        PROFILE_S,
+    )
+    StopProfile = _call(
+        lambda request: StopProfile(),
+        lambda result: node_pb2.ProfileResponse(path=result.path),
+        PROFILE_S,
+    )
 
     async def TakeWeights(
         self, request: node_pb2.TakeWeightsRequest, context: Any
@@ -362,41 +379,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Copy another node's weights. Fails with FAILED_PRECONDITION if the old ones stay."""
         weights, address = check_identity("weights", request.id), check_address(request.address)
         self._pair_with(address)
-        await self._engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)
+        await self.engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)
         return node_pb2.TakeWeightsResponse()
-
-    async def ReleaseMemory(
-        self, request: router_pb2.ReleaseMemoryRequest, context: Any
-    ) -> router_pb2.ReleaseMemoryResponse:
-        """Release memory. Fails with FAILED_PRECONDITION if some of it stays."""
-        command = ReleaseMemory(memory_tags(request.tags))
-        await self._engine.ask(command, timeout_s=WEIGHTS_S)
-        return router_pb2.ReleaseMemoryResponse()
-
-    async def ResumeMemory(
-        self, request: router_pb2.ResumeMemoryRequest, context: Any
-    ) -> router_pb2.ResumeMemoryResponse:
-        """Resume memory. Fails with FAILED_PRECONDITION if some of it stays released."""
-        command = ResumeMemory(memory_tags(request.tags))
-        await self._engine.ask(command, timeout_s=WEIGHTS_S)
-        return router_pb2.ResumeMemoryResponse()
-
-    async def StartProfile(
-        self, request: router_pb2.StartProfileRequest, context: Any
-    ) -> node_pb2.ProfileResponse:
-        """Start a profile. Fails with FAILED_PRECONDITION if that is impossible."""
-        if request.num_steps > MAX_PROFILE_STEPS:
-            raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
-        command = StartProfile(request.num_steps or PROFILE_STEPS)
-        answer = await self._engine.ask(command, timeout_s=PROFILE_S)
-        return node_pb2.ProfileResponse(path=answer.path)
-
-    async def StopProfile(
-        self, request: router_pb2.StopProfileRequest, context: Any
-    ) -> node_pb2.ProfileResponse:
-        """Stop the profile. Fails with FAILED_PRECONDITION if nothing was profiled."""
-        answer = await self._engine.ask(StopProfile(), timeout_s=PROFILE_S)
-        return node_pb2.ProfileResponse(path=answer.path)
 
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any
@@ -404,21 +388,33 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Return the history of requests with an id. Fails with UNAVAILABLE while the engine is
         stalled, because only the engine has it.
         """
-        if not request.request_id:
-            raise InvalidRequest("request_id is empty")
+        request_id = _request_id(request)
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
             raise NodeUnavailable("the engine of this node is stalled")
-        answer = await self._engine.ask(ExplainRequests(request.request_id))
+        answer = await self.engine.ask(ExplainRequests(request_id))
         return traces_to_proto(answer.flights or RequestTraces((), 0))
 
 
-def _check_path(path: str) -> None:
-    if not 0 < len(path) <= MAX_PATH_CHARACTERS:
+def _request_id(request: Any) -> str:
+    if not request.request_id:
+        raise InvalidRequest("request_id is empty")
+    return str(request.request_id)
+
+
+def _path(request: Any) -> str:
+    if not 0 < len(request.path) <= MAX_PATH_CHARACTERS:
         raise InvalidRequest(f"path: 1 to {MAX_PATH_CHARACTERS} characters")
+    return str(request.path)
 
 
-def _check_name(name: str) -> None:
+def _name(request: Any) -> str:
     try:
-        check_adapter_name(name)
+        return check_adapter_name(request.name)
     except ValueError as error:
         raise InvalidRequest(f"name: {error}") from None
+
+
+def _num_steps(request: router_pb2.StartProfileRequest) -> int:
+    if request.num_steps > MAX_PROFILE_STEPS:
+        raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
+    return request.num_steps or PROFILE_STEPS

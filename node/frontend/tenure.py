@@ -31,7 +31,6 @@ from node.frontend.engine_link import (
     EngineLink,
     EngineSupervisor,
     NodeFrontend,
-    Notice,
     RoleProgram,
     RoleServices,
 )
@@ -42,6 +41,7 @@ from node.messages import (
     Drained,
     DrainNode,
     EngineFailed,
+    EngineMessage,
     EngineReady,
     EngineStats,
     GroupDrains,
@@ -255,7 +255,7 @@ class RoleTenure:
         self._publish = publish
         self._supervision = EngineSupervisor(config.engine_heartbeat_timeout_s)
         metrics.begin(post.program.role)
-        metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
+        metrics.liveness = lambda: self._supervision.liveness(time.monotonic())
         self._cache_feed = CacheFeed(engine)
         self._parts = RoleServices(services=())
         self._over = False
@@ -325,7 +325,7 @@ class RoleTenure:
                 async with self._background():
                     yield
 
-    def notice(self, notice: Notice) -> None:
+    def notice(self, notice: EngineMessage) -> None:
         """Handle a message of the engine."""
         match notice:
             case StepTokens():
@@ -338,7 +338,7 @@ class RoleTenure:
                 self._parts.pooled(notice)
             case EngineStats():
                 self._supervision.moved(notice, time.monotonic())
-                self._metrics.engine_moved(notice)
+                self._metrics.report = notice
                 self._parts.moved(notice)
             case CacheEventBatch():
                 self._cache_feed.changed(notice)
@@ -426,6 +426,10 @@ class RoleTenure:
                 raise
 
     async def _report_health(self) -> None:
+        reported = False
         while True:
-            await self._health.set_serving(self._supervision.state(time.monotonic()) in SERVES)
+            serves = self._supervision.state(time.monotonic()) in SERVES
+            if serves != reported:
+                reported = serves
+                await self._health.set_serving(serves)
             await asyncio.sleep(_HEALTH_INTERVAL_S)

@@ -131,7 +131,7 @@ class SimRuntime:
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
-            steps_finished=lambda: clock.reading.finished,
+            clock=clock,
             meters=(
                 clock.meter,
                 reads,

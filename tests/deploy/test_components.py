@@ -334,7 +334,7 @@ def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
 def _metrics_of_a_node(queues):
     metrics = NodeMetrics("decode")
     gauges = {f"queue_{name}": 1.0 for name in queues}
-    metrics.engine_moved(EngineStats(steps=1, gauges=gauges, state="ready", links=()))
+    metrics.report = EngineStats(steps=1, gauges=gauges, state="ready", links=())
     return generate_latest(metrics.registry).decode()
 
 

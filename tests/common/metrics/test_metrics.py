@@ -69,7 +69,7 @@ def test_a_distribution_is_a_histogram_with_cumulative_buckets():
         seconds.add(each, times)
     assert seconds.counted() == HistogramCounts((0.1, 1.0), (3, 1, 3), pytest.approx(21.7))
     metrics = NodeMetrics("decode")
-    metrics.engine_moved(moving(distributions={"step_seconds/decode": seconds.counted()}))
+    metrics.report = moving(distributions={"step_seconds/decode": seconds.counted()})
     bucket = "baton_step_seconds_bucket"
     assert value(metrics, bucket, mode="decode", le="0.1") == 3
     assert value(metrics, bucket, mode="decode", le="1.0") == 4
@@ -90,7 +90,7 @@ def test_tokens_that_come_together_are_as_many_values():
 def test_what_front_and_engine_refuse_adds_up():
     metrics = NodeMetrics("decode")
     metrics.refused("invalid")
-    metrics.engine_moved(moving({"total_refused/invalid": 2.0, "total_refused/deadline": 1.0}))
+    metrics.report = moving({"total_refused/invalid": 2.0, "total_refused/deadline": 1.0})
     metrics.refused("draining")
     name = "baton_node_requests_rejected_total"
     assert value(metrics, name, reason="invalid") == 3
@@ -105,13 +105,11 @@ def of_rank(rank, gib_per_s):
 
 def test_links_are_told_by_path_and_rank():
     metrics = NodeMetrics("decode")
-    metrics.engine_moved(
-        moving(
-            links=(
-                NodeLink("a:1", "tcp", 2.0, (of_rank(0, 1.5), of_rank(1, 1.0))),
-                NodeLink("b:1", "tcp", 1.0, (of_rank(0, 0.5),)),
-                NodeLink("c:1", "rdma", 20.0),
-            )
+    metrics.report = moving(
+        links=(
+            NodeLink("a:1", "tcp", 2.0, (of_rank(0, 1.5), of_rank(1, 1.0))),
+            NodeLink("b:1", "tcp", 1.0, (of_rank(0, 0.5),)),
+            NodeLink("c:1", "rdma", 20.0),
         )
     )
     assert value(metrics, "baton_links", path="tcp") == 2
@@ -127,7 +125,7 @@ def test_links_are_told_by_path_and_rank():
 def test_ranks_are_told_one_by_one_and_only_if_there_are_several():
     metrics = NodeMetrics("decode")
     assert not families(metrics)["baton_rank_memory_bytes"].samples
-    metrics.engine_moved(moving({"rank_memory/0": 5.0, "rank_memory/1": 7.0, "rank_behind/0": 0.0}))
+    metrics.report = moving({"rank_memory/0": 5.0, "rank_memory/1": 7.0, "rank_behind/0": 0.0})
     assert value(metrics, "baton_rank_memory_bytes", rank="1") == 7
     assert value(metrics, "baton_rank_steps_behind", rank="0") == 0
     assert value(metrics, "baton_rank_steps_behind", rank="1") is None  # not reported yet
@@ -136,7 +134,7 @@ def test_ranks_are_told_one_by_one_and_only_if_there_are_several():
 
 def test_the_state_of_a_node_is_one_of_all():
     metrics = NodeMetrics("prefill")
-    metrics.liveness_from(lambda: ("unhealthy", 4.5))
+    metrics.liveness = lambda: ("unhealthy", 4.5)
     assert value(metrics, "baton_node_state", state="unhealthy") == 1
     assert value(metrics, "baton_node_state", state="ready") == 0
     assert value(metrics, "baton_engine_heartbeat_age_seconds") == 4.5

@@ -243,7 +243,7 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
     return EngineControl(
         front,
         pages_by_holder=core.pages.by_holder,
-        steps_finished=lambda: 0,
+        clock=StepClock(first_step_s=1.0),
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
         operations=EngineOperations(_UPDATER, weights, _MEMORY, _PROFILER),
