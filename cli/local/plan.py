@@ -4,7 +4,6 @@ import ctypes
 import json
 import math
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from common.config import CacheConfig, TlsConfig
 from common.copy_map import ONE_RANK, NodeShape
 from common.errors import ConfigError
+from common.rpc.servers import probe
 from engine.processor import threads_at_hand
 
 HOST = "127.0.0.1"
@@ -278,21 +278,13 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     Raises:
         ConfigError: the port is in use. The error names the port, its purpose and the flag.
     """
-    if reason := busy(host, port):
+    try:
+        probe(host, port).close()
+    except OSError as error:
         raise ConfigError(
-            f"port {port} of {purpose} is not available: {reason} ({flag} chooses another)"
-        )
-
-
-def busy(host: str, port: int) -> str | None:
-    """Return why listening on `port` fails, or None if it works."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
+            f"port {port} of {purpose} is not available: {error.strerror or error} "
+            f"({flag} chooses another)"
+        ) from error
 
 
 def cuda_devices() -> int:

@@ -2,6 +2,7 @@
 proto files."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -78,7 +79,8 @@ def bind(
     """
     address = join_address(host, port)
     if not shares_port and current() is None:
-        _check_free(host, port, f"{flag}: cannot listen on {address}")
+        with _refused(host, port, flag):
+            probe(host, port).close()
     try:
         if certificates is None:
             return server.add_insecure_port(address)
@@ -87,15 +89,30 @@ def bind(
         raise ConfigError(f"{flag}: cannot listen on {address}") from error
 
 
-def _check_free(host: str, port: int, refusal: str) -> None:
-    """Check that a port is free. grpcio reports no reason, but writes a line to stderr."""
+def probe(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to a port and does not listen. grpcio reports no reason for a
+    port that is taken, but writes a line to stderr.
+
+    Raises:
+        OSError: the port is not available.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(socket.socket(family, kind))
+        # As a listener does: connections of an ended process do not block the port.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+        stack.pop_all()
+    return bound
+
+
+@contextmanager
+def _refused(host: str, port: int, flag: str) -> Iterator[None]:
     try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
+        yield
     except OSError as error:
-        raise ConfigError(f"{refusal}: {error.strerror}") from error
+        address = join_address(host, port)
+        raise ConfigError(f"{flag}: cannot listen on {address}: {error.strerror}") from error
 
 
 @contextmanager
@@ -112,29 +129,14 @@ def reserved(host: str, port: int, *, flag: str = PORT) -> Iterator[int]:
     if current() is not None:
         yield port
         return
-    with _holder(host, port, flag) as holder:
-        yield int(holder.getsockname()[1])
-
-
-def _holder(host: str, port: int, flag: str) -> socket.socket:
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family, kind)
-        try:
-            # As a listener does: connections of an ended process do not block the port.
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(where)
+    with contextlib.ExitStack() as stack:
+        with _refused(host, port, flag):
+            holder = stack.enter_context(probe(host, port))
             # From here on, only sockets that share the port can bind it. This socket never listens
             # and gets no connections.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        except OSError:
-            holder.close()
-            raise
-    except OSError as error:
-        address = join_address(host, port)
-        raise ConfigError(f"{flag}: cannot listen on {address}: {error.strerror}") from error
-    return holder
+        yield int(holder.getsockname()[1])
 
 
 async def stop(server: grpc.aio.Server, grace_s: float) -> None:
