@@ -278,13 +278,19 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     Raises:
         ConfigError: the port is in use. The error names the port, its purpose and the flag.
     """
+    if reason := busy(host, port):
+        raise ConfigError(
+            f"port {port} of {purpose} is not available: {reason} ({flag} chooses another)"
+        )
+
+
+def busy(host: str, port: int) -> str | None:
+    """Return why listening on `port` fails, or None if it works."""
     try:
         probe(host, port).close()
     except OSError as error:
-        raise ConfigError(
-            f"port {port} of {purpose} is not available: {error.strerror or error} "
-            f"({flag} chooses another)"
-        ) from error
+        return error.strerror or str(error)
+    return None
 
 
 def cuda_devices() -> int:
