@@ -217,9 +217,7 @@ def failure(error: grpc.aio.AioRpcError, address: str, source: str, flag: str = 
     """Return an error of a call as a sentence.
 
     Args:
-        address: address of the process called.
         source: source of the credential, named if the credential was rejected.
-        flag: flag that sets the address.
     """
     sentence = f"{address}: {error.code().name}: {error.details()}"
     if str(error.details()).startswith(_NOT_CONNECTED):

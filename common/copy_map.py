@@ -82,8 +82,6 @@ def copy_map(
     in the order of `mine`. Adjacent ones are joined, also across alignment, so that equal ranks
     read a page as one slice.
 
-    Args:
-        producers: pages of each rank of the producer.
     Raises:
         LayoutMismatch: the producers lack bytes that this rank reads, or the numbers are invalid.
     """

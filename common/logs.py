@@ -39,7 +39,6 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
     Args:
         program: shown in every line, such as "decode" or "decode engine".
         level: see `ServerConfig.log_level`.
-        log_format: text or JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(program) if log_format == "json" else _Text(program))
@@ -196,7 +195,6 @@ class Throttle:
         Args:
             most: number of lines of one kind per interval.
             interval_s: length in seconds of an interval, which begins with its first line.
-            clock: returns seconds.
         """
         self._most = most
         self._interval_s = interval_s

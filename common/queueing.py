@@ -100,9 +100,7 @@ class QueueModel:
         Only entries behind the newcomer are examined.
 
         Args:
-            newcomer: the new entry.
             begins: time at which the first entry starts, on the caller's clock.
-            unit_s: seconds per unit.
         Returns:
             First, the highest lateness in seconds, of the newcomer or of an entry behind it that
             has at least its priority and would be in time without it. 0.0 or less: all are in time.

@@ -97,9 +97,7 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
     the variable or the entry of the file. For --help, print the flags and exit with 0.
 
     Args:
-        record: type of the record.
         program: name in messages, as the user called it.
-        arguments: the command line after the program's name.
         about: sentences that --help begins with.
     """
     return resolve(record, program, arguments, about=about)[0]
@@ -249,7 +247,6 @@ class ConfigArgumentParser(argparse.ArgumentParser):
         """
         Args:
             common: flags that `--help` shows. Empty: all except those of advanced groups.
-            options: options of argparse.ArgumentParser.
         """
         self.common = set(common)
         self._advanced: list[argparse._ArgumentGroup] = []
@@ -446,8 +443,6 @@ class SettingSources:
         """Store the sources.
 
         Args:
-            flags: flags of the command line.
-            file: file of --config.
             given: content of that file.
         """
         self._flags = {flag.partition("=")[0] for flag in flags}

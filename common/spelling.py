@@ -18,7 +18,6 @@ class TokenSpelling:
         """Create the cache.
 
         Args:
-            tokenizer: the model's tokenizer.
             context: tokens of complete text. After it, decoders keep a space that they would drop
                 at the start of a text.
         """

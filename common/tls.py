@@ -44,7 +44,6 @@ class Certificates:
         """Read the files.
 
         Args:
-            config: paths of the files.
             setting: name of the setting, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:

@@ -37,7 +37,6 @@ class WatchedFiles(Generic[T]):
         """Read the files.
 
         Args:
-            paths: the files.
             read: returns their content. Raises ConfigError if they are invalid.
             what: name of their content, such as "certificates", for messages.
             setting: name of the setting, such as "--server.tls", for messages.

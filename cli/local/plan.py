@@ -273,8 +273,6 @@ def refuse_busy_ports(plan: Sequence[Program]) -> None:
 def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     """Check that `port` is free.
 
-    Args:
-        flag: flag that chooses another port.
     Raises:
         ConfigError: the port is in use. The error names the port, its purpose and the flag.
     """

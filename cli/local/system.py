@@ -27,11 +27,7 @@ class LocalSystem:
         logs: Path,
         certificates: tls.Certificates | None,
     ) -> None:
-        """Start all processes at once.
-
-        Args:
-            certificates: TLS certificates for health checks.
-        """
+        """Start all processes at once."""
         self._programs = programs
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         logs.chmod(0o700)

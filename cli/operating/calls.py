@@ -37,9 +37,7 @@ def _call(
     Args:
         method: method of the router, and of a node if the command may name one.
         longest_s: timeout in seconds, for all nodes of one role and then for the other role.
-        request: makes the request from the options.
         text: makes the output from the response.
-        flags: add the arguments.
     """
 
     async def work(options: Namespace, fleet: Fleet) -> Result:

@@ -74,11 +74,7 @@ class DecisionLog:
         self._unreported.append((time.monotonic(), *event))
 
     async def report(self, pressures: Mapping[str, float]) -> None:
-        """Report the latest look to the router. The planner continues if the router rejects it.
-
-        Args:
-            pressures: pressure by role.
-        """
+        """Report the latest look to the router. The planner continues if the router rejects it."""
         now = time.monotonic()
         events = [
             PlanEvent(what=what, because=because, ago_s=now - at)

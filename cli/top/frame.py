@@ -138,7 +138,6 @@ def frame(
     """Render the cluster.
 
     Args:
-        address: address of the router.
         width: terminal cells in a line. Columns that do not fit are left out.
         height: available lines. None: any number. If there are too many ranks and links, they are
             summed up.

@@ -29,7 +29,6 @@ def check_exposure(host: str, *, asked: bool, insecure: bool) -> None:
     """Check that a port is not exposed without authentication.
 
     Args:
-        host: address to listen on.
         asked: callers need a secret or a certificate.
         insecure: the user has explicitly allowed exposure.
     Raises:
@@ -62,8 +61,6 @@ def identity_of(
     """Return the identity, or None if no secret is configured.
 
     Args:
-        role: role of this process.
-        name: see Identity.
         secret_file: None: the secret may be in the environment.
         count: called for each failed authentication.
     Raises:

@@ -61,7 +61,6 @@ def keyrings(file: Path | None, role: Role) -> SecretStore | None:
     """Return the source of keys: `file`, or the variable BATON_SECRET. None: there is neither.
 
     Args:
-        file: path of the secrets.
         role: role for which a key is needed.
     Raises:
         ConfigError: the file is unreadable, the secret is invalid, or there is only an operator's

@@ -55,8 +55,6 @@ def sign(
 
     Args:
         keyring: has the signer's key.
-        role: role of the signer.
-        name: name of the signer.
         audience: the only method or use for which the token is valid.
         nonce: nonce of the call, for a proof. None: a new one.
         secret: index of the signing secret in the keyring.
@@ -174,7 +172,6 @@ class Identity:
         """Create an identity.
 
         Args:
-            role: role of this process.
             name: name sent to others. For a node, `node_name(instance)`.
             keyrings: source of keys, with a key of `role`.
             count: called for each failed authentication.

@@ -28,8 +28,6 @@ def served(
     """Serve a registry over HTTP on separate threads while inside the context.
 
     Args:
-        registry: metrics of the process.
-        host: address to listen on.
         port: None: serve nothing. 0: the system chooses one.
         request_s: time limit of a connection, in seconds.
     Returns:

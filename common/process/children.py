@@ -35,11 +35,8 @@ class ChildProcess:
         """Start `command`.
 
         Args:
-            name: name of the child, for messages.
-            command: program and arguments.
             log: file for its output. None: it shares this process's output.
             environment: None: the environment of this process.
-            directory: working directory.
             descriptors: descriptors of this process to inherit under the same numbers.
             replaces_log: truncate the log first instead of appending to it.
         """

@@ -83,7 +83,6 @@ class Helper:
 
         Args:
             module: module to run, with `arguments` and a descriptor for each lane.
-            arguments: arguments of the module.
             num_lanes: number of concurrent questions.
             deadline_s: wall-clock limit of a question, including a start of the helper.
             environment: variables added to those of this process.

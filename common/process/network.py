@@ -29,7 +29,6 @@ def own_address(network: str, setting: str) -> OwnAddress:
 
     Args:
         network: in CIDR notation.
-        setting: name of the setting, for the error.
     Raises:
         ConfigError: this machine has no address in the network.
     """

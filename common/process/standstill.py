@@ -16,7 +16,6 @@ class StallMonitor:
 
         Args:
             look_s: seconds between two looks. A longer pause counts as at most twice this.
-            now: returns seconds.
         """
         self._most_s = 2.0 * look_s
         self._now = now

@@ -43,7 +43,6 @@ def namespace_of(salt: str, owner: str = "") -> Namespace:
     A namespace is private if its salt cannot be guessed.
 
     Args:
-        salt: salt from the client.
         owner: at most 64 bytes. Namespaces of different owners, or without an owner, never match.
     """
     return blake2b(
@@ -58,7 +57,6 @@ def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace
     """Return the namespace for KV that also depends on `content`. Without content: unchanged.
 
     Args:
-        namespace: namespace of the client.
         content: hash of an adapter or of weights.
         person: personalisation for blake2b, which separates kinds of content.
     """

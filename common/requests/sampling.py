@@ -216,7 +216,6 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
     """Validate all fields of `proto` and fill in unset ones.
 
     Args:
-        proto: message from another process.
         max_tokens: used if it is unset in the proto.
         seed: used if it is unset in the proto.
     Raises:
@@ -349,8 +348,6 @@ def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None
     """Check the number of stop conditions only. Raises InvalidRequest as `check` does.
 
     Args:
-        stop_token_ids: stop tokens.
-        stop: stop strings.
         name: name of the field with `stop`.
     """
     check_at_most("sampling.stop_token_ids", len(stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)

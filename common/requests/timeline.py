@@ -108,12 +108,6 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
         """Return these durations as intervals on the decode node's clock.
 
         They are centred in the possible range, and cut where they do not fit.
-
-        Args:
-            opened: when the decode node opened the hand-off.
-            granted: when it granted pages.
-            first_token: when it had the first token.
-            attempt: number of the hand-off attempt.
         """
         total = self.bootstrap_s + self.waiting_s + self.prefill_s
         earliest = max(opened, granted - self.bootstrap_s)
@@ -160,7 +154,6 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
     """Parse a timeline, limited to valid values.
 
     Args:
-        message: from a decode node.
         longest_s: seconds since the request was sent there. Nothing in the timeline can be later.
     """
     attempts = tuple(
@@ -198,7 +191,6 @@ def split_ttft(
     """Return the seconds of each TtftPhase, in order. Their sum is always `ttft_s`.
 
     Args:
-        message: message of the decode node.
         tokenize_s, place_s: measured by the router, including everything before it submitted the
             request to the node of this timeline.
         ttft_s: measured by the router.

@@ -176,9 +176,7 @@ class TlsGrpcChannel(CallingChannel):
         """Create the channel.
 
         Args:
-            address: host:port.
             certificates: has a `ca`, which verifies the other side.
-            options: gRPC channel options.
         """
         self._address = address
         self._certificates = certificates
@@ -238,7 +236,6 @@ class SigningChannel(CallingChannel):
 
         Args:
             inner: owned by this object from now on.
-            identity: signs the calls.
         """
         self._inner = inner
         self._identity = identity
@@ -357,7 +354,6 @@ def make_channel(
     """Return a channel with a separate connection to host:port. The caller closes it.
 
     Args:
-        address: host:port.
         certificates: used for TLS if they include a `ca`, which verifies the other side.
         identity: authenticates to nodes, which must prove theirs.
     """

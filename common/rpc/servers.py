@@ -40,7 +40,6 @@ def make_server(
     """Return a server with Baton's options, not bound yet. Call it on the event loop.
 
     Args:
-        more: options added to SERVER_OPTIONS.
         shares_port: see `bind`.
         max_message_bytes: larger messages are rejected before they are received.
     """
@@ -68,7 +67,6 @@ def bind(
 
     Args:
         server: not started yet.
-        host: address to listen on.
         port: 0: the system chooses one.
         certificates: None: no TLS.
         shares_port: share the port with other processes. The kernel distributes connections, and
@@ -120,7 +118,6 @@ def reserved(host: str, port: int, *, flag: str = PORT) -> Iterator[int]:
     """Reserve a port for processes that share it, while inside the context. Yields its number.
 
     Args:
-        host: address to listen on.
         port: 0: the system chooses one.
         flag: flag that chose the port, for error messages.
     Raises:
@@ -162,7 +159,6 @@ def add_health_and_reflection(
 
     Args:
         server: not started yet.
-        services: full names.
         guard: for reflection. Health checks are open to all callers.
     """
     servicer = _HealthServicer()
@@ -241,11 +237,7 @@ async def serving_health(
 
 
 def _reflection_servicer(services: Sequence[str]) -> Any:
-    """Return a servicer that lists `services` and reflection itself.
-
-    Args:
-        services: full names.
-    """
+    """Return a servicer that lists `services` and reflection itself."""
     _describe_v1()
     return reflection.aio.ReflectionServicer((*services, *_REFLECTION_NAMES))
 

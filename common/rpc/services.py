@@ -118,8 +118,6 @@ class RpcGuard(Protocol):
     def of(self, method: str) -> Admit:
         """Return the check for callers of a method.
 
-        Args:
-            method: full name of the method.
         Raises:
             KeyError: the method has no rule.
         """
@@ -197,7 +195,6 @@ def add_service(
     Args:
         server: not started yet.
         add: the generated `add_XServicer_to_server`.
-        servicer: implements the methods.
         guard: None: callers are not authenticated.
         max_fields: limit per message. Messages with more are rejected before they are parsed.
     Returns:

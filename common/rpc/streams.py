@@ -98,8 +98,6 @@ class OutgoingStream(Generic[M]):
 
         Args:
             last_words: returns the message for an error that ends the stream. None: no message.
-            max_messages: limit of unsent messages.
-            max_bytes: limit of unsent bytes.
         """
         self._last_words = last_words
         self._max_messages = max_messages

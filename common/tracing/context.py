@@ -129,12 +129,6 @@ class Tracer(Protocol):
 
         Args:
             trace: from `enter`. Without `own`, the span gets a new id.
-            name: name of the span.
-            begun: start of the span.
-            ended: end of the span.
-            children: spans inside it.
-            attributes: attributes of the span.
-            error: message of a failure, or "".
         """
         ...
 
@@ -147,7 +141,6 @@ def start(server: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer |
     """Start the export of spans. Returns None if no endpoint is configured.
 
     Args:
-        server: configuration with the endpoint.
         service: service name, such as "baton-router".
         ratio: share of requests without a parent that get a trace.
     """

@@ -104,9 +104,6 @@ class EngineLink:
     def send(self, message: FrontMessage, lane: CallLane | None = None) -> None:
         """Send a message that must not be lost. It is dropped if the engine has ended, because it
         would have no effect.
-
-        Args:
-            lane: lane of the stream that caused it.
         """
         if self._ended:
             return

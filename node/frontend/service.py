@@ -75,8 +75,6 @@ class CacheFeed:
     ) -> None:
         """Write a snapshot, then every change, until cancelled.
 
-        Args:
-            host: host of the watcher.
         Raises:
             NodeUnavailable: the engine is not ready, or the node ends.
             Overloaded: another watcher displaced it, or it does not read.

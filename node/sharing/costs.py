@@ -39,11 +39,7 @@ class PrefixReadCosts:
     def read_s(
         self, producer: int, num_bytes: int, gib_per_s: float, num_reads: int, now: float
     ) -> float:
-        """Return the expected seconds until the pages are in this node's tree.
-
-        Args:
-            num_reads: reads already on that link.
-        """
+        """Return the expected seconds until the pages are in this node's tree."""
         rate = max(gib_per_s, LEAST_GIB_S) * GIB / (num_reads + 1)
         return num_bytes / rate + self._round_s(producer, now)
 

@@ -126,9 +126,6 @@ class WeightCopies:
         """Copy the pieces from `first` on out of these pages, which must not change until the copy
         is done. The Future has the length of the whole file in bytes once it is known, else None.
         It fails with FailedPrecondition if memory is short, or the file has no weights.
-
-        Args:
-            producer: address of the producer.
         """
         sizes = pieces.piece_bytes, pieces.num_bytes
         copying = self._worker.submit(self._copy, file, first, pages, sizes, producer)
