@@ -281,11 +281,6 @@ def to_fields(spec: RequestSpec) -> dict[str, Any]:
     }
 
 
-def to_proto(spec: RequestSpec) -> pb.Request:
-    """Return the wire form. `from_proto` restores the same record."""
-    return pb.Request(**to_fields(spec))
-
-
 def remaining_from_proto(proto: pb.Remaining) -> Remaining:
     """Parse the limits.
 

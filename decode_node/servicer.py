@@ -32,7 +32,7 @@ from common.queueing import QueueBacklog
 from common.request import NOT_ACCEPTED, PrefixHint, hints_from_proto
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN
-from common.requests.timeline import to_proto
+from common.requests.timeline import NOTHING, to_proto
 from common.rpc.streams import OutgoingStream, said
 from common.tracing.context import TraceContext, Tracer, checked, log_fields
 from decode_node.held_tokens import HeldTokens, TokenRows
@@ -217,7 +217,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             cached_tokens=[cached_tokens for _, cached_tokens in message.begun],
             error=[end.error for end in ended],
             error_code=[end.error_code for end in ended],
-            timeline=[to_proto(end.timeline) for end in ended],
+            timeline=[to_proto(end.stamps.timeline() if end.stamps else NOTHING) for end in ended],
             begun=[request for request, _ in message.begun],
             retry_after_s=[end.retry_after_s for end in ended],
             prompt_logprobs=_rows(message.prompt_logprobs),

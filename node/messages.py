@@ -16,7 +16,7 @@ from common.request import PredictionUsage, PrefixHint, Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams
-from common.requests.timeline import NOTHING, RequestTraces, Timeline
+from common.requests.timeline import RequestTraces
 from common.tracing.context import UNTRACED, TraceContext
 from kvtransfer.ports import LinkMember
 from node.timings import ProducerTimings, RequestTimings
@@ -263,10 +263,6 @@ class RequestEnded(msgspec.Struct, frozen=True):
     error_code: int = 0  # gRPC status code
     stamps: RequestTimings | None = None
     retry_after_s: float = 0.0  # above 0.0: retry after this time, because a queue was too long
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.stamps.timeline() if self.stamps else NOTHING
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag=True):

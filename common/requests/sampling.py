@@ -278,11 +278,6 @@ def to_fields(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def to_proto(params: SamplingParams) -> Sampling:
-    """Return the wire form. `from_proto` restores the same record."""
-    return Sampling(**to_fields(params))
-
-
 def check(params: SamplingParams) -> None:
     """Check the parameters. Raises InvalidRequest with the field's name."""
     values = _ranged(params)

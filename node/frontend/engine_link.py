@@ -209,26 +209,24 @@ class EngineSupervisor:
     "draining".
 
     Progress of the engine means heartbeats, which continue during a long step, and reports.
+
+    Attributes:
+        moving: the engine's last report, or None.
     """
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._moved_at = 0.0
-        self._moving: EngineStats | None = None
+        self.moving: EngineStats | None = None
         self.ready: EngineReady | None = None
         self.draining = False
-
-    @property
-    def moving(self) -> EngineStats | None:
-        """The engine's last report, or None."""
-        return self._moving
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens of a response. Empty before `started`."""
         if self.ready is None:
             return ""
-        weights = {"weights": self._moving.weights.hex()} if self._moving is not None else {}
+        weights = {"weights": self.moving.weights.hex()} if self.moving is not None else {}
         fields = {**self.ready.fingerprint, **weights}
         return hashlib.sha256(msgspec.json.encode(sorted(fields.items()))).hexdigest()[:16]
 
@@ -252,7 +250,7 @@ class EngineSupervisor:
             )
 
     def moved(self, moving: EngineStats, now: float) -> None:
-        self._moving = moving
+        self.moving = moving
         self._moved_at = now
 
     def heartbeat(self, now: float, late_s: float) -> None:
@@ -265,7 +263,7 @@ class EngineSupervisor:
 
     def liveness(self, now: float) -> tuple[str, float]:
         """Return the state, and the seconds since the engine's last progress (0: no report yet)."""
-        return self.state(now), now - self._moved_at if self._moving else 0.0
+        return self.state(now), now - self._moved_at if self.moving else 0.0
 
     def state(self, now: float) -> str:
         if self.draining:
@@ -274,7 +272,7 @@ class EngineSupervisor:
             return "starting"
         if not self.moves(now):
             return "unhealthy"
-        return "paused" if self._moving and self._moving.state == "paused" else "ready"
+        return "paused" if self.moving and self.moving.state == "paused" else "ready"
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,7 @@ class Node:
         self._engine_released = asyncio.Event()
         self._link = EngineLink(lambda _: self._engine_released.set())
         self._tenure: RoleTenure
-        self._publish: Callable[[bytes], None]
+        self._publish: Callable[[bytes], None] = lambda payload: None
         self._exit_code = 0
 
     def signalled(self, name: str) -> None:
@@ -296,10 +296,12 @@ class Node:
                 served(self._metrics.registry, server.host, server.metrics_port)
             )
             kv_events = stack.enter_context(publishing(self._program.config.kv_events))
-            self._publish = kv_events.publish
             engine = self._spawn()
             stack.callback(engine.close)
-            work = (self._watch(engine), *kv_events.background())
+            work = [self._watch(engine)]
+            if kv_events is not None:
+                self._publish = kv_events.publish
+                work += kv_events.background()
             async with self._ending.guarded(work):
                 while post is not None:
                     post = await self._serve(post, engine, metrics_port)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from common.config.node import KvEventsConfig
 from common.errors import ConfigError
@@ -30,22 +30,6 @@ _MAX_UNSENT_REPLIES = 64  # to each reader
 _REPLAY_S = 30.0  # for a reader to read its replay
 _RETRY_S = 0.01
 _END = (-1).to_bytes(8, "big", signed=True)
-
-
-class Publisher(Protocol):
-    def publish(self, payload: bytes) -> None: ...
-
-    def background(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Return coroutines to run until cancelled."""
-        ...
-
-
-class _NoPublisher:
-    def publish(self, payload: bytes) -> None:
-        raise AssertionError("the engine does not record KV events")
-
-    def background(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return ()
 
 
 class ZmqPublisher:
@@ -131,15 +115,15 @@ class ZmqPublisher:
 
 
 @contextmanager
-def publishing(config: KvEventsConfig) -> Iterator[Publisher]:
-    """Yield the configured publisher, and close it.
+def publishing(config: KvEventsConfig) -> Iterator["ZmqPublisher | None"]:
+    """Yield the configured publisher, if any, and close it.
 
     Raises:
         ConfigError: pyzmq is missing, an endpoint is not available, or it is not on loopback and
             `insecure` is not set.
     """
     if config.publisher == "null":
-        yield _NoPublisher()
+        yield None
         return
     try:
         import zmq

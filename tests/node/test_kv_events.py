@@ -9,7 +9,7 @@ import pytest
 
 from common.config.node import KvEventsConfig
 from common.errors import ConfigError
-from node.frontend.kv_events import Publisher, publishing
+from node.frontend.kv_events import ZmqPublisher, publishing
 
 zmq = pytest.importorskip("zmq", reason="needs pyzmq")
 END = (-1).to_bytes(8, "big", signed=True)
@@ -56,7 +56,7 @@ async def serving(config: KvEventsConfig):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def first_number(publisher: Publisher, reader: Reader) -> int:
+def first_number(publisher: ZmqPublisher, reader: Reader) -> int:
     """The number of the first batch that arrives: subscriptions arrive some time after connect."""
     number = 0
     while not reader.socket.poll(10):

@@ -55,7 +55,7 @@ def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, p
         rig.faults[0].corrupt_next()
         asked = rig.serve(LONG, NUM_TOKENS, prefill=producers)
         known.check(asked)
-        lost, *_ = asked.ended.timeline.attempts
+        lost, *_ = asked.ended.stamps.timeline().attempts
         assert lost.outcome == "failed" and "differ from what was published" in lost.reason
         after = rig.serve(OTHER, NUM_TOKENS, prefill=producers[:1])
         known.check(after)

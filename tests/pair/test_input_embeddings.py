@@ -7,9 +7,10 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequest
-from common.request import GIVEN_TOKEN, InputEmbeddings, from_proto, to_proto
+from common.request import GIVEN_TOKEN, InputEmbeddings, from_proto, to_fields
 from engine.load import check_input_embeddings
 from node import request_state
+from protos import request_pb2 as pb
 from tests.pair.rig import PairRig, Size
 from tests.pair.test_ahead import _Grants
 from tests.support.specs import make_spec
@@ -170,7 +171,7 @@ def test_what_the_model_cannot_take_is_refused_by_name(known):
     ],
 )
 def test_nodes_refuse_embeddings_that_do_not_fit_their_prompt(values, prompt, error):
-    proto = to_proto(make_spec(prompt))
+    proto = pb.Request(**to_fields(make_spec(prompt)))
     proto.input_embeddings = values
     with pytest.raises(InvalidRequest, match=error):
         from_proto(proto)

@@ -15,19 +15,21 @@ DELAY_S = 0.15
 
 
 def seconds(asked: Asked, phase: Phase, attempt: int = 0) -> float:
-    return sum(row.end - row.start for row in of(asked.ended.timeline, phase, attempt=attempt))
+    return sum(
+        row.end - row.start for row in of(asked.ended.stamps.timeline(), phase, attempt=attempt)
+    )
 
 
 def besides_delay(asked: Asked) -> float:
     """Return the time that remains for phases without the delay, however busy this machine is."""
-    return max(row.end for row in asked.ended.timeline.intervals) - DELAY_S
+    return max(row.end for row in asked.ended.stamps.timeline().intervals) - DELAY_S
 
 
 def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
-        timeline = asked.ended.timeline
+        timeline = asked.ended.stamps.timeline()
         (attempt,) = timeline.attempts
         assert attempt.prefill == rig.prefill[0].front.address
         assert (attempt.path, attempt.outcome) == ("loopback", "completed")
@@ -46,15 +48,15 @@ def test_a_prompt_whose_kv_is_here_moves_no_page(known):
         rig.serve(LONG[: 4 * PAGE])
         again = rig.serve(LONG[: 4 * PAGE])
         check(again.ended, len(again.tokens))
-        assert again.ended.timeline.attempts[0].num_pages == 0
-        assert again.ended.timeline.attempts[0].outcome == "completed"
+        assert again.ended.stamps.timeline().attempts[0].num_pages == 0
+        assert again.ended.stamps.timeline().attempts[0].outcome == "completed"
 
 
 def test_a_prompt_prefilled_here_has_no_attempt(known):
     with PairRig(known.loaded, prefill=()) as rig:
         asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
-        timeline = asked.ended.timeline
+        timeline = asked.ended.stamps.timeline()
         assert not timeline.attempts
         assert [row.phase for row in of(timeline, *LOCAL)] == list(LOCAL)
         (running,) = of(timeline, Phase.RUNNING)
@@ -66,11 +68,11 @@ def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG, prefill=[0, 1])
         check(asked.ended, len(asked.tokens))
-        lost, held = asked.ended.timeline.attempts
+        lost, held = asked.ended.stamps.timeline().attempts
         assert (lost.outcome, held.outcome) == ("failed", "completed")
         assert lost.reason and not held.reason
         assert [lost.prefill, held.prefill] == [node.front.address for node in rig.prefill]
-        assert not of(asked.ended.timeline, Phase.JOIN, attempt=1)
+        assert not of(asked.ended.stamps.timeline(), Phase.JOIN, attempt=1)
 
 
 def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
@@ -78,8 +80,8 @@ def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
-        assert [one.outcome for one in asked.ended.timeline.attempts] == ["failed"]
-        assert len(of(asked.ended.timeline, *LOCAL)) == 2
+        assert [one.outcome for one in asked.ended.stamps.timeline().attempts] == ["failed"]
+        assert len(of(asked.ended.stamps.timeline(), *LOCAL)) == 2
 
 
 def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_queue(known):
@@ -107,7 +109,7 @@ def test_time_in_which_pages_do_not_land_is_the_transfer(known):
         rig.faults[0].release()
         rig.run()
         check(asked.ended, len(asked.tokens))
-        timeline = asked.ended.timeline
+        timeline = asked.ended.stamps.timeline()
         (transfer,) = of(timeline, Phase.TRANSFER, attempt=1)
         assert transfer.end - transfer.start >= DELAY_S
         assert timeline.first_token < transfer.end - DELAY_S / 2  # told before its KV has landed
@@ -158,7 +160,7 @@ def test_a_request_that_is_refused_has_a_timeline_too(known):
         asked = rig.serve(LONG)
         assert asked.ended.error
         check(asked.ended, 0)
-        assert {row.phase for row in asked.ended.timeline.intervals} == {Phase.DISPATCH}
+        assert {row.phase for row in asked.ended.stamps.timeline().intervals} == {Phase.DISPATCH}
 
 
 def test_a_request_out_of_time_is_told_up_to_its_end(known):
@@ -168,4 +170,4 @@ def test_a_request_out_of_time_is_told_up_to_its_end(known):
         rig.run(asked)
         rig.wires.let_go()
         check(asked.ended, len(asked.tokens))
-        assert asked.ended.timeline.attempts[0].outcome in ("cancelled", "failed")
+        assert asked.ended.stamps.timeline().attempts[0].outcome in ("cancelled", "failed")

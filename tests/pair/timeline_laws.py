@@ -30,7 +30,7 @@ def follow(rows: list[Interval], chain: tuple[Phase, ...]) -> None:
 
 
 def check(ended: RequestEnded, num_tokens: int) -> None:
-    timeline = ended.timeline
+    timeline = ended.stamps.timeline()
     last = max(row.end for row in timeline.intervals)
     for row in timeline.intervals:
         assert 0.0 <= row.start <= row.end <= last, row
