@@ -72,9 +72,9 @@ class Certificates:
         try:
             pems = PemFiles(cert=_content(cert), key=_content(key), ca=_content(ca))
             if cert and key:
-                check_shown(cert, pems.cert, key, pems.key)
+                _check_shown(cert, pems.cert, key, pems.key)
             if ca:
-                check_authority(ca, pems.ca)
+                _check_authority(ca, pems.ca)
         except ConfigError as error:
             raise ConfigError(f"{self._setting}: {error}") from error
         return pems
@@ -96,15 +96,18 @@ def kind(certificates: Certificates | None) -> str:
 
 
 def shown_end(certificates: Certificates) -> float | None:
-    """Return the expiry of this process's certificate chain as Unix time, or None without one."""
-    shown = certificates.current().cert
-    return chain_end(shown).timestamp() if shown else None
+    """Return the earliest expiry in this process's chain as Unix time, or None without one."""
+    return min(_ends(certificates.current().cert), default=None)
 
 
 def authority_end(certificates: Certificates) -> float | None:
     """Return the latest expiry of the authorities as Unix time. None: peers are not verified."""
-    ca = certificates.current().ca
-    return last_end(ca).timestamp() if ca else None
+    return max(_ends(certificates.current().ca), default=None)
+
+
+def _ends(pem: bytes) -> list[float]:
+    chain = x509.load_pem_x509_certificates(pem) if pem else []
+    return [each.not_valid_after_utc.timestamp() for each in chain]
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -190,7 +193,7 @@ def _content(path: Path | None) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
+def _check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
     """Raise ConfigError unless they are a valid certificate chain and its key."""
     chain = _certificates(cert, cert_pem)
     try:
@@ -212,7 +215,7 @@ def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
             raise ConfigError(f"{cert} is valid from {begin:%FT%TZ} to {end:%FT%TZ}, not now")
 
 
-def check_authority(ca: Path, pem: bytes) -> None:
+def _check_authority(ca: Path, pem: bytes) -> None:
     """Raise ConfigError unless at least one certificate of the authority is valid."""
     if not any(map(_is_valid, _certificates(ca, pem))):
         raise ConfigError(f"no certificate in {ca} is valid now")
@@ -226,16 +229,6 @@ def names_and_end(pems: PemFiles) -> tuple[list[str], datetime]:
     except x509.ExtensionNotFound:
         return [], shown.not_valid_after_utc
     return [str(name.value) for name in names], shown.not_valid_after_utc
-
-
-def chain_end(cert_pem: bytes) -> datetime:
-    """Return the earliest expiry in a chain."""
-    return min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(cert_pem))
-
-
-def last_end(ca_pem: bytes) -> datetime:
-    """Return the latest expiry of the authorities."""
-    return max(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(ca_pem))
 
 
 def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:

@@ -92,8 +92,6 @@ class DecisionLog:
             self._refusal = ""
 
 
-log = logging.getLogger(__name__)
-
 _KINDS: dict[type[Decision], Decided] = {
     SwitchRoleAction: "switch",
     ShiftCapacityAction: "move",

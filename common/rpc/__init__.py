@@ -30,27 +30,3 @@ from common.rpc.servers import (
     stop,
 )
 from common.rpc.services import Admit, AdmittedCall, RpcGuard, add_service
-
-__all__ = [
-    "HEALTH_PORT",
-    "MAX_HEALTH_WATCHERS",
-    "MAX_MESSAGE_BYTES",
-    "NODE_SERVER_OPTIONS",
-    "Admit",
-    "AdmittedCall",
-    "Health",
-    "Network",
-    "RpcGuard",
-    "add_health_and_reflection",
-    "add_service",
-    "bind",
-    "check_address",
-    "join_address",
-    "make_channel",
-    "make_server",
-    "raise_if_cancelled",
-    "reserved",
-    "serving_health",
-    "stop",
-    "use",
-]
