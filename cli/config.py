@@ -84,11 +84,7 @@ def _json(shown: Mapping[str, tuple[Any, str]]) -> str:
 
 def _text(shown: Mapping[str, tuple[Any, str]]) -> str:
     lines = [(f"{name}: {json.dumps(value)}", source) for name, (value, source) in shown.items()]
-    width = (
-        max(len(line) for line, source in lines if source != "default")
-        if any(source != "default" for _, source in lines)
-        else 0
-    )
+    width = max((len(line) for line, source in lines if source != "default"), default=0)
     return "\n".join(f"{line:<{width}}  # {source}" for line, source in lines)
 
 

@@ -72,18 +72,9 @@ COMMON_FLAGS = frozenset(
     for name in (
         *SHORT_NAMES.values(),
         *("config", "http-port", "served-model-name", "prefill", "decode", "policy", "processes"),
-        *(
-            "max-concurrent-requests",
-            "mode",
-            "leader",
-            "engine.context-length",
-            "engine.cache.num-pages",
-        ),
-        *(
-            "engine.cache.memory-fraction",
-            "engine.scheduler.max-running-requests",
-            "transfer.listen-host",
-        ),
+        *("max-concurrent-requests", "mode", "leader", "engine.context-length"),
+        *("engine.cache.num-pages", "engine.cache.memory-fraction"),
+        *("engine.scheduler.max-running-requests", "transfer.listen-host"),
     )
 )
 
@@ -113,10 +104,8 @@ def resolve(
         known, flags = file_parser.parse_known_args(arguments)
         given = {} if known.config is None else _content(known.config)
         named = SettingSources(flags, known.config, given)
-        if renamed := _renamed_variables():
-            raise SettingsError(renamed[0])
-        if stray := _stray_variables():
-            raise SettingsError(f"{stray[0]}: no component has this setting")
+        for sentence in _wrong_variables():
+            raise SettingsError(sentence)
         values = _settings_class(record, program, about, flags, given)()
         config = record.model_validate(values.model_dump(exclude_unset=True))
         config.model_dump_json()  # as sent to other processes: ValueError for a lone surrogate
@@ -490,30 +479,23 @@ def _variable(where: Sequence[str]) -> str | None:
     return None
 
 
-def _stray_variables() -> list[str]:
-    """Return variables with Baton's prefix that name no part of any configuration.
+def _wrong_variables() -> Iterator[str]:
+    """Yield an error sentence for each variable with Baton's prefix that names a renamed setting, or
+    no part of any configuration.
 
     Variables of other programs are accepted, because programs may share an environment. So are
     variables without a part: Kubernetes sets some for a service called baton.
     """
     parts = {name for record in _PROGRAMS for name in record.model_fields}
-    return [
-        variable
-        for variable in sorted(os.environ)
-        if variable.upper().startswith(ENV_PREFIX)
-        and _BETWEEN in variable
-        and variable[len(ENV_PREFIX) :].partition(_BETWEEN)[0].lower() not in parts
-    ]
-
-
-def _renamed_variables() -> list[str]:
-    """Return an error sentence for each variable of a renamed setting."""
-    return [
-        f"`{variable}` was renamed: use `{ENV_PREFIX}{new.replace('.', _BETWEEN).upper()}`"
-        for variable in sorted(os.environ)
-        if variable.upper().startswith(ENV_PREFIX)
-        and (new := renamed(variable[len(ENV_PREFIX) :].lower().replace(_BETWEEN, ".")))
-    ]
+    for variable in sorted(os.environ):
+        if not variable.upper().startswith(ENV_PREFIX):
+            continue
+        path = variable[len(ENV_PREFIX) :].lower().replace(_BETWEEN, ".")
+        if new := renamed(path):
+            new_variable = ENV_PREFIX + new.replace(".", _BETWEEN).upper()
+            yield f"`{variable}` was renamed: use `{new_variable}`"
+        elif "." in path and path.partition(".")[0] not in parts:
+            yield f"{variable}: no component has this setting"
 
 
 def _says(given: Any, where: Sequence[str]) -> bool:

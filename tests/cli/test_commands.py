@@ -18,6 +18,7 @@ import pytest
 
 from cli import completion, generate, main
 from cli.demo_model import write
+from cli.local import plan
 from cli.main import COMMANDS, RENAMED, CliGroup, commands
 from common import VERSION, settings
 from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
@@ -283,6 +284,16 @@ def test_up_says_which_flag_chooses_another_port(baton, tmp_path):
             done = baton("up", *given, "--device=cpu", "--var", str(tmp_path))
             assert done.returncode == 2
             assert f"({flag} chooses another)" in done.stderr
+
+
+# Seen failing with a socket for IPv4, which cannot be bound to this address.
+def test_a_port_of_an_ipv6_address_is_free_or_busy():
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert plan.busy("::1", port) == "Address already in use"
+    assert plan.busy("::1", port) is None
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
