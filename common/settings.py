@@ -480,8 +480,8 @@ def _variable(where: Sequence[str]) -> str | None:
 
 
 def _wrong_variables() -> Iterator[str]:
-    """Yield an error sentence for each variable with Baton's prefix that names a renamed setting, or
-    no part of any configuration.
+    """Yield an error sentence for each variable with Baton's prefix that names a renamed setting,
+    or no part of any configuration.
 
     Variables of other programs are accepted, because programs may share an environment. So are
     variables without a part: Kubernetes sets some for a service called baton.
