@@ -361,25 +361,17 @@ def test_the_demo_model_is_the_same_every_time_and_never_half_written(tmp_path):
     assert (different, missing) == ([], [])
     assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "qwen3"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_the_demo_model_may_be_there_already(tmp_path):
-    write(tmp_path / "a")
     before = (tmp_path / "a" / "config.json").stat()
-    write(tmp_path / "a")
+    write(tmp_path / "a")  # it is there already
     assert (tmp_path / "a" / "config.json").stat().st_ino == before.st_ino
 
 
-def test_another_model_is_not_taken_for_the_demo_model(tmp_path):
-    write(tmp_path / "a")
-    (tmp_path / "a" / "config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="holds something else"):
-        write(tmp_path / "a")
-    assert (tmp_path / "a" / "config.json").read_text() == "{}"
-
-
-def test_the_demo_model_overwrites_nothing(tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    with pytest.raises(FileExistsError):
+@pytest.mark.parametrize("has_model", [True, False])
+def test_the_demo_model_overwrites_nothing(tmp_path, has_model):
+    mine = tmp_path / ("config.json" if has_model else "mine")
+    if has_model:
         write(tmp_path)
-    assert (tmp_path / "mine").read_text() == "precious"
+    mine.write_text("{}")
+    with pytest.raises(FileExistsError, match="holds something else"):
+        write(tmp_path)
+    assert mine.read_text() == "{}"

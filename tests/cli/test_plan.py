@@ -1,7 +1,6 @@
 """Which programs `baton up` starts, and what each is told."""
 
 import dataclasses
-import socket
 from pathlib import Path
 
 import pytest
@@ -159,15 +158,6 @@ def test_cuda_without_a_device_is_refused(monkeypatch):
     monkeypatch.setattr(plan, "cuda_devices", lambda: 0)
     with pytest.raises(ConfigError, match="no CUDA device"):
         plan.programs(dataclasses.replace(WISH, device="cuda"))
-
-
-def test_a_port_that_is_taken_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} of router"):
-            plan.refuse_busy_ports(plan.programs(dataclasses.replace(WISH, port=port)))
 
 
 def test_tls_is_everywhere_and_asks_no_certificate_of_clients():

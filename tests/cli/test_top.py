@@ -302,21 +302,6 @@ def test_an_operator_needs_no_api_key(tmp_path):
         router.close()
 
 
-def test_once_without_a_router_says_so_and_exits_with_1():
-    code, _, said = _once("--router=127.0.0.1:1")
-    assert code == top.EXIT_NO_ANSWER
-    (line,) = said.splitlines()
-    assert line.startswith("baton top: no router responds at 127.0.0.1:1 (")
-
-
-@pytest.mark.parametrize("flag", ["--router=nonsense", "--interval=0", "--interval=x"])
-def test_a_wrong_flag_exits_with_2(flag, capsys):
-    with pytest.raises(SystemExit) as ended:
-        top.parser().parse_args([flag])
-    assert ended.value.code == 2
-    assert flag.partition("=")[0] in capsys.readouterr().err
-
-
 class Screen:
     """A terminal with `baton top` in it."""
 

@@ -74,22 +74,15 @@ class Wire:
             yield said
 
 
-async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_messages():
-    wire, outgoing = Wire(), OutgoingStream(max_messages=3)
+@pytest.mark.parametrize("limits", [{"max_messages": 3}, {"max_bytes": 1900}])
+async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound(limits):
+    wire, outgoing = Wire(), OutgoingStream(**limits)
     talk = asyncio.ensure_future(outgoing.converse(wire.write, wire.incoming(), print))
     for _ in range(4):
-        outgoing.put(message())
+        outgoing.put(message(600))
     with pytest.raises(Overloaded, match="does not read"):
         await asyncio.wait_for(talk, 60)
     assert outgoing.cut_off
-
-
-async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_bytes():
-    wire, outgoing = Wire(), OutgoingStream(max_bytes=1000)
-    outgoing.put(message(600))
-    outgoing.put(message(600))
-    with pytest.raises(Overloaded):
-        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 60)
 
 
 async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
