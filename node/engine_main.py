@@ -5,6 +5,7 @@ for that role. They are created before it starts, while the previous role is idl
 prefix cache stay.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from common.config import NODE_CONFIGS, EngineConfig
@@ -37,9 +38,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
     try:
         engine.guides.notify = engine.loader.notify = engine.weights.notify = start.channel.wake
-        engine.copier.notify = start.channel.wake
-        if engine.encoder is not None:
-            engine.encoder.notify = start.channel.wake
+        _notify(engine, start.channel.wake)
         roles[start.role].check(engine)
         if group is not None:
             group.meet()
@@ -52,12 +51,17 @@ def body(begin: Begin, first: StartRole) -> None:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
             engine.equip_followers()
-            engine.copier.notify = start.channel.wake
-            if engine.encoder is not None:
-                engine.encoder.notify = start.channel.wake
+            _notify(engine, start.channel.wake)
     except PeerGone:
         engine.close()
         raise
+
+
+def _notify(engine: Engine, wake: Callable[[], None]) -> None:
+    """Make the parts of a role call `wake` when they have work for the engine thread."""
+    engine.copier.notify = wake
+    if engine.encoder is not None:
+        engine.encoder.notify = wake
 
 
 def _joined(start: EngineStart[Any]) -> NodeGroup:

@@ -65,32 +65,20 @@ def fail(findings: Iterable[Finding]) -> bool:
 
 
 def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
-    """Check the configuration of a process."""
-    match config:
-        case RouterConfig():
-            return router_findings(config)
-        case EncodeConfig():
-            return encode_findings(config)
-    return node_findings(config)
-
-
-def node_findings(config: NodeConfig) -> Iterator[Finding]:
-    """Check a node's model, KV transfer, server and callers, in the order of its start."""
-    yield from _model(config.engine)
+    """Check the configuration of a process: model, KV transfer, server and callers, in the order of
+    its start.
+    """
+    if isinstance(config, RouterConfig):
+        yield from _router(config)
+        return
+    # An encode node loads only the image encoder.
+    yield from _encoder(config) if isinstance(config, EncodeConfig) else _model(config.engine)
     yield from _transfer(config.transfer)
     yield from _front(config.server)
     yield _callers("node", config.server, mutual=config.server.tls.mutual)
 
 
-def encode_findings(config: EncodeConfig) -> Iterator[Finding]:
-    """Check the configuration of an encode node, which loads only the image encoder."""
-    yield from _encoder(config)
-    yield from _transfer(config.transfer)
-    yield from _front(config.server)
-    yield _callers("node", config.server, mutual=config.server.tls.mutual)
-
-
-def router_findings(config: RouterConfig) -> Iterator[Finding]:
+def _router(config: RouterConfig) -> Iterator[Finding]:
     """Check the configuration of a router, which needs neither weights nor devices."""
     for each in config.each_model:
         try:
