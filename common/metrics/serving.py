@@ -8,6 +8,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from socketserver import ThreadingMixIn
 from threading import Lock, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -58,7 +59,8 @@ class _Handler(WSGIRequestHandler):
         """Log nothing: scrapes are frequent, and unauthenticated callers must not cause lines."""
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
     request_queue_size = 128  # connections that are not accepted yet
 
     def __init__(self, host: str, port: int, request_s: float) -> None:
@@ -85,11 +87,7 @@ class _Server(WSGIServer):
                 oldest = next(iter(self._since))
                 del self._since[oldest]
                 _end(oldest)
-        thread = Thread(target=self._answer, args=(request, client_address), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started now
-            self._over(request)
+        super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Close late connections, twice a second, on the accepting thread."""
@@ -99,16 +97,13 @@ class _Server(WSGIServer):
                 if since < late:
                     _end(request)
 
-    def _answer(self, request: Any, client_address: Any) -> None:
-        # An error caused by a caller ends only that connection and logs nothing.
-        with contextlib.suppress(Exception):
-            self.finish_request(request, client_address)
-        self._over(request)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: an error caused by a caller ends only that connection."""
 
-    def _over(self, request: Any) -> None:
+    def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._since.pop(request, None)  # unless it was closed already
-        self.shutdown_request(request)
+        super().shutdown_request(request)
 
 
 def _end(request: socket.socket) -> None:
