@@ -16,7 +16,6 @@ from api.requests.generate_params import (
     PredictionPrompt,
     Prompt,
     RequestGroup,
-    SharedPrompt,
     TextPrompt,
     TokenIdsPrompt,
     any_seed,
@@ -349,7 +348,6 @@ def choices(
     Raises:
         InvalidRequest: a list is too long to be copied.
     """
-    expected = None if prediction is None else SharedPrompt(prediction)
     together = RequestGroup.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
     bad_words = tuple(fields.bad_words or ())
@@ -371,7 +369,7 @@ def choices(
             shown=shown,
             echo=echo,
             silent=silent,
-            prediction=expected,
+            prediction=prediction,
             whole=not fields.stream,
             stream_interval=fields.stream_interval or 0,
         )

@@ -3,7 +3,6 @@
 A reply is one whole body, or server-sent events.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -22,7 +21,7 @@ from api.dialect.problems import OPENAI, ApiError, Fields, Words
 from api.generation import DeadlineScope, new_request_id
 from api.http.messages import EVENT_STREAM, Headers, HttpRequest, HttpStream, whole
 from api.requests.answer import FinalChunk, OutputChunk
-from api.requests.generate_params import GenerateParams
+from api.requests.generate_params import GenerateParams, all_of
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
@@ -339,15 +338,7 @@ class GenerationEndpoint:
                 return self._answers.generator.generate(*call)
             return self._answers.generate(*call, retry=retry, index=index)
 
-        if len(choices) == 1:
-            await generated(0)
-            return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for index in range(len(choices)):
-                    tasks.create_task(generated(index))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+        await all_of([generated(index) for index in range(len(choices))])
 
 
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:

@@ -3,14 +3,19 @@
 Prefill nodes compute them without decode nodes.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
 from api.generation import DeadlineScope, RequestLimiter, new_request_id
 from api.requests import validation
-from api.requests.generate_params import MAX_TOKENS, PoolingRequest, PoolingResult, check_vocabulary
+from api.requests.generate_params import (
+    MAX_TOKENS,
+    PoolingRequest,
+    PoolingResult,
+    all_of,
+    check_vocabulary,
+)
 from api.requests.served_model import ServedModel
 from api.requests.validation import decide_namespace
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
@@ -114,15 +119,8 @@ class Pooler:
             normalize=wanted.normalize,
             namespace=namespace,
         )
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                calls = [
-                    tasks.create_task(self._call(base, some, namespace, due))
-                    for some in _calls(prompts)
-                ]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-        answers = [call.result() for call in calls]
+        calls = [self._call(base, some, namespace, due) for some in _calls(prompts)]
+        answers = await all_of(calls)
         return PoolingResult(
             vectors=[vector for answer in answers for vector in answer.vectors],
             num_tokens=[len(prompt) for prompt in prompts],
