@@ -39,10 +39,6 @@ class RequestLimiter:
     """Admission control: at most `max_requests` live requests, shared fairly between clients."""
 
     def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
-        """
-        Args:
-            longest_wait_s: longest wait for a slot, in seconds.
-        """
         self.max_requests = max_requests
         self._slots = FairShareLimiter(max_requests, longest_wait_s=longest_wait_s)
         self._num_here = 0  # live and queued requests
@@ -153,11 +149,6 @@ class DeadlineScope:
 # allows more.
 class PriorityLimits:
     def __init__(self, highest: int = 0, *, low_values_first: bool = False) -> None:
-        """
-        Args:
-            highest: highest and default priority of clients without a priority of their own.
-            low_values_first: clients send lower values for higher priorities.
-        """
         self._highest = highest
         self._low_values_first = low_values_first
 

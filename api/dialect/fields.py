@@ -220,6 +220,9 @@ class GenerationFields(GuideFields, kw_only=True):
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 def prompts_of(
@@ -271,8 +274,6 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
-    hidden_states: bool = False,
-    routed_experts: bool = False,
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
@@ -310,8 +311,8 @@ def samplings(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
-        hidden_states=hidden_states,
-        routed_experts=routed_experts,
+        hidden_states=bool(fields.return_hidden_states),
+        routed_experts=bool(fields.return_routed_experts),
         guide=guide_of(fields),
         thinking_budget=thinking_budget,
     )

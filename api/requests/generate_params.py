@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import msgspec
 
+from api.auth.client import Client
 from api.images.picture import MediaInput
 from api.text.stops import StopRules
 from common.errors import InvalidRequest, ServingError
@@ -275,6 +276,8 @@ class RequestGroup(msgspec.Struct):
         Raises:
             ServingError: the error of that work.
         """
+        if self.num_answers == 1:
+            return await work()
         if self._ready:
             return
         self._turn = self._turn or asyncio.Lock()
@@ -335,8 +338,15 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams
     dimensions: int = 0  # number of leading dimensions to keep; 0: all
     normalize: bool = False
-    request_id: str = ""  # see GenerateParams
+
+
+class PoolingCaller(msgspec.Struct, frozen=True):
+    """The client of a pooling request, and the request's ids. Other fields: see GenerateParams."""
+
+    client: Client
     label: str = ""
+    request_id: str = ""
+    traceparent: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None
 
