@@ -39,10 +39,6 @@ class RequestLimiter:
     """Admission control: at most `max_requests` live requests, shared fairly between clients."""
 
     def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
-        """
-        Args:
-            longest_wait_s: longest wait for a slot, in seconds.
-        """
         self.max_requests = max_requests
         self._slots = FairShareLimiter(max_requests, longest_wait_s=longest_wait_s)
         self._num_here = 0  # live and queued requests
@@ -153,11 +149,6 @@ class DeadlineScope:
 # allows more.
 class PriorityLimits:
     def __init__(self, highest: int = 0, *, low_values_first: bool = False) -> None:
-        """
-        Args:
-            highest: highest and default priority of clients without a priority of their own.
-            low_values_first: clients send lower values for higher priorities.
-        """
         self._highest = highest
         self._low_values_first = low_values_first
 
@@ -263,36 +254,26 @@ class Dispatcher:
                         self._cluster.adapters.of(wanted.adapter),
                         self._stream_interval,
                     )
-                    await wanted.together.counted.get(partial(self._count, wanted, client))
                     record.timeline.tokenized = time.monotonic()
                     writing = partial(write, request_id)
-                    sink = ResponseSink(self._builder(job), writing, offer, record, client)
-                    cluster, session_id = self._cluster, job.session_id
+                    sink = ResponseSink(self._builder(job, wanted), writing, offer, record, client)
+                    cluster, session_id = self._cluster, wanted.session_id
                     await Generation(job.spec, due, sink, record, cluster, session_id).run()
                     # After the Cancel to the node, so that a slow client does not delay it.
                     record.finish(sink.last.finish_reason, sink.last.cached_tokens)
                     await sink.flush()
 
-    async def _count(self, wanted: GenerateParams, client: Client) -> None:
-        """Count the prompts of all responses to one request, once.
-
-        Raises:
-            RateLimited, InvalidRequest: see KeyUsage.prompts and validation.check_prompt_logprobs.
-        """
-        together = wanted.together
-        lengths = [
-            len(await self._model.prompts.checked(each, client)) for each in together.prompts
-        ]
-        of_all = sum(lengths) * (together.num_answers // len(lengths))
-        validation.check_prompt_logprobs(wanted.sampling, of_all)
-        client.usage.prompts(sum(lengths), together.num_answers)
-
-    def _builder(self, job: TokenizedRequest) -> ResponseBuilder:
+    def _builder(self, job: TokenizedRequest, wanted: GenerateParams) -> ResponseBuilder:
         tokenizer = self._model.tokenizer
         return ResponseBuilder(
-            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
+            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(wanted.shown)),
             None if job.stops is None else job.stops.begin(),
-            _options(job, tokenizer.spelling, returns_cached_tokens=self._returns_cached_tokens),
+            _options(
+                job,
+                tokenizer.spelling,
+                silent=wanted.silent,
+                returns_cached_tokens=self._returns_cached_tokens,
+            ),
         )
 
 
@@ -339,7 +320,7 @@ class ResponseSink:
 
 
 def _options(
-    job: TokenizedRequest, spell: Spell, *, returns_cached_tokens: bool
+    job: TokenizedRequest, spell: Spell, *, silent: bool, returns_cached_tokens: bool
 ) -> ResponseOptions:
     params = job.asked
     report_token = report_prompt = None
@@ -360,7 +341,7 @@ def _options(
         returns_cached_tokens=returns_cached_tokens,
         report_token=report_token,
         report_prompt=report_prompt,
-        silent=job.silent,
+        silent=silent,
         predicts=bool(job.spec.prediction),
         returns_states=params.returns_states,
     )

@@ -44,13 +44,10 @@ _KEPT_S = 600  # how long a browser caches the preflight response
 
 
 # Only the headers that OpenAI's clients need are exposed, under /v1. Clients are never identified
-# by cookies, so browser credentials are not allowed for any origin.
+# by cookies, so browser credentials are not allowed for any origin. An origin is
+# scheme://host[:port], or "*" for all.
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
-        """
-        Args:
-            origins: allowed origins, each scheme://host[:port], or "*" for all.
-        """
         self._origins = frozenset(origins)
 
     def headers(self, path: str, origin: str) -> Headers:
@@ -172,7 +169,7 @@ PATHS: Mapping[str, Access] = {
         *("/get_model_info", "/model_info", "/get_server_info", "/server_info"),
     ),
     **_all("operator", "/cluster", requests_endpoint.PATH, METRICS_PATH),
-    **_all("commander", engines.LOAD_PATH, engines.UNLOAD_PATH, *engines.COMMANDS),
+    **_all("commander", *engines.COMMANDS, *engines.ADAPTER_COMMANDS),
 }
 # Rules for all other paths that begin with one of these prefixes.
 PATHS_BELOW: Mapping[str, Access] = {
@@ -220,7 +217,7 @@ class HttpChecks:
             Unauthenticated: the key has been removed in the meantime.
             RateLimited, InvalidRequest: see KeyUsage.begin.
         """
-        client = self._guard.client(_authorization(request), request.peer.host)
+        client = self._guard.identify("client", _authorization(request), request.peer.host)
         self._guard.begin(client, num_requests)
         return client
 
@@ -250,10 +247,10 @@ class HttpChecks:
         access = of_path(request.route)
         if access == "public":
             return None
-        ask = self._guard.asking(access or "client")
         limits: Iterable[tuple[str, str]] = ()
         try:
-            client = ask(_authorization(request), request.peer.host)
+            shown = _authorization(request)
+            client = self._guard.identify(access or "client", shown, request.peer.host)
             limits = client.usage.headers()
             self._admit(client, request.peer)
             if request.method == "POST":
@@ -276,8 +273,10 @@ class HttpChecks:
 
 def _authorization(request: HttpRequest) -> str:
     """Return the request's authorization. Anthropic's clients send only a key, in x-api-key."""
+    if shown := request.header("authorization"):
+        return shown
     key = request.header("x-api-key")
-    return request.header("authorization") or (f"Bearer {key}" if key else "")
+    return f"Bearer {key}" if key else ""
 
 
 class KeyConnections:

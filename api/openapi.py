@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from api.admin.engines import COMMANDS, LoadFields, UnloadFields
+from api.admin.engines import ADAPTER_COMMANDS, COMMANDS
 from api.anthropic.fields import CountTokensFields, MessagesFields
 from api.anthropic.messages import TokenCount
 from api.native.generate import (
@@ -284,15 +284,13 @@ _POSTS: Mapping[str, _Operation] = {
         RerankFields,
         RerankResponse,
     ),
-    "/v1/load_lora_adapter": _for_operators(
-        "Load a LoRA adapter on all nodes.", "400", fields=LoadFields
-    ),
-    "/v1/unload_lora_adapter": _for_operators(
-        "Unload a LoRA adapter from all nodes.", "400", "404", fields=UnloadFields
-    ),
     **{
-        path: _for_operators(summary, "400", "409", fields=fields)
-        for path, (summary, fields) in COMMANDS.items()
+        path: _for_operators(each.summary, "400", "404", fields=each.fields)
+        for path, each in ADAPTER_COMMANDS.items()
+    },
+    **{
+        path: _for_operators(each.summary, "400", "409", fields=each.fields)
+        for path, each in COMMANDS.items()
     },
 }
 _GETS: Mapping[str, _Operation] = {

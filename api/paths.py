@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -15,7 +14,7 @@ from api.dialect import problems
 from api.dialect.bodies import BodyReader
 from api.dialect.generation_endpoint import ApiDialect, Begin, GenerationEndpoint, PromptEndpoint
 from api.dialect.ignored_fields import IgnoredFields, only
-from api.dialect.models import AllModelNames, EndpointByModel, ListedModel, ModelNames
+from api.dialect.models import AllModelNames, EndpointByModel, ListedModel
 from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
 from api.http.messages import Handler, HttpRequest, HttpRoutes, whole
 from api.native.generate import NativeEndpoint, TokenizeEndpoint
@@ -24,9 +23,7 @@ from api.openai.completions import CompletionsEndpoint
 from api.openai.responses import ResponsesEndpoint
 from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
 from api.pooling.scores import RerankFields, ScoreFields, rerank, score
-from api.pooling.vectors import PoolingService
-from api.requests.idempotency import IdempotencyCache
-from api.requests.served_model import ServedModel
+from api.program.nodes import ModelPool, Pools
 from common import VERSION
 from router.metrics import RouterMetrics
 
@@ -62,64 +59,21 @@ OF_RERANK: Mapping[str, IgnoredFields] = {
 }
 
 
-def pooling_routes(
-    vectors: PoolingService,
-    metrics: RouterMetrics,
-    begin: Begin,
-    *,
-    names: ModelNames,
-    ignore_unknown: bool,
-) -> Mapping[str, Mapping[str, Handler]]:
-    """Return handlers by path and method. For arguments see PoolingEndpoint and BodyReader."""
-
-    def endpoint(
-        fields: type[F],
-        unsupported: Mapping[str, IgnoredFields],
-        answer: PoolingAnswer[F],
-        id_prefix: str,
-    ) -> Handler:
-        reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
-        return PoolingEndpoint(
-            reader, answer, vectors, metrics, begin, id_prefix=id_prefix, names=names
-        )
-
-    embeds = endpoint(EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-")
-    scores = endpoint(ScoreFields, OF_SCORE, score, "score-")
-    reranks = endpoint(RerankFields, OF_RERANK, rerank, "rerank-")
-    return {
-        "/v1/embeddings": {"POST": embeds},
-        "/v1/score": {"POST": scores},
-        "/score": {"POST": scores},
-        "/v1/rerank": {"POST": reranks},
-        "/rerank": {"POST": reranks},
-    }
-
-
 MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
 
 
 class AdminOperations:
     """HTTP handlers for model information and health probes."""
 
-    def __init__(
-        self,
-        names: AllModelNames,
-        context_lengths: Mapping[str, int],
-        why_not_ready: Callable[[], Mapping[str, str | None]],
-    ) -> None:
-        """
-        Args:
-            names: model names that clients may use.
-            context_lengths: context length of each served model in tokens, by name.
-            why_not_ready: returns for each model a sentence, or None if a request could be placed
-                now.
-        """
+    def __init__(self, names: AllModelNames, pools: Pools) -> None:
         self._names = names
-        self._context_lengths = context_lengths
+        self._pools = pools
         self._created = int(time.time())
         self._version = {"version": VERSION}
-        self._why_not_ready = why_not_ready
         self._openapi = openapi.encoded(VERSION)
+
+    def _context_length(self, served: str) -> int:
+        return self._pools[served].model.limits.context_length
 
     async def models(self, request: HttpRequest) -> web.Response:
         content = {"object": "list", "data": list(map(self._entry, self._names.listed()))}
@@ -143,7 +97,7 @@ class AdminOperations:
             # Fields of vLLM's server that its clients need.
             "root": listed.name,
             "parent": listed.served if listed.adapter else None,
-            "max_model_len": self._context_lengths[listed.served],
+            "max_model_len": self._context_length(listed.served),
             "permission": [],
         }
 
@@ -158,7 +112,7 @@ class AdminOperations:
         """Return server information in SGLang's format."""
 
         def more(served: str) -> Mapping[str, Any]:
-            length = self._context_lengths[served]
+            length = self._context_length(served)
             lengths = {"context_length": length, "max_model_len": length}
             return {
                 **self._version,
@@ -183,7 +137,7 @@ class AdminOperations:
 
     async def ready(self, request: HttpRequest) -> web.Response:
         """Return 200 if any model is ready. With several models, each is listed."""
-        reasons = self._why_not_ready()
+        reasons = {name: pool.why_not_ready() for name, pool in self._pools.items()}
         ready = None in reasons.values()
         content: dict[str, Any] = {"status": "ready" if ready else "not ready"}
         if not ready:
@@ -199,31 +153,10 @@ class AdminOperations:
 MethodsByPath: TypeAlias = Mapping[str, Mapping[str, Handler]]
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointParts:
-    """Parts of one served model that its endpoints share.
-
-    Attributes:
-        names: names of the model and its adapters.
-        begin: see GenerationEndpoint.
-        budget_s: total time limit of a request, in seconds.
-        ignore_unknown: unknown fields of requests are ignored.
-    """
-
-    model: ServedModel
-    names: ModelNames
-    metrics: RouterMetrics
-    begin: Begin
-    budget_s: float
-    ignore_unknown: bool
-    answers: IdempotencyCache
-    vectors: PoolingService
-
-
 def routes(
-    models: Sequence[EndpointParts],
+    models: Sequence[ModelPool],
     metrics: RouterMetrics,
-    why_not_ready: Callable[[], Mapping[str, str | None]],
+    begin: Begin,
     *,
     others: MethodsByPath,
     others_below: MethodsByPath,
@@ -232,79 +165,90 @@ def routes(
 
     Args:
         metrics: counts requests without a known model.
-        why_not_ready: see AdminOperations.
         others: handlers that are not part of a client API, by path and method.
         others_below: the same for all paths that begin with a key.
     """
     names = AllModelNames([each.names for each in models])
-    context_lengths = {each.names.served: each.model.limits.context_length for each in models}
-    operations = AdminOperations(names, context_lengths, why_not_ready)
+    operations = AdminOperations(names, {each.name: each for each in models})
     return HttpRoutes(
-        {**_of_models(models, names, metrics), **_operations(operations), **others},
+        {**_of_models(models, names, metrics, begin), **_operations(operations), **others},
         {f"{MODELS_PATH}/": {"GET": operations.model}, **others_below},
         problems.error_body,
     )
 
 
 def _of_models(
-    models: Sequence[EndpointParts], names: AllModelNames, metrics: RouterMetrics
+    models: Sequence[ModelPool], names: AllModelNames, metrics: RouterMetrics, begin: Begin
 ) -> MethodsByPath:
     """Return the routes of requests to a model. With several models, each has its own endpoints."""
-    of_each = {each.names.served: _of_model(each) for each in models}
+    of_each = {each.name: _of_model(each, begin) for each in models}
+    paths = next(iter(of_each.values()))
     if len(models) == 1:
-        return next(iter(of_each.values()))
+        return paths
 
     def by_model(path: str, method: str) -> Handler:
         endpoints = {served: each[path][method] for served, each in of_each.items()}
         words = ANTHROPIC if path.startswith(MESSAGES_PATH) else OPENAI
         return EndpointByModel(names, endpoints, metrics, words)
 
-    paths = next(iter(of_each.values()))
     return {path: {method: by_model(path, method) for method in paths[path]} for path in paths}
 
 
-def _of_model(parts: EndpointParts) -> MethodsByPath:
-    return {
-        **_generation(parts),
-        **_prompts(parts),
-        **pooling_routes(
-            parts.vectors,
-            parts.metrics,
-            parts.begin,
-            names=parts.names,
-            ignore_unknown=parts.ignore_unknown,
-        ),
-    }
+def _of_model(pool: ModelPool, begin: Begin) -> MethodsByPath:
+    handlers = {**_generation(pool, begin), **_prompts(pool, begin), **_pooling(pool, begin)}
+    return {path: {"POST": handler} for path, handler in handlers.items()}
 
 
-def _generation(parts: EndpointParts) -> MethodsByPath:
-    ignore_unknown = parts.ignore_unknown
-    model = parts.model.speech, parts.model.shown
+def _generation(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
+    ignore_unknown, speech = pool.config.ignore_unknown_fields, pool.model.speech
     dialects: Mapping[str, ApiDialect] = {
         "/v1/completions": CompletionsEndpoint(ignore_unknown=ignore_unknown),
-        "/v1/chat/completions": ChatEndpoint(*model, ignore_unknown=ignore_unknown),
-        "/v1/responses": ResponsesEndpoint(*model, ignore_unknown=ignore_unknown),
-        MESSAGES_PATH: MessagesEndpoint(*model, ignore_unknown=ignore_unknown),
+        "/v1/chat/completions": ChatEndpoint(speech, ignore_unknown=ignore_unknown),
+        "/v1/responses": ResponsesEndpoint(speech, ignore_unknown=ignore_unknown),
+        MESSAGES_PATH: MessagesEndpoint(speech, ignore_unknown=ignore_unknown),
         "/generate": NativeEndpoint(ignore_unknown=ignore_unknown),
     }
     return {
-        path: {
-            "POST": GenerationEndpoint(
-                dialect, parts.answers, parts.metrics, parts.begin, names=parts.names
-            )
-        }
+        path: GenerationEndpoint(dialect, pool.answers, pool.metrics, begin, names=pool.names)
         for path, dialect in dialects.items()
     }
 
 
-def _prompts(parts: EndpointParts) -> MethodsByPath:
-    prompts = PromptEndpoint(parts.begin, parts.names, parts.budget_s)
-    tokens = TokenizeEndpoint(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
-    count_tokens = CountTokens(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
+def _prompts(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
+    ignore_unknown = pool.config.ignore_unknown_fields
+    prompts = PromptEndpoint(begin, pool.names, pool.config.request_timeout_s)
+    tokens = TokenizeEndpoint(pool.model, prompts, ignore_unknown=ignore_unknown)
     return {
-        f"{MESSAGES_PATH}/count_tokens": {"POST": count_tokens},
-        "/tokenize": {"POST": tokens.tokenize},
-        "/detokenize": {"POST": tokens.detokenize},
+        f"{MESSAGES_PATH}/count_tokens": CountTokens(
+            pool.model, prompts, ignore_unknown=ignore_unknown
+        ),
+        "/tokenize": tokens.tokenize,
+        "/detokenize": tokens.detokenize,
+    }
+
+
+def _pooling(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
+    def endpoint(
+        fields: type[F],
+        unsupported: Mapping[str, IgnoredFields],
+        answer: PoolingAnswer[F],
+        id_prefix: str,
+    ) -> Handler:
+        reader = BodyReader(fields, unsupported, ignore_unknown=pool.config.ignore_unknown_fields)
+        return PoolingEndpoint(
+            *(reader, answer, pool.vectors, pool.metrics, begin),
+            id_prefix=id_prefix,
+            names=pool.names,
+        )
+
+    scores = endpoint(ScoreFields, OF_SCORE, score, "score-")
+    reranks = endpoint(RerankFields, OF_RERANK, rerank, "rerank-")
+    return {
+        "/v1/embeddings": endpoint(EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-"),
+        "/v1/score": scores,
+        "/score": scores,
+        "/v1/rerank": reranks,
+        "/rerank": reranks,
     }
 
 

@@ -23,8 +23,7 @@ from common.request import CRASHED_TWICE, QUARANTINE_TOKENS, Remaining, RequestS
 from common.requests.namespace import made_with
 from protos.decode_pb2 import MoveFrom
 from router.cluster.cluster import Cluster, FingerprintUnavailable, Placed
-from router.cluster.decode_client import DecodeCall
-from router.cluster.liveness import MigrationOutcome
+from router.cluster.decode_client import DecodeCall, MigrationOutcome
 from router.policy.load import WHENEVER, PlacementKey, RequestDue
 from router.policy.policies import encode_nodes
 from router.record import AttemptTimings, RequestRecord, RequestTimeline
@@ -256,20 +255,12 @@ class Generation:
     def __init__(
         self,
         spec: RequestSpec,
-        due: RequestDue,
-        sink: TokenSink,
-        record: RequestRecord,
+        due: RequestDue,  # times by which it must start and end
+        sink: TokenSink,  # gets the output of all attempts
+        record: RequestRecord,  # gets the timings of all attempts
         cluster: Cluster,
-        session_id: str = "",
+        session_id: str = "",  # see PlacementKey
     ) -> None:
-        """Create a request that is not placed yet.
-
-        Args:
-            due: times by which it must start and end.
-            sink: gets the output of all attempts.
-            record: gets the timings of all attempts.
-            session_id: see PlacementKey.
-        """
         passed_on = record.timeline.trace.passed_on
         self._spec = replace(spec, traceparent=passed_on) if passed_on else spec
         self._due = due
@@ -347,8 +338,6 @@ class Generation:
             None if source is None else source.move_from,
         )
 
-    # Placement ------------------------------------------------------------------------------------
-
     async def _place(self, due: RequestDue = WHENEVER, avoid: Sequence[str] = ()) -> Placed:
         if not self._cluster.ready:
             await self._cluster.until_ready()
@@ -372,8 +361,6 @@ class Generation:
         namespace = made_with(spec.cache_namespace, self._cluster.weights)
         fingerprint = self._sink.version.invariant_fingerprint
         return PlacementKey(spec.tokens, self._session_id, namespace, spec.adapter, fingerprint)
-
-    # Migration ------------------------------------------------------------------------------------
 
     @property
     def request_id(self) -> str:

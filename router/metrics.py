@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -14,6 +14,7 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.declared import MetricValues, counter, gauge, histogram
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.requests.timeline import TtftPhase
+from router.cluster.cluster_state import NodeReport
 
 WINDOW_S = 60.0
 SAMPLE_S = 2.0
@@ -291,8 +292,6 @@ class RouterMetrics:
             tokens[key, "generated"] = counted.num_generated_tokens
         return KEY_REQUESTS.family(requests), KEY_TOKENS.family(tokens)
 
-    # Clients --------------------------------------------------------------------------------------
-
     def waiting_from(self, num_waiting: Callable[[], int]) -> None:
         """Set the source of the queue length. The scraping thread calls it at each scrape."""
         self._num_waiting = num_waiting
@@ -303,8 +302,6 @@ class RouterMetrics:
 
     def auth_rejected(self, reason: RejectionReason) -> None:
         self._auth_rejected[reason,] += 1
-
-    # Requests -------------------------------------------------------------------------------------
 
     def accepted(self, num_prompt_tokens: int) -> None:
         self._live[()] += 1
@@ -348,15 +345,14 @@ class RouterMetrics:
     def tokens(self, num_tokens: int) -> None:
         self._tokens[()] += num_tokens
 
-    # Nodes ----------------------------------------------------------------------------------------
-
     def ready(self, ready: bool) -> None:
         self._ready[()] = float(ready)
 
-    def nodes(self, numbers: Mapping[tuple[str, str], int]) -> None:
-        """Replace the numbers of nodes by kind and state. Missing ones become 0."""
+    def nodes(self, reports: Iterable[NodeReport]) -> None:
+        """Replace the numbers of nodes by kind and state."""
+        numbers = Counter((report.role, report.state) for report in reports)
         for kind, state in self._nodes:
-            self._nodes[kind, state] = numbers.get((kind, state), 0)
+            self._nodes[kind, state] = numbers[kind, state]
 
     def stream_lost(self) -> None:
         """Count a broken stream to a decode node."""
@@ -370,8 +366,6 @@ class RouterMetrics:
     def moved(self, *, moved: bool) -> None:
         """Count a live migration that completed (`moved`) or failed."""
         self._moves["completed" if moved else "failed",] += 1
-
-    # HTTP -----------------------------------------------------------------------------------------
 
     def http_connections(self, number: int) -> None:
         self._http_connections[()] = number

@@ -22,10 +22,18 @@ from common.logs import Throttle, ThrottledLog, kv
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
 from common.tracing.context import UNTRACED, ChildSpan, TraceContext, Tracer, checked
 from protos import decode_pb2
-from router.metrics import RouterMetrics
+from router.metrics import Rejection, RouterMetrics
 
 log = logging.getLogger(__name__)
 
+# The first class that matches an error gives the reason.
+_REJECTIONS: Sequence[tuple[type[ServingError], Rejection]] = (
+    (InvalidRequest, "invalid"),
+    (RateLimited, "limited"),
+    (QueueFull, "late"),
+    (Overloaded, "overloaded"),
+    (ServingError, "no_node"),
+)
 NUM_KEPT = 256  # timelines of ended requests
 NUM_FAILED_KEPT = 64  # further timelines of requests that failed or were replayed
 MAX_BYTES = 32 << 10  # limit of a node's timeline; longer ones are ignored
@@ -309,10 +317,7 @@ class RequestRecord:
         self._refusals = records.refusals
         self._client = client
         self.timeline = self._timelines.begin(request_id, traceparent, label)
-        self._arrived_at = self.timeline.arrived
-        self._wrote_at = self._arrived_at
         self._accepted = False
-        self._num_tokens = 0
         self._finish_reason = "error"
 
     def __enter__(self) -> "RequestRecord":
@@ -329,15 +334,18 @@ class RequestRecord:
             self._refuse(error)
             self._timelines.end(timeline, "error", str(error))
             return
-        outcome = _outcome(error) if error else self._finish_reason
+        outcome = self._finish_reason
+        if error is not None:
+            cancelled = isinstance(error, asyncio.CancelledError | RequestAborted)
+            outcome = "cancelled" if cancelled else "error"
         self._timelines.end(timeline, outcome, str(error or ""))
-        seconds = time.monotonic() - self._arrived_at
+        seconds = time.monotonic() - timeline.arrived
         self._metrics.ended(outcome, seconds)
         if log.isEnabledFor(logging.INFO):
             fields: dict[str, object] = {
                 **self._names(),
                 "outcome": outcome,
-                "tokens": self._num_tokens,
+                "tokens": self.timeline.completion_tokens,
                 "seconds": seconds,
                 "client": self._client,
             }
@@ -379,7 +387,7 @@ class RequestRecord:
             "request replayed %s",
             kv(
                 **self._names(),
-                tokens=self._num_tokens,
+                tokens=self.timeline.completion_tokens,
                 decode=decode,
                 alone=quarantined,
                 reason=lost,
@@ -392,7 +400,8 @@ class RequestRecord:
         self._metrics.moved(moved=True)
         self.timeline.move(to)
         log.info(
-            "request migrated %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode)
+            "request migrated %s",
+            kv(**self._names(), tokens=self.timeline.completion_tokens, decode=to.decode),
         )
 
     def stay(self, decode: str, because: ServingError) -> None:
@@ -402,18 +411,17 @@ class RequestRecord:
 
     def write(self, num_tokens: int) -> None:
         """Record that a message with `num_tokens` tokens is sent to the client now."""
-        now = time.monotonic()
+        now, timeline = time.monotonic(), self.timeline
         self._metrics.tokens(num_tokens)
-        num_next, waited_s = num_tokens, now - self._wrote_at
-        if num_tokens and not self._num_tokens:
-            self._metrics.first_token(now - self._arrived_at)
-            self.timeline.first_token = now
+        num_next, waited_s = num_tokens, now - timeline.last_token
+        if num_tokens and not timeline.completion_tokens:
+            self._metrics.first_token(now - timeline.arrived)
+            timeline.first_token = now
             num_next, waited_s = num_tokens - 1, 0.0  # the other tokens arrived with the first one
         if num_next:
             self._metrics.next_token(waited_s / num_next, num_next)
-        self._wrote_at = self.timeline.last_token = now
-        self._num_tokens += num_tokens
-        self.timeline.completion_tokens = self._num_tokens
+        timeline.last_token = now
+        timeline.completion_tokens += num_tokens
 
     def finish(self, finish_reason: str, cached_tokens: int) -> None:
         """Record the finish reason "stop", "length" or "pooled"."""
@@ -421,21 +429,12 @@ class RequestRecord:
         self.timeline.cached_tokens = cached_tokens
 
     def _refuse(self, error: BaseException | None) -> None:
-        match error:
-            case InvalidRequest():
-                self._metrics.rejected("invalid")
-            case RateLimited():
-                self._metrics.rejected("limited")
-            case QueueFull():
-                self._metrics.rejected("late")
-            case Overloaded():
-                self._metrics.rejected("overloaded")
-            case ServingError():
-                self._metrics.rejected("no_node")
-            case Exception():
-                pass  # a bug: its traceback is logged elsewhere, without the request's data
-            case _:
-                return
+        if not isinstance(error, Exception):
+            return
+        # Another exception is a bug: its traceback is logged elsewhere, without the request's data.
+        if isinstance(error, ServingError):
+            reason = next(reason for kind, reason in _REJECTIONS if isinstance(error, kind))
+            self._metrics.rejected(reason)
         self._refusals.info("request rejected", **self._names(), client=self._client, reason=error)
 
     def _names(self) -> dict[str, object]:
@@ -445,11 +444,3 @@ class RequestRecord:
             **({"label": self.timeline.label} if self.timeline.label else {}),
             **self.timeline.trace.log_fields,
         }
-
-
-def _outcome(error: BaseException) -> str:
-    match error:
-        case asyncio.CancelledError() | RequestAborted():
-            return "cancelled"
-        case _:
-            return "error"

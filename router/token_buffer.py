@@ -95,18 +95,11 @@ class TokenBuffer:
 
     def __init__(
         self,
-        max_tokens: int,
+        max_tokens: int,  # number of tokens that the node may send
         *,
-        wants_logprobs: bool = False,
-        version: ModelVersion = UNKNOWN_VERSION,
+        wants_logprobs: bool = False,  # each token comes with log-probabilities
+        version: ModelVersion = UNKNOWN_VERSION,  # version of appended tokens, until `renew`
     ) -> None:
-        """Create an empty buffer.
-
-        Args:
-            max_tokens: number of tokens that the node may send.
-            wants_logprobs: each token comes with log-probabilities.
-            version: version of appended tokens, until `renew`.
-        """
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
         # For all prompt tokens except the first, sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()

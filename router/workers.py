@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -251,36 +251,29 @@ PATH = "/drain"  # path of the call to the parent process
 IN_TURN = "in_turn"  # query parameter, "yes" or "no"
 
 
-class OperatorEnds(Protocol):
-    async def drain(self, *, in_turn: bool) -> None:
-        """Begin a graceful shutdown. Raises ServingError.
-
-        Args:
-            in_turn: as in DrainRouterRequest.
-        """
+# Begins a graceful shutdown. Called with `in_turn` of DrainRouterRequest. Raises ServingError.
+Drain: TypeAlias = Callable[[bool], Awaitable[None]]
 
 
-class LocalEnd:
-    """Graceful shutdown of a router with one process."""
+def local_drain(begin: Callable[[], None]) -> Drain:
+    """Return the shutdown of a router with one process."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-
-    async def drain(self, *, in_turn: bool) -> None:
+    async def drain(in_turn: bool) -> None:
         if in_turn:
             raise FailedPrecondition(
                 "this router has only one process: a rolling restart needs several (--processes)"
             )
-        self._begin()
+        begin()
+
+    return drain
 
 
-class SharedEnd:
-    """Graceful shutdown of a router with several processes, through their parent process."""
+def shared_drain(keeper: OtherProcesses) -> Drain:
+    """Return the shutdown of a router with several processes, through their parent process."""
 
-    def __init__(self, keeper: OtherProcesses) -> None:
-        self._keeper = keeper
-
-    async def drain(self, *, in_turn: bool) -> None:
-        replies = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
+    async def drain(in_turn: bool) -> None:
+        replies = await keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
         if replies.num_silent:
             raise NodeUnavailable("the parent process of this router does not respond")
+
+    return drain

@@ -1,12 +1,7 @@
-"""Engine and LoRA adapter commands for operators over HTTP, compatible with SGLang and vLLM.
-
-/pause_generation, /continue_generation, /update_weights_from_disk, /release_memory_occupation,
-/resume_memory_occupation, /start_profile, /stop_profile, /flush_cache, and in addition
-/update_weights_from_node.
-"""
+"""Engine and LoRA adapter commands for operators over HTTP, compatible with SGLang and vLLM."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -21,29 +16,36 @@ from common.errors import FailedPrecondition, ServingError
 from protos import router_pb2
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
 
-F = TypeVar("F", bound=msgspec.Struct)
+
+class OperatorCommand(NamedTuple):
+    """A command: its description, its request, and its work.
+
+    Attributes:
+        run: called with the model's EngineCalls or AdapterCalls and the request's fields. Returns
+            the JSON object or the text of the response.
+        unsupported: further fields of the request, see BodyReader.
+    """
+
+    summary: str
+    fields: type["ModelFields"]
+    run: Callable[[Any, Any], Awaitable[Mapping[str, Any] | str]]
+    unsupported: Mapping[str, IgnoredFields]
 
 
-class OperatorCommand(Generic[F]):
+class CommandEndpoint:
     """HTTP handler of one command."""
 
     def __init__(
-        self,
-        fields: type[F],
-        run: Callable[[F], Awaitable[Mapping[str, Any] | str]],
-        unsupported: Mapping[str, IgnoredFields],
+        self, command: OperatorCommand, calls: ByModel[EngineCalls] | ByModel[AdapterCalls]
     ) -> None:
-        """
-        Args:
-            run: runs the command. Returns the JSON object or the text of the response.
-            unsupported: see BodyReader.
-        """
-        self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
-        self._run = run
+        self._reader = BodyReader(command.fields, command.unsupported, ignore_unknown=False)
+        self._run = command.run
+        self._calls = calls
 
     async def __call__(self, request: HttpRequest) -> web.Response:
         try:
-            done = await self._run(self._reader.read(_json(request)))
+            fields = self._reader.read(_json(request))
+            done = await self._run(self._calls.of(fields.model), fields)
         except ApiError as refusal:
             return refusal.response()
         except FailedPrecondition as error:
@@ -66,11 +68,15 @@ def _json(request: HttpRequest) -> bytes:
     return take_json(request)
 
 
-PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
-FLUSH_PATH = "/flush_cache"
-UPDATE_PATH, TAKE_PATH = "/update_weights_from_disk", "/update_weights_from_node"
-RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupation"
-PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
+def routes(
+    engines: ByModel[EngineCalls], adapters: ByModel[AdapterCalls]
+) -> dict[str, dict[str, Handler]]:
+    """Return the handlers by path and HTTP method."""
+    handlers: dict[str, Handler] = {
+        **{path: CommandEndpoint(each, engines) for path, each in COMMANDS.items()},
+        **{path: CommandEndpoint(each, adapters) for path, each in ADAPTER_COMMANDS.items()},
+    }
+    return {path: {"POST": handler} for path, handler in handlers.items()}
 
 
 class ModelFields(msgspec.Struct, kw_only=True):
@@ -124,80 +130,68 @@ _OF_PROFILES: Mapping[str, IgnoredFields] = {
     "record_shapes": only(False),
     "profile_by_stage": only(False),
 }
-# Summary and request fields of each path.
-COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
-    PAUSE_PATH: ("Pause inference on all nodes of the model.", PauseFields),
-    CONTINUE_PATH: ("Resume inference on all nodes of the model.", ModelFields),
-    UPDATE_PATH: ("Load other weights of the model on all nodes, from a directory.", UpdateFields),
-    TAKE_PATH: ("Copy the weights of one node to all other nodes of the model.", PullWeightsFields),
-    RELEASE_PATH: ("Release the memory of all nodes of the model.", MemoryFields),
-    RESUME_PATH: ("Allocate the released memory again on all nodes of the model.", MemoryFields),
-    PROFILE_PATH: (
-        "Profile the next steps of all nodes of the model with torch's profiler.",
-        ProfileFields,
-    ),
-    END_PROFILE_PATH: ("End the profile, and wait until the traces are written.", ModelFields),
-    FLUSH_PATH: ("Clear the prefix caches of all nodes of the model.", ModelFields),
-}
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_OF_ADAPTERS: Mapping[str, IgnoredFields] = {"load_inplace": only(False), "lora_int_id": only()}
 
 
-class EnginesEndpoint:
-    """HTTP handlers of the engine commands."""
+class LoadFields(ModelFields, kw_only=True):
+    lora_name: _Text
+    lora_path: _Text
 
-    def __init__(self, calls: ByModel[EngineCalls]) -> None:
-        self._calls = calls
 
-    def routes(self) -> dict[str, dict[str, Handler]]:
-        """Return the handlers by path and HTTP method."""
-        return {
-            PAUSE_PATH: {"POST": OperatorCommand(PauseFields, self._pause, _OF_ALL)},
-            CONTINUE_PATH: {"POST": OperatorCommand(ModelFields, self._continue, _OF_ALL)},
-            UPDATE_PATH: {"POST": OperatorCommand(UpdateFields, self._update, _OF_UPDATES)},
-            TAKE_PATH: {"POST": OperatorCommand(PullWeightsFields, self._take, _OF_ALL)},
-            RELEASE_PATH: {"POST": OperatorCommand(MemoryFields, self._release, _OF_ALL)},
-            RESUME_PATH: {"POST": OperatorCommand(MemoryFields, self._resume, _OF_ALL)},
-            PROFILE_PATH: {"POST": OperatorCommand(ProfileFields, self._profile, _OF_PROFILES)},
-            END_PROFILE_PATH: {"POST": OperatorCommand(ModelFields, self._end_profile, _OF_ALL)},
-            FLUSH_PATH: {"POST": OperatorCommand(ModelFields, self._flush, _OF_ALL)},
-        }
+class UnloadFields(ModelFields, kw_only=True):
+    lora_name: _Text
 
-    async def _pause(self, fields: PauseFields) -> Mapping[str, Any]:
-        paused = await self._calls.of(fields.model).pause(fields.mode)
-        return {"status": "paused", "aborted": paused.aborted}
 
-    async def _continue(self, fields: ModelFields) -> Mapping[str, Any]:
-        await self._calls.of(fields.model).resume()
-        return {"status": "continued"}
+async def _pause(calls: EngineCalls, fields: PauseFields) -> Mapping[str, Any]:
+    paused = await calls.pause(fields.mode)
+    return {"status": "paused", "aborted": paused.aborted}
 
-    async def _update(self, fields: UpdateFields) -> Mapping[str, Any]:
-        abort = fields.abort_all_requests
-        return _updated(
-            await self._calls.of(fields.model).update_weights(fields.model_path, abort=abort)
-        )
 
-    async def _take(self, fields: PullWeightsFields) -> Mapping[str, Any]:
-        abort = fields.abort_all_requests
-        return _updated(await self._calls.of(fields.model).take_weights(fields.node, abort=abort))
+async def _continue(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
+    await calls.resume()
+    return {"status": "continued"}
 
-    async def _release(self, fields: MemoryFields) -> Mapping[str, Any]:
-        await self._calls.of(fields.model).release_memory(fields.tags or ())
-        return {"status": "released"}
 
-    async def _resume(self, fields: MemoryFields) -> Mapping[str, Any]:
-        await self._calls.of(fields.model).resume_memory(fields.tags or ())
-        return {"status": "resumed"}
+async def _update(calls: EngineCalls, fields: UpdateFields) -> Mapping[str, Any]:
+    return _updated(await calls.update_weights(fields.model_path, abort=fields.abort_all_requests))
 
-    async def _profile(self, fields: ProfileFields) -> Mapping[str, Any]:
-        return _traces(
-            "profiling", await self._calls.of(fields.model).start_profile(fields.num_steps or 0)
-        )
 
-    async def _end_profile(self, fields: ModelFields) -> Mapping[str, Any]:
-        return _traces("written", await self._calls.of(fields.model).stop_profile())
+async def _pull(calls: EngineCalls, fields: PullWeightsFields) -> Mapping[str, Any]:
+    return _updated(await calls.take_weights(fields.node, abort=fields.abort_all_requests))
 
-    async def _flush(self, fields: ModelFields) -> Mapping[str, Any]:
-        flushed = await self._calls.of(fields.model).flush_caches()
-        return {"status": "flushed", "pages_freed": flushed.pages_freed}
+
+async def _release(calls: EngineCalls, fields: MemoryFields) -> Mapping[str, Any]:
+    await calls.release_memory(fields.tags or ())
+    return {"status": "released"}
+
+
+async def _resume(calls: EngineCalls, fields: MemoryFields) -> Mapping[str, Any]:
+    await calls.resume_memory(fields.tags or ())
+    return {"status": "resumed"}
+
+
+async def _profile(calls: EngineCalls, fields: ProfileFields) -> Mapping[str, Any]:
+    return _traces("profiling", await calls.start_profile(fields.num_steps or 0))
+
+
+async def _end_profile(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
+    return _traces("written", await calls.stop_profile())
+
+
+async def _flush(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
+    flushed = await calls.flush_caches()
+    return {"status": "flushed", "pages_freed": flushed.pages_freed}
+
+
+async def _load(calls: AdapterCalls, fields: LoadFields) -> str:
+    await calls.load(fields.lora_name, fields.lora_path)
+    return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
+
+
+async def _unload(calls: AdapterCalls, fields: UnloadFields) -> str:
+    await calls.unload(fields.lora_name)
+    return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
 
 
 def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
@@ -213,38 +207,45 @@ def _traces(status: str, response: router_pb2.ProfilesResponse) -> Mapping[str, 
     return {"status": status, "profiles": profiles}
 
 
-LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-_UNSUPPORTED: dict[str, IgnoredFields] = {"load_inplace": only(False), "lora_int_id": only()}
-
-
-class LoadFields(ModelFields, kw_only=True):
-    lora_name: _Text
-    lora_path: _Text
-
-
-class UnloadFields(ModelFields, kw_only=True):
-    lora_name: _Text
-
-
-class AdaptersEndpoint:
-    """HTTP handlers that load and unload LoRA adapters."""
-
-    def __init__(self, calls: ByModel[AdapterCalls]) -> None:
-        self._calls = calls
-
-    def routes(self) -> dict[str, dict[str, Handler]]:
-        """Return the handlers by path and HTTP method."""
-        return {
-            LOAD_PATH: {"POST": OperatorCommand(LoadFields, self._load, _UNSUPPORTED)},
-            UNLOAD_PATH: {"POST": OperatorCommand(UnloadFields, self._unload, _UNSUPPORTED)},
-        }
-
-    async def _load(self, fields: LoadFields) -> str:
-        await self._calls.of(fields.model).load(fields.lora_name, fields.lora_path)
-        return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
-
-    async def _unload(self, fields: UnloadFields) -> str:
-        await self._calls.of(fields.model).unload(fields.lora_name)
-        return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
+COMMANDS: Mapping[str, OperatorCommand] = {
+    "/pause_generation": OperatorCommand(
+        "Pause inference on all nodes of the model.", PauseFields, _pause, _OF_ALL
+    ),
+    "/continue_generation": OperatorCommand(
+        "Resume inference on all nodes of the model.", ModelFields, _continue, _OF_ALL
+    ),
+    "/update_weights_from_disk": OperatorCommand(
+        "Load other weights of the model on all nodes, from a directory.",
+        *(UpdateFields, _update, _OF_UPDATES),
+    ),
+    "/update_weights_from_node": OperatorCommand(
+        "Copy the weights of one node to all other nodes of the model.",
+        *(PullWeightsFields, _pull, _OF_ALL),
+    ),
+    "/release_memory_occupation": OperatorCommand(
+        "Release the memory of all nodes of the model.", MemoryFields, _release, _OF_ALL
+    ),
+    "/resume_memory_occupation": OperatorCommand(
+        "Allocate the released memory again on all nodes of the model.",
+        *(MemoryFields, _resume, _OF_ALL),
+    ),
+    "/start_profile": OperatorCommand(
+        "Profile the next steps of all nodes of the model with torch's profiler.",
+        *(ProfileFields, _profile, _OF_PROFILES),
+    ),
+    "/stop_profile": OperatorCommand(
+        "End the profile, and wait until the traces are written.",
+        *(ModelFields, _end_profile, _OF_ALL),
+    ),
+    "/flush_cache": OperatorCommand(
+        "Clear the prefix caches of all nodes of the model.", ModelFields, _flush, _OF_ALL
+    ),
+}
+ADAPTER_COMMANDS: Mapping[str, OperatorCommand] = {
+    "/v1/load_lora_adapter": OperatorCommand(
+        "Load a LoRA adapter on all nodes.", LoadFields, _load, _OF_ADAPTERS
+    ),
+    "/v1/unload_lora_adapter": OperatorCommand(
+        "Unload a LoRA adapter from all nodes.", UnloadFields, _unload, _OF_ADAPTERS
+    ),
+}

@@ -13,7 +13,7 @@ import msgspec
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
-from router.cluster.liveness import MigratableRequest
+from router.cluster.decode_client import MigratableRequest
 from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
@@ -33,10 +33,6 @@ class MigrationService:
     """Live migrations on command, of requests in any worker process. For one event loop."""
 
     def __init__(self, clusters: Sequence[Cluster], other_processes: OtherProcesses) -> None:
-        """
-        Args:
-            clusters: nodes of each model. A request migrates only between nodes of its model.
-        """
         self._clusters = clusters
         self._movables: ProcessQuery[list[str]] = ProcessQuery(
             other_processes, _MOVABLE, self._movable, as_json(list[str])

@@ -10,7 +10,7 @@ from api.anthropic import fields as asked_for
 from api.anthropic.fields import CountTokensFields, MessagesFields
 from api.auth.client import Client
 from api.dialect.bodies import BodyReader
-from api.dialect.fields import GenerationFields, check_multiplied, choices, samplings
+from api.dialect.fields import GenerationFields, check_multiplied, samplings
 from api.dialect.generation_endpoint import (
     EndpointCall,
     EndpointReply,
@@ -21,9 +21,8 @@ from api.dialect.generation_endpoint import (
 )
 from api.dialect.ignored_fields import OF_COUNTED, OF_MESSAGES
 from api.dialect.problems import ANTHROPIC, ApiError, fields_of
-from api.dialect.tools import guided, listening, offered
+from api.dialect.tools import chat_call, offered
 from api.http.messages import Headers, HttpRequest
-from api.openai.chat import Shown
 from api.openai.replies import fingerprint_fields
 from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
@@ -100,13 +99,8 @@ class MessagesEndpoint:
     id_prefix = "msg_"
     words = ANTHROPIC
 
-    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            speech, shown, ignore_unknown: see ChatEndpoint.
-        """
+    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
         self._speech = speech
-        self._shown = shown
         self._reader = BodyReader(MessagesFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
         self.field_names = fields_of(
             self._reader.names, stop="stop_sequences", thinking_budget="thinking.budget_tokens"
@@ -139,23 +133,24 @@ class MessagesEndpoint:
         budget = -1 if "thinking" in unused else asked_for.thinking_budget(fields)
         # Clients must send max_tokens and often send a constant. Like Anthropic's models since
         # Claude 4.5, reduce it to the context and report `model_context_window_exceeded`.
-        sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
-        per_prompt = guided(sampled, offer, self._speech, "output_config.format")
-        wanted = choices(common, [messages], per_prompt, shown=self._shown[bool(offer.tools)])
-        prompt = wanted[0].prompt
-        reasons = fields.thinking is None or fields.thinking.type != "disabled"
-        listener = listening(self._speech, prompt, offer, reasons=reasons)
+        call = chat_call(
+            common,
+            messages,
+            samplings(common, fields.max_tokens, thinking_budget=budget),
+            offer,
+            self._speech,
+            form_field="output_config.format" if common.response_format else "",
+            reasons=fields.thinking is None or fields.thinking.type != "disabled",
+        )
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            return reply_of(
-                _Message(origin, prompt, listener, fields.max_tokens),
-                bool(fields.stream),
-                request,
-                headers,
-            )
+            prompt = call.requests[0].prompt
+            message = _Message(origin, prompt, call.listen(), fields.max_tokens)
+            return reply_of(message, bool(fields.stream), request, headers)
 
-        form = "output_config.format" if common.response_format else "tools" if offer.tools else ""
-        return EndpointCall(fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unused])
+        return EndpointCall(
+            fields.model, call.requests, "", reply, form=call.form, ignored=[*ignored, *unused]
+        )
 
 
 class _Message:

@@ -86,15 +86,9 @@ class FairShareLimiter:
         num_slots: int,
         *,
         longest_wait_s: float,
-        max_waiting: int | None = None,
-        what: str = "requests are live",
+        max_waiting: int | None = None,  # None: a quarter of the slots
+        what: str = "requests are live",  # the slot holders, in error messages
     ) -> None:
-        """
-        Args:
-            longest_wait_s: longest time in a queue, in seconds.
-            max_waiting: limit of queued requests. None: a quarter of the slots.
-            what: the slot holders, as error messages name them.
-        """
         if max_waiting is None:
             max_waiting = max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST)
         self._slots = FairShares(num_slots)
@@ -287,8 +281,6 @@ class ConnectionLimit:
         place.leave()
         place.close()
         return True
-
-    # Called by places -----------------------------------------------------------------------------
 
     def idle(self, network: str, place: ConnectionSlot) -> None:
         self._idle.setdefault(network, {})[place] = None

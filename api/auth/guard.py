@@ -127,7 +127,6 @@ def _read(file: Path) -> Sequence[KeyEntry]:
 
 IsOperator = Callable[[str], bool]  # called with the value of an authorization header
 Access: TypeAlias = Literal["public", "client", "operator", "commander"]
-Ask: TypeAlias = Callable[[str, str], Client]  # called with authorization and address
 
 _BEARER = "bearer "
 _MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
@@ -138,30 +137,28 @@ class ApiKeyGuard:
 
     def __init__(
         self,
-        keyring: ApiKeys | None,
-        is_operator: IsOperator,
+        keyring: ApiKeys | None,  # the API keys. None: clients need no key
+        is_operator: IsOperator,  # returns whether a header value proves an operator of the cluster
         metrics: RouterMetrics,
         *,
-        operators_prove: bool,
-        has_secret: bool,
+        operators_prove: bool,  # operators need a credential even without a keyring
+        has_secret: bool,  # the router has the cluster secret, so every command needs a credential
     ) -> None:
-        """
-        Args:
-            keyring: the API keys. None: clients need no key.
-            is_operator: returns whether a header value proves an operator of the cluster.
-            operators_prove: operators need a credential even without a keyring.
-            has_secret: the router has the cluster secret, so every command needs a credential.
-        """
         self._keyring = keyring
         self._is_operator = is_operator
         self._metrics = metrics
-        self._operators_prove = operators_prove or keyring is not None
-        self._commanders_prove = self._operators_prove or has_secret
+        operators_prove = operators_prove or keyring is not None
+        self._must_prove: Mapping[Access, bool] = {
+            "public": False,
+            "client": keyring is not None,
+            "operator": operators_prove,
+            "commander": operators_prove or has_secret,
+        }
         self._operator = Client("the cluster's operator", KeyUsage(KeyLimits()), operator=True)
         self._log = ThrottledLog(log, Throttle())
 
-    def client(self, authorization: str, address: str) -> Client:
-        """Identify the caller of a client operation.
+    def identify(self, access: Access, authorization: str, address: str) -> Client:
+        """Identify the caller of an operation.
 
         Args:
             authorization: the header as sent. "": not sent.
@@ -169,39 +166,12 @@ class ApiKeyGuard:
 
         Raises:
             Unauthenticated: the caller has no valid key.
+            Forbidden: the operation is for operators, and the key belongs to a client.
         """
-        if self._keyring is None:
-            return by_address(address)
-        return self._known(authorization, address)
-
-    def operator(self, authorization: str, address: str) -> Client:
-        """Identify the caller of an operator's read-only operation.
-
-        Raises:
-            Unauthenticated: as for `client`.
-            Forbidden: the key belongs to a client.
-        """
-        return self._one_of_the_operators(authorization, address, prove=self._operators_prove)
-
-    def commander(self, authorization: str, address: str) -> Client:
-        """Identify the caller of an operator's command. Raises as `operator` does."""
-        return self._one_of_the_operators(authorization, address, prove=self._commanders_prove)
-
-    def asking(self, access: Access) -> Ask:
-        """Return the function that identifies callers with this access."""
-        asks: Mapping[Access, Ask] = {
-            "public": lambda authorization, address: by_address(address),
-            "client": self.client,
-            "operator": self.operator,
-            "commander": self.commander,
-        }
-        return asks[access]
-
-    def _one_of_the_operators(self, authorization: str, address: str, *, prove: bool) -> Client:
-        if not prove:
+        if not self._must_prove[access]:
             return by_address(address)
         client = self._known(authorization, address)
-        if not client.operator:
+        if access != "client" and not client.operator:
             sentence = f"this call requires an operator's key, and {client.name} is a client's key"
             raise self._rejected("no_operator", Forbidden(sentence), address)
         return client

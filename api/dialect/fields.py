@@ -16,7 +16,6 @@ from api.requests.generate_params import (
     PredictionPrompt,
     Prompt,
     RequestGroup,
-    SharedPrompt,
     TextPrompt,
     TokenIdsPrompt,
     any_seed,
@@ -221,6 +220,9 @@ class GenerationFields(GuideFields, kw_only=True):
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 def prompts_of(
@@ -272,8 +274,6 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
-    hidden_states: bool = False,
-    routed_experts: bool = False,
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
@@ -311,8 +311,8 @@ def samplings(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
-        hidden_states=hidden_states,
-        routed_experts=routed_experts,
+        hidden_states=bool(fields.return_hidden_states),
+        routed_experts=bool(fields.return_routed_experts),
         guide=guide_of(fields),
         thinking_budget=thinking_budget,
     )
@@ -349,7 +349,6 @@ def choices(
     Raises:
         InvalidRequest: a list is too long to be copied.
     """
-    expected = None if prediction is None else SharedPrompt(prediction)
     together = RequestGroup.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
     bad_words = tuple(fields.bad_words or ())
@@ -371,7 +370,7 @@ def choices(
             shown=shown,
             echo=echo,
             silent=silent,
-            prediction=expected,
+            prediction=prediction,
             whole=not fields.stream,
             stream_interval=fields.stream_interval or 0,
         )

@@ -3,7 +3,6 @@
 A reply is one whole body, or server-sent events.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -22,7 +21,7 @@ from api.dialect.problems import OPENAI, ApiError, Fields, Words
 from api.generation import DeadlineScope, new_request_id
 from api.http.messages import EVENT_STREAM, Headers, HttpRequest, HttpStream, whole
 from api.requests.answer import FinalChunk, OutputChunk
-from api.requests.generate_params import GenerateParams
+from api.requests.generate_params import GenerateParams, all_of
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
@@ -34,7 +33,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class WholeReply:
-    """An EndpointReply with one body at the end."""
+    """A response with one body at the end.
+
+    Calls `add` with each piece and the index of its choice, then `body` after all choices.
+    """
 
     def __init__(
         self,
@@ -42,26 +44,28 @@ class WholeReply:
         body: Callable[[], bytes],
         headers: Headers,
     ) -> None:
-        """
-        Args:
-            add: called with each piece and the index of its choice.
-            body: called after all choices have ended.
-        """
         self._add = add
         self._body = body
         self._headers = headers
 
     async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
+        """Write output of choice `index`."""
         self._add(index, piece)
 
     def offer(self, index: int, piece: OutputChunk) -> bool:
+        """Write output of choice `index` that is not its last, unless the client is slow.
+
+        Returns whether the piece was written.
+        """
         self._add(index, piece)
         return True
 
     def response(self) -> web.StreamResponse:
+        """Return the HTTP response, after all choices have ended."""
         return whole(200, self._body(), headers=self._headers)
 
     def failed(self, why: ApiError) -> web.StreamResponse:
+        """Return the HTTP response after an error."""
         return why.response(self._headers)
 
 
@@ -71,7 +75,7 @@ def _error_event(why: ApiError) -> bytes:
 
 
 class StreamedReply:
-    """An EndpointReply with server-sent events."""
+    """A response with server-sent events. Has the methods of WholeReply."""
 
     def __init__(
         self,
@@ -137,32 +141,8 @@ class RequestOrigin(msgspec.Struct, frozen=True):
         return cls(answer_id, model, int(time.time()))
 
 
-class EndpointReply(Protocol):
-    """Writes the response to one request, with all of its choices."""
-
-    def response(self) -> web.StreamResponse:
-        """Return the HTTP response, after all choices have ended."""
-        ...
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        """Return the HTTP response after an error."""
-        ...
-
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
-        """Write output of choice `index`.
-
-        After the last piece of every choice the response is complete.
-        """
-        ...
-
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        """Write output of choice `index` that is not its last, unless the client is slow.
-
-        Returns whether the piece was written.
-        """
-        ...
-
-
+# Writes the response to one request, with all of its choices.
+EndpointReply: TypeAlias = WholeReply | StreamedReply
 BeginReply: TypeAlias = Callable[[RequestOrigin, HttpRequest, Headers], EndpointReply]
 
 
@@ -254,15 +234,10 @@ class GenerationEndpoint:
         dialect: ApiDialect,
         answers: IdempotencyCache,
         metrics: RouterMetrics,
-        begin: Begin,
+        begin: Begin,  # called after a request is parsed, before any work on it
         *,
-        names: ModelNames,
+        names: ModelNames,  # model names that clients may use
     ) -> None:
-        """
-        Args:
-            begin: called after a request is parsed, before any work on it.
-            names: model names that clients may use.
-        """
         self._dialect = dialect
         self._answers = answers
         self._metrics = metrics
@@ -339,15 +314,7 @@ class GenerationEndpoint:
                 return self._answers.generator.generate(*call)
             return self._answers.generate(*call, retry=retry, index=index)
 
-        if len(choices) == 1:
-            await generated(0)
-            return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for index in range(len(choices)):
-                    tasks.create_task(generated(index))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+        await all_of([generated(index) for index in range(len(choices))])
 
 
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:

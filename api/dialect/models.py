@@ -159,12 +159,6 @@ class EndpointByModel:
         metrics: RouterMetrics,
         words: Words,
     ) -> None:
-        """
-        Args:
-            endpoints: handlers by served model.
-            metrics: counts requests without a known model.
-            words: error vocabulary.
-        """
         self._names = names
         self._endpoints = endpoints
         self._metrics = metrics

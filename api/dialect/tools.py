@@ -1,17 +1,24 @@
 """Tools of a chat, for all HTTP APIs: the offer, the grammar of calls, and parsing."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from api.dialect.fields import GenerationFields, choices
 from api.dialect.messages import ToolDefinition, ToolFunction, shown
 from api.dialect.problems import invalid
 from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
-from api.requests.generate_params import SharedPrompt
+from api.requests.generate_params import (
+    ChatPrompt,
+    GenerateParams,
+    PredictionPrompt,
+    SharedPrompt,
+)
 from common.requests.sampling import (
     MAX_GUIDE_CHARACTERS,
     GuidedDecoding,
@@ -268,6 +275,54 @@ def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[
         )
         for each in (tool.function for tool in offer.tools)
     ]
+
+
+class ChatCall(NamedTuple):
+    """The choices of a chat.
+
+    Attributes:
+        listen: returns the parser of one choice.
+        form: the field that constrains the response, or "".
+    """
+
+    requests: Sequence[GenerateParams]
+    listen: Callable[[], StreamParser]
+    form: str
+
+
+def chat_call(
+    fields: GenerationFields,
+    prompt: ChatPrompt,
+    sampled: Sequence[SamplingParams],
+    offer: ToolOffer,
+    speech: ModelFormat,
+    *,
+    form_field: str,
+    max_tokens_field: str = "",
+    prediction: PredictionPrompt | None = None,
+    reasons: bool = True,
+) -> ChatCall:
+    """Return the choices of a chat.
+
+    Args:
+        sampled: sampling parameters of each choice, without the grammar of tools.
+        form_field: name of the field that requests a response format, or "".
+        max_tokens_field, prediction: see GenerateParams.
+        reasons: reasoning is returned.
+
+    Raises:
+        ApiError, InvalidRequest: see `guided` and `choices`.
+    """
+    requests = choices(
+        fields,
+        [prompt],
+        guided(sampled, offer, speech, form_field),
+        max_tokens_field=max_tokens_field,
+        shown=speech.shown[bool(offer.tools)],
+        prediction=prediction,
+    )
+    listen = partial(listening, speech, requests[0].prompt, offer, reasons=reasons)
+    return ChatCall(requests, listen, form_field or ("tools" if offer.tools else ""))
 
 
 def listening(

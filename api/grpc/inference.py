@@ -16,9 +16,9 @@ from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
 from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
-from api.pooling.vectors import PoolingCaller, PoolingService
+from api.pooling.vectors import PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
-from api.requests.generate_params import ChatPrompt, check_context, check_vocabulary
+from api.requests.generate_params import ChatPrompt, PoolingCaller, check_context, check_vocabulary
 from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from common.errors import InvalidRequest, Overloaded
@@ -31,7 +31,14 @@ from protos.sampling_pb2 import Logprobs
 
 def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateResponse:
     """Convert a piece of a response to a message."""
-    end = _end(piece) if isinstance(piece, FinalChunk) else {}
+    more = _end(piece) if isinstance(piece, FinalChunk) else {}
+    if (states := piece.states) is not None:
+        more |= {
+            "prompt_hidden_states": b"".join(states.prompt_hidden_states),
+            "hidden_states": b"".join(states.hidden_states),
+            "prompt_routed_experts": states.prompt_routed_experts,
+            "routed_experts": states.routed_experts,
+        }
     reports = () if piece.prompt is None else piece.prompt.tokens
     prompt = [report for report in reports if report.logprob is not None]
     return GenerateResponse(
@@ -40,11 +47,7 @@ def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateRes
         token_ids=piece.token_ids,
         logprobs=_logprobs(piece.tokens),
         prompt_logprobs=_logprobs(prompt),
-        prompt_hidden_states=b"".join(piece.prompt_hidden_states),
-        hidden_states=b"".join(piece.hidden_states),
-        prompt_routed_experts=piece.prompt_routed_experts,
-        routed_experts=piece.routed_experts,
-        **end,
+        **more,
     )
 
 
@@ -114,10 +117,6 @@ class InferenceService:
         *,
         budget_s: float,
     ) -> None:
-        """
-        Args:
-            budget_s: longest total time of a call, in seconds. A request may set a shorter one.
-        """
         self._guard = guard
         self._answers = answers
         self._vectors = vectors
@@ -138,7 +137,7 @@ class InferenceService:
                     offer = self._offer(tools)
                     wanted = replace(
                         wanted,
-                        shown=self._model.shown[bool(tools)],
+                        shown=self._model.speech.shown[bool(tools)],
                         sampling=self._guided(wanted.sampling, offer),
                     )
                     listener = listening(self._model.speech, wanted.prompt, offer)

@@ -20,7 +20,6 @@ from api.requests.generate_params import (
     Prompt,
     PromptEnding,
     RequestGroup,
-    SharedPrompt,
     TextPrompt,
     TokenIdsPrompt,
     any_seed,
@@ -59,9 +58,7 @@ def from_request(request: GenerateRequest) -> GenerateParams:
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
         priority=request.priority if request.HasField("priority") else None,
         stream_interval=request.stream_interval,
-        prediction=SharedPrompt(PredictionPrompt(request.prediction))
-        if request.prediction
-        else None,
+        prediction=PredictionPrompt(request.prediction) if request.prediction else None,
     )
 
 

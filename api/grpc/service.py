@@ -21,7 +21,7 @@ from common.errors import InvalidRequest
 from protos import router_pb2 as pb
 from protos import router_pb2_grpc
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
-from router.workers import OperatorEnds
+from router.workers import Drain
 
 Method: TypeAlias = Callable[[Any], Awaitable[Any]]  # request to response
 
@@ -41,11 +41,11 @@ class AdminService:
         engines: ByModel[EngineCalls],
         migrations: MigrationService,
         plans: ByModel[Plans],
-        ends: OperatorEnds,
+        drain: Drain,
     ) -> None:
         self._engines = engines
         self._plans = plans
-        self._ends = ends
+        self._end = drain
         self.methods: Mapping[str, Method] = {
             "GetCluster": lambda _: report.make(),
             "Explain": lambda request: explainer.explain(request.name),
@@ -79,7 +79,7 @@ class AdminService:
         return await engines.take_weights(request.from_node, abort=request.abort)
 
     async def _drain(self, request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:
-        await self._ends.drain(in_turn=request.in_turn)
+        await self._end(request.in_turn)
         return pb.DrainRouterResponse()
 
     async def _take_plan(self, request: pb.ReportPlanRequest) -> pb.ReportPlanResponse:
@@ -128,10 +128,11 @@ class CallerResolver:
 
     def of(self, method: str) -> rpc.Admit:
         """Return the guard of a method. Raises KeyError if the method has no access rule."""
-        ask = self._guard.asking(METHODS[method])
+        access = METHODS[method]
 
         async def admit(context: Any) -> Client:
-            return ask(authorization(context.invocation_metadata()), address(context.peer()))
+            shown = authorization(context.invocation_metadata())
+            return self._guard.identify(access, shown, address(context.peer()))
 
         return admit
 

@@ -202,8 +202,6 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._ahead = bytearray()
         self._hold(0)
 
-    # Called by the event loop ---------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
@@ -251,8 +249,6 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             self._place.leave()
         self._end_inside(error)
 
-    # Called by a request --------------------------------------------------------------------------
-
     def receive(self) -> None:
         """Record that part of a request has arrived."""
         if not (self._receiving or self._leaving):
@@ -294,8 +290,6 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             else:
                 self._take_in_ahead()
 
-    # Called by aiohttp, as on a transport ---------------------------------------------------------
-
     def write(self, data: Any) -> None:
         self._transport.write(data)
 
@@ -326,8 +320,6 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             self._linger(self._shared.limits.idle_s)
         elif not self._leaving:
             self._close()
-
-    # Internal -------------------------------------------------------------------------------------
 
     def _take_in(self, data: bytes) -> None:
         self.receive()

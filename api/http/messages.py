@@ -12,10 +12,6 @@ class HttpRequest(web.BaseRequest):
     """An HTTP request. Its whole body has arrived, and can be taken once."""
 
     def __init__(self, acceptor: HttpAcceptor, *parts: Any) -> None:
-        """
-        Args:
-            parts: constructor arguments of aiohttp's request.
-        """
         super().__init__(*parts)
         self.acceptor = acceptor
         # As sent, without the query, so that access checks and routing read the same path.
@@ -91,10 +87,6 @@ class HttpStream(web.StreamResponse):
     def __init__(
         self, request: HttpRequest, kind: str = EVENT_STREAM, headers: Headers = ()
     ) -> None:
-        """
-        Args:
-            request: the request of this response.
-        """
         super().__init__(headers=[("content-type", kind), *headers])
         self._request = request
         self._last = b""

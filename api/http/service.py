@@ -322,11 +322,6 @@ class HttpServer:
         service: HttpService,
         tls_context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """
-        Args:
-            service: serves the requests of its connections.
-            tls_context: returns the context of each TLS handshake. None: without TLS.
-        """
         self._shared = shared
         self._service = service
         self._tls_context = tls_context

@@ -2,7 +2,7 @@
 ones than the model needs."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from api.images.picture import MediaInput, VideoInput
 from api.images.videos import num_patches
@@ -10,8 +10,13 @@ from common.errors import InvalidRequest
 from common.model_directory import VideoFiles
 
 
-class MediaMarks(Protocol):
-    """Replaces the chat template's placeholders of images or videos with those of the model."""
+class SurroundedMarks:
+    """Image placeholders between two tokens and blank lines, as in Gemma 3."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        begin, placeholder, end = names
+        self._mark = begin
+        self._whole = f"\n\n{begin}{placeholder}{end}\n\n"
 
     def written(self, text: str, media: Sequence[MediaInput]) -> str:
         """Return the rendered conversation with the model's placeholders.
@@ -19,23 +24,6 @@ class MediaMarks(Protocol):
         Raises:
             InvalidRequest: the number of placeholders in the text is not that of images or videos.
         """
-        ...
-
-
-class SurroundedMarks:
-    """Image placeholders between two tokens and blank lines, as in Gemma 3."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """
-        Args:
-            names: texts of the token before an image, of its placeholder, and of the token after
-                it.
-        """
-        begin, placeholder, end = names
-        self._mark = begin
-        self._whole = f"\n\n{begin}{placeholder}{end}\n\n"
-
-    def written(self, text: str, media: Sequence[MediaInput]) -> str:
         _check_places(text.count(self._mark), len(media), "images")
         return text.replace(self._mark, self._whole)
 
@@ -74,6 +62,10 @@ class VideoMarks:
         ends = (min(start + self._frames - 1, last) for start in starts)
         times = ((start + end) / 2 / video.fps for start, end in zip(starts, ends, strict=True))
         return "".join(f"<{time:.1f} seconds>{self._mark}" for time in times)
+
+
+# Replaces the chat template's placeholders of images or videos with those of the model.
+MediaMarks: TypeAlias = SurroundedMarks | VideoMarks
 
 
 def _check_places(found: int, wanted: int, of_what: str) -> None:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv6Address
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -128,20 +128,6 @@ _TUNNELS = tuple(
 )
 
 
-# The router fetches images only if an operator allows it, and only from public addresses. A name is
-# resolved once, and the connection uses a public address of that result, so a DNS server cannot
-# switch to an internal address later. Redirects are not followed.
-# returns another address later gains nothing. Redirects are not followed.
-class ImageFetch(Protocol):
-    async def __call__(self, url: str, max_bytes: int) -> bytes:
-        """Fetch an image.
-
-        Raises:
-            InvalidRequest: it cannot be fetched.
-        """
-        ...
-
-
 def is_public(address: Address) -> bool:
     """Return whether an address is global and belongs to one machine."""
     if isinstance(address, IPv6Address):
@@ -152,14 +138,11 @@ def is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
-async def no_fetch(url: str, max_bytes: int) -> bytes:
-    raise InvalidRequest(
-        "images: this router does not fetch URLs (--images.allow-urls is off). Send data:...;base64"
-    )
-
-
+# The router fetches images only if an operator allows it, and only from public addresses. A name is
+# resolved once, and the connection uses a public address of that result, so a DNS server cannot
+# switch to an internal address later. Redirects are not followed.
 class HttpFetch:
-    """ImageFetch over HTTP, with a connection for each image. For one event loop.
+    """Fetches images over HTTP, with a connection for each. For one event loop.
 
     Args:
         longest_s: time limit in seconds, from the DNS lookup to the last byte.
@@ -177,6 +160,7 @@ class HttpFetch:
         self._resolver = resolver
 
     async def __call__(self, url: str, max_bytes: int) -> bytes:
+        """Fetch an image. Raise InvalidRequest if it cannot be fetched."""
         target = self._checked(url)
         try:
             async with asyncio.timeout(self._longest_s):
@@ -309,9 +293,7 @@ class ImageLoader:
         self._placeholders = {files.placeholder: False}  # True: for videos
         if files.video is not None:
             self._placeholders[files.video.placeholder] = True
-        self._fetch: ImageFetch = (
-            HttpFetch(config.fetch_timeout_s) if config.allow_urls else no_fetch
-        )
+        self._fetch = HttpFetch(config.fetch_timeout_s) if config.allow_urls else None
         self.decoding = Decoding()
 
     def close(self) -> None:
@@ -428,6 +410,11 @@ class ImageLoader:
                 raise InvalidRequest(_TOO_LARGE)
             return _Content(source, len(source))
         if not source.startswith("data:"):
+            if self._fetch is None:
+                raise InvalidRequest(
+                    "images: this router does not fetch URLs (--images.allow-urls is off). Send "
+                    "data:...;base64"
+                )
             fetched = await self._fetch(source, left)
             return _Content(fetched, len(fetched))
         head, comma, body = source.partition(",")

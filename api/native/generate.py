@@ -180,8 +180,6 @@ class NativeEndpoint:
             logprobs=num_top,
             prompt_logprobs=num_top if logprobs.prompt_start >= 0 else -1,
             prompt_logprobs_start=max(logprobs.prompt_start, 0),
-            hidden_states=bool(fields.return_hidden_states),
-            routed_experts=bool(fields.return_routed_experts),
         )
         prompts, is_list = _prompts(fields)
         _check_number(len(prompts) * len(per_prompt))
@@ -236,6 +234,8 @@ def _common(fields: NativeFields) -> _CommonFields:
         seed=sampling.sampling_seed,
         cache_salt=fields.cache_salt,
         priority=fields.priority,
+        return_hidden_states=fields.return_hidden_states,
+        return_routed_experts=fields.return_routed_experts,
         **{name: getattr(sampling, name) for name in _SAME_NAMES},
     )
 
@@ -327,9 +327,10 @@ class _Answer:
         self._logprobs = logprobs
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
-        self._prompt_states += map(_floats, piece.prompt_hidden_states)
-        self._states += map(_floats, piece.hidden_states)
-        self._experts.add(piece)
+        if piece.states is not None:
+            self._prompt_states += map(_floats, piece.states.prompt_hidden_states)
+            self._states += map(_floats, piece.states.hidden_states)
+            self._experts.add(piece.states)
         self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids

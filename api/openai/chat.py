@@ -1,7 +1,6 @@
 """/v1/chat/completions: a conversation in the model's chat template, and its response."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,7 +11,6 @@ from api.dialect.fields import (
     GenerationFields,
     Int32,
     check_multiplied,
-    choices,
     form_field,
     includes_usage,
     samplings,
@@ -29,7 +27,7 @@ from api.dialect.messages import (
     text_of,
 )
 from api.dialect.problems import OPENAI, invalid
-from api.dialect.tools import guided, listening, offered
+from api.dialect.tools import chat_call, offered
 from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
@@ -179,10 +177,6 @@ def _reason(listener: StreamParser, last: FinalChunk) -> str:
     return "tool_calls" if stopped and listener.has_called else last.finish_reason
 
 
-# Special tokens that a response's text keeps, by whether it may have tool calls.
-Shown = Mapping[bool, frozenset[int]]
-
-
 class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["content"]
     content: str | list[ContentPart]
@@ -203,9 +197,6 @@ class ChatFields(GenerationFields, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    return_token_ids: bool | None = None
-    return_hidden_states: bool | None = None
-    return_routed_experts: bool | None = None
     prediction: PredictionFields | None = None
 
 
@@ -215,15 +206,8 @@ class ChatEndpoint:
     id_prefix = "chatcmpl-"
     words = OPENAI
 
-    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            speech: the model's format of reasoning and tool calls.
-            shown: special tokens that the text keeps, by whether there may be tool calls.
-            ignore_unknown: see BodyReader.
-        """
+    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
         self._speech = speech
-        self._shown = shown
         self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
@@ -241,44 +225,41 @@ class ChatEndpoint:
             parallel=fields.parallel_tool_calls,
         )
         max_tokens, max_tokens_field = _one_of(fields, "max_completion_tokens", "max_tokens")
-        sampled = samplings(
+        call = chat_call(
             fields,
-            max_tokens,
-            logprobs=_logprobs(fields),
-            hidden_states=bool(fields.return_hidden_states),
-            routed_experts=bool(fields.return_routed_experts),
-            thinking_budget=_thinking_budget(fields),
-        )
-        per_prompt = guided(sampled, offer, self._speech, form_field(fields))
-        prompt = conversation(fields, fields.messages, offer.shown)
-        wanted = choices(
-            fields,
-            [prompt],
-            per_prompt,
+            conversation(fields, fields.messages, offer.shown),
+            samplings(
+                fields,
+                max_tokens,
+                logprobs=_logprobs(fields),
+                thinking_budget=_thinking_budget(fields),
+            ),
+            offer,
+            self._speech,
+            form_field=form_field(fields),
             max_tokens_field=max_tokens_field,
-            shown=self._shown[bool(offer.tools)],
             prediction=_prediction(fields.prediction),
+            reasons=fields.include_reasoning is not False,
         )
-        reasons = fields.include_reasoning is not False
-        listener = partial(listening, self._speech, wanted[0].prompt, offer, reasons=reasons)
         returns_ids = bool(fields.return_token_ids)
+        num = len(call.requests)
         collector = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
-            num=len(wanted),
-            num_per_prompt=len(per_prompt),
+            num=num,
+            num_per_prompt=num,
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, listener(), returns_ids=returns_ids),
+            voice=lambda index: ChatResponseWriter(index, call.listen(), returns_ids=returns_ids),
             returns_prompt_ids=returns_ids,
         )
         return EndpointCall(
             fields.model,
-            wanted,
+            call.requests,
             session_of(fields.prompt_cache_key, fields.user),
             collector.reply,
             fields.lora_path,
-            form_field(fields) or ("tools" if offer.tools else ""),
+            call.form,
             ignored,
         )
 

@@ -43,9 +43,6 @@ class CompletionFields(GenerationFields, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    return_token_ids: bool | None = None
-    return_hidden_states: bool | None = None
-    return_routed_experts: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -76,13 +73,11 @@ class CompletionResponseWriter:
         self._states = ReturnedStates()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
-        match piece:
-            case FinalChunk():
-                return self.choice([piece], piece)
-            case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._returns_ids:
-                chunk = None  # the text ends within a character
-            case _:
-                chunk = self._choice([piece], None)
+        if isinstance(piece, FinalChunk):
+            return self.choice([piece], piece)
+        chunk = None  # the text ends within a character
+        if piece.text or piece.tokens or self._returns_ids or not self._begun:
+            chunk = self._choice([piece], None)
         self._states.add(piece)
         self._begun = True
         return chunk
@@ -143,8 +138,6 @@ class CompletionsEndpoint:
             logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
             prompt_logprobs=logprobs if echo else -1,
             prompt_logprobs_start=fields.prompt_logprobs_start or 0,
-            hidden_states=bool(fields.return_hidden_states),
-            routed_experts=bool(fields.return_routed_experts),
             best_of=best_of,
         )
         prompts = prompts_of("prompt", fields.prompt)

@@ -252,9 +252,10 @@ class ReturnedStates:
         self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk) -> None:
-        self._experts.add(piece)
-        self._requested = self._requested or bool(piece.prompt_hidden_states)
-        self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
+        if (states := piece.states) is not None:
+            self._experts.add(states)
+            self._requested = self._requested or bool(states.prompt_hidden_states)
+            self._last = states.hidden_states[-1] if states.hidden_states else self._last
 
     def end(self, choice: ChoiceEnd, last: FinalChunk) -> None:
         """Set the returned states of a choice after its last piece was added.

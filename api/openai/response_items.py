@@ -6,7 +6,7 @@ An item is a message, a tool call or reasoning. One item at a time is open and g
 import secrets
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -55,18 +55,6 @@ class CallItem(msgspec.Struct):
 
 
 Item = MessageItem | ReasoningItem | CallItem
-
-
-class PartialItem(Protocol):
-    """The open item."""
-
-    kind: str
-
-    def begun(self) -> Iterator[Event]: ...
-
-    def more(self, text: str) -> Iterator[Event]: ...
-
-    def ended(self, status: str) -> Iterator[Event]: ...
 
 
 class _Text:
@@ -136,7 +124,7 @@ class ResponseOutput:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self._open: PartialItem | None = None
+        self._open: _Text | _Call | None = None
 
     def add(self, heard: ParsedText) -> Iterator[Event]:
         if heard.reasoning:
@@ -170,7 +158,7 @@ class ResponseOutput:
         """Return the type of the open item, "" if none is open."""
         return "" if self._open is None else self._open.kind
 
-    def _begin(self, item: Item, growing: PartialItem) -> Iterator[Event]:
+    def _begin(self, item: Item, growing: _Text | _Call) -> Iterator[Event]:
         yield from self._close("completed")
         self.items.append(item)
         self._open = growing
@@ -210,10 +198,6 @@ class ResponsesObject:
     def __init__(
         self, origin: RequestOrigin, echoed: dict[str, Any], listener: StreamParser
     ) -> None:
-        """
-        Args:
-            echoed: request fields that the response repeats.
-        """
         self._origin = origin
         self._echoed = echoed
         self._listener = listener

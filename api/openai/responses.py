@@ -14,7 +14,6 @@ from api.dialect.fields import (
     ModelName,
     ResponseFormat,
     check_multiplied,
-    choices,
     samplings,
     session_of,
 )
@@ -22,10 +21,9 @@ from api.dialect.generation_endpoint import EndpointCall, EndpointReply, Request
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
 from api.dialect.problems import OPENAI, fields_of, invalid
-from api.dialect.tools import guided, listening, offered
+from api.dialect.tools import chat_call, offered
 from api.http.messages import Headers, HttpRequest
 from api.images.picture import ImageInput
-from api.openai.chat import Shown
 from api.openai.response_items import ResponsesObject
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import MAX_MESSAGES, MAX_TOOLS, ChatPrompt, ChatTurn, PastToolCall
@@ -131,13 +129,8 @@ class ResponsesEndpoint:
     id_prefix = "resp_"
     words = OPENAI
 
-    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            speech, shown, ignore_unknown: see ChatEndpoint.
-        """
+    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
         self._speech = speech
-        self._shown = shown
         self._reader = BodyReader(ResponseFields, OF_RESPONSES, ignore_unknown=ignore_unknown)
         self.field_names = fields_of(
             self._reader.names,
@@ -174,39 +167,27 @@ class ResponsesEndpoint:
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
-        messages = ChatPrompt(
-            turns(fields),
-            offer.shown,
-            fields.chat_template_kwargs or {},
-            effort,
-        )
-        budget = fields.thinking_token_budget
-        sampled = samplings(
+        budget, max_tokens = fields.thinking_token_budget, fields.max_output_tokens
+        call = chat_call(
             common,
-            fields.max_output_tokens,
-            thinking_budget=-1 if budget is None else budget,
+            ChatPrompt(turns(fields), offer.shown, fields.chat_template_kwargs or {}, effort),
+            samplings(common, max_tokens, thinking_budget=-1 if budget is None else budget),
+            offer,
+            self._speech,
+            form_field="text.format" if common.response_format else "",
+            max_tokens_field="" if max_tokens is None else "max_output_tokens",
         )
-        per_prompt = guided(sampled, offer, self._speech, "text.format")
-        wanted = choices(
-            common,
-            [messages],
-            per_prompt,
-            max_tokens_field="" if fields.max_output_tokens is None else "max_output_tokens",
-            shown=self._shown[bool(offer.tools)],
-        )
-        listener = listening(self._speech, wanted[0].prompt, offer)
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            response = ResponsesObject(origin, _echoed(fields), listener)
+            response = ResponsesObject(origin, _echoed(fields), call.listen())
             return reply_of(response, bool(fields.stream), request, headers)
 
-        form = "text.format" if common.response_format else "tools" if offer.tools else ""
         return EndpointCall(
             fields.model,
-            wanted,
+            call.requests,
             session_of(fields.prompt_cache_key, fields.user),
             reply,
-            form=form,
+            form=call.form,
             ignored=ignored,
         )
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from api.parsers.calls import ToolCallEvents, call_object, json_arguments
-from api.parsers.events import ReasoningEvent
 from api.parsers.source import Emit, ParserSource, Steps, discard
 
 THOUGHT = THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -28,27 +27,12 @@ def think(
         opened: the response begins within the reasoning, without an opening marker.
         reasons: reasoning is returned.
     """
-    emit: Emit = (lambda text: _say(source, text)) if reasons else discard
+    emit: Emit = source.reasoning if reasons else discard
     if (yield from source.accept(THINK_OPEN)) or opened:
         yield from source.spaces()
         yield from source.until(THINK_CLOSE, emit=emit, trim=True)
         yield from source.spaces()
     yield from then(source)
-
-
-def thought_is_open(rendered_end: str) -> bool:
-    """Return whether a prompt ends within reasoning."""
-    return rendered_end.rstrip().endswith(THINK_OPEN)
-
-
-def thought_is_closed(rendered_end: str) -> bool:
-    """Return whether a prompt has closed the reasoning already."""
-    return rendered_end.rstrip().endswith(THINK_CLOSE)
-
-
-def _say(source: ParserSource, text: str) -> None:
-    if text:
-        source.say(ReasoningEvent(text))
 
 
 # Called with a ParserSource and the callable tools: the JSON schema of their arguments by name.
@@ -181,10 +165,6 @@ class Forms:
     """Builds structural tag formats for one model."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
-        """
-        Args:
-            tokens: ids of the markers that are special tokens.
-        """
         self._tokens = tokens
 
     def sequence(self, *elements: str | Format) -> Format:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.parsers.calls import ToolCallEvents
-from api.parsers.events import ReasoningEvent
 from api.parsers.formats import ANYTHING, Format, Forms, one_of, optional, star
 from api.parsers.source import Emit, ParserSource, Steps, discard
 
@@ -51,7 +50,9 @@ def _message(
 ) -> Steps[str]:
     """Report one message, and return the marker at its end."""
     if recipient is None:
-        emit = _thinking(source, reasons) if _THINKING.match(channel) else source.content
+        emit: Emit = source.content
+        if _THINKING.match(channel):
+            emit = source.reasoning if reasons else discard
         return (yield from source.until(START, *ENDS, emit=emit))
     call = ToolCallEvents(source)
     call.name(recipient[1])
@@ -70,28 +71,15 @@ def can_call(name: str) -> bool:
     return re.fullmatch(_NAME, name) is not None
 
 
-def _thinking(source: ParserSource, reasons: bool) -> Emit:
-    def emit(text: str) -> None:
-        if text:
-            source.say(ReasoningEvent(text))
-
-    return emit if reasons else discard
-
-
 _FREE_CHANNELS = (THINKING, "commentary", "final")
 
 
 # Either the reasoning is free and the final message has a given format, or all messages except
 # calls are free. Markers are tokens, so free text cannot contain one.
-# must.
 class Channels:
     """Structural tags of constrained Harmony responses, for one model."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
-        """
-        Args:
-            tokens: the token ids of the markers.
-        """
         self._sequence = Forms(tokens).sequence
 
     def final(self, form: Format) -> Format:

@@ -20,10 +20,6 @@ class ArgumentTypes:
     """Converts one tool's arguments from plain text to JSON, by the tool's schema."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """
-        Args:
-            parameters: a JSON schema. It may be invalid.
-        """
         self._schema = parameters
         self._known: dict[str, frozenset[str]] = {}  # types by argument
 

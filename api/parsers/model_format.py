@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
-from api.parsers import formats, harmony, marked, tags
+from api.parsers import formats, harmony
 from api.parsers.events import OutputParser, PlainParser
-from api.parsers.formats import Grammar, one_of
+from api.parsers.formats import one_of
 from api.parsers.harmony import Channels
 from api.parsers.source import GrammarParser, ParserSource, Steps
+from api.parsers.tags import TOOL_FORMATS, call_forms, grouped
 
 # JSON schema of the arguments of each tool by name.
 Tools = Mapping[str, Any]
@@ -20,14 +21,6 @@ NONE = "none"
 # Grammars for arguments of optional calls: free text, any JSON object, the tool's schema.
 FREE, JSON, SCHEMA = "free", "json", "schema"
 _HARMONY = "harmony"
-_GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
-    "hermes": (formats.hermes, formats.HERMES),
-    "llama3": (formats.llama3, formats.LLAMA3),
-    "mistral": (formats.mistral, formats.MISTRAL),
-    "deepseek": (formats.deepseek, formats.DEEPSEEK),
-    "qwen3-coder": (marked.qwen3_coder, marked.QWEN3_CODER),
-    "glm45": (marked.glm45, marked.GLM45),
-}
 # Markers in a chat template that identify its format, first match first. Templates contain markers
 # in order to show earlier calls. Llama 3 templates may have only the marker of the chat format.
 _SHOWN_BY: Sequence[tuple[str, str]] = (
@@ -58,6 +51,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         arguments: FREE, JSON or SCHEMA: default grammar of arguments.
         takes_effort: the chat template supports a reasoning effort.
         takes_budget: nodes can end reasoning after a number of tokens.
+        shown: special tokens that a response's text keeps, without and with tool calls.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
@@ -67,6 +61,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
     arguments: str = JSON
     takes_effort: bool = False
     takes_budget: bool = False
+    shown: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Return texts that a response must keep although they may be special tokens.
@@ -77,8 +72,8 @@ class ModelFormat(msgspec.Struct, frozen=True):
         if self._is_harmony:
             return frozenset({*harmony.MARKERS, *harmony.ENDS})
         found: set[str] = set() if self.reasoning == NONE else {*formats.THOUGHT}
-        if calls and self.tools in _GRAMMARS:
-            found |= set(_GRAMMARS[self.tools][1])
+        if calls and self.tools in TOOL_FORMATS:
+            found |= set(TOOL_FORMATS[self.tools].markers)
         return frozenset(found)
 
     def form_of_calls(
@@ -94,8 +89,8 @@ class ModelFormat(msgspec.Struct, frozen=True):
         """
         if self.tools == _HARMONY and self.channels is not None:
             return self.channels.free(tools, parallel=parallel)
-        calls = tags.call_forms(self.tools, self.tokens)
-        return None if calls is None else calls.in_text(tags.grouped(tools), parallel=parallel)
+        calls = call_forms(self.tools, self.tokens)
+        return None if calls is None else calls.in_text(grouped(tools), parallel=parallel)
 
     def form_of_calls_or(
         self,
@@ -113,10 +108,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
         """
         if self.tools == _HARMONY and self.channels is not None:
             return self.channels.calls_or(form, tools, parallel=parallel)
-        calls = tags.call_forms(self.tools, self.tokens)
+        calls = call_forms(self.tools, self.tokens)
         if calls is None:
             return None
-        return one_of(form, calls.alone(tags.grouped(tools), parallel=parallel))
+        return one_of(form, calls.alone(grouped(tools), parallel=parallel))
 
     @property
     def channels(self) -> Channels | None:
@@ -139,9 +134,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     def thinks(self, rendered_end: str) -> ReasoningFormat:
         """Return how a response begins after a prompt with this end."""
-        if not self.marks_thought or formats.thought_is_closed(rendered_end):
+        end = rendered_end.rstrip()
+        if not self.marks_thought or end.endswith(formats.THINK_CLOSE):
             return ReasoningFormat.NOT
-        opened = self.reasoning == "deepseek-r1" or formats.thought_is_open(rendered_end)
+        opened = self.reasoning == "deepseek-r1" or end.endswith(formats.THINK_OPEN)
         return ReasoningFormat.AT_ONCE if opened else ReasoningFormat.PERHAPS
 
     def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> OutputParser:
@@ -181,10 +177,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     def _calls(self, tools: Tools | None) -> Callable[[ParserSource], Steps[None]]:
         """Return the grammar of a response without reasoning."""
-        if tools is None or self.tools not in _GRAMMARS:
+        if tools is None or self.tools not in TOOL_FORMATS:
             return formats.plain
-        grammar, _ = _GRAMMARS[self.tools]
-        return lambda source: grammar(source, tools)
+        parse = TOOL_FORMATS[self.tools].parse
+        return lambda source: parse(source, tools)
 
 
 def speech_of(template: str, reasoning: str, tools: str) -> ModelFormat:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Generator, Sequence
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
-from api.parsers.events import ContentEvent, Said
+from api.parsers.events import ContentEvent, ReasoningEvent, Said
 
 T = TypeVar("T")
 
@@ -32,10 +32,6 @@ class ParserSource:
     """The text for one grammar. `heard` returns the events that the grammar has reported."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
-        """
-        Args:
-            tokens: markers that are special tokens.
-        """
         self._tokens = tokens
         self._marks: set[int] = set()  # positions of marker tokens, in characters from the start
         self._text = ""
@@ -45,8 +41,6 @@ class ParserSource:
         self._said: list[Said] = []
         self._record: list[str] | None = None
         self.trimmed = ""  # white space left out before the last marker
-
-    # Called by the owner of the text --------------------------------------------------------------
 
     def feed(self, text: str, marks: Sequence[int]) -> None:
         """Add text.
@@ -71,14 +65,16 @@ class ParserSource:
         said, self._said = self._said, []
         return said
 
-    # Called by grammars ---------------------------------------------------------------------------
-
     def say(self, said: Said) -> None:
         self._said.append(said)
 
     def content(self, text: str) -> None:
         if text:
             self.say(ContentEvent(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self.say(ReasoningEvent(text))
 
     def record(self) -> None:
         """Start to record the text that is read, in case it turns out to be content."""
@@ -259,10 +255,6 @@ class GrammarParser:
     def __init__(
         self, grammar: Callable[[ParserSource], Steps[None]], tokens: Container[str] = ()
     ) -> None:
-        """
-        Args:
-            tokens: see ParserSource.
-        """
         self._source = ParserSource(tokens)
         self._steps = grammar(self._source)
         self._reads = True  # False once the grammar has ended: later text is discarded

@@ -5,18 +5,21 @@ begun can only continue as a complete call of an offered tool.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from api.parsers import formats, marked
 from api.parsers.formats import (
     ANYTHING,
     DEEPSEEK,
     HERMES,
+    LLAMA3,
     MISTRAL,
     SPACE,
     Format,
     Forms,
+    Grammar,
     one_of,
     optional,
     plus,
@@ -49,17 +52,20 @@ class Block(msgspec.Struct, frozen=True):
     repeats: bool = True
 
 
+Blocks = Callable[[Forms, Sequence[Group], bool], Sequence[Block]]
+
+
 class CallForms:
     """Builds structural tags of calls in one tool call format."""
 
-    def __init__(self, name: str, tokens: Mapping[str, int]) -> None:
+    def __init__(self, made_by: "ToolFormat", tokens: Mapping[str, int]) -> None:
         """
         Args:
-            name: one of _FORMATS.
             tokens: markers of this format that are special tokens. Either includes the first marker
                 or is empty.
         """
-        self._alone, self._in_text = _FORMATS[name], _IN_TEXT[name]
+        self._alone = made_by.blocks
+        self._in_text = made_by.blocks_in_text or made_by.blocks
         self._marked_by_tokens = bool(tokens)
         self._forms = Forms(tokens)
 
@@ -224,26 +230,36 @@ def _quoted(name: str) -> str:
     return msgspec.json.encode(name).decode()
 
 
-_Made = Callable[[Forms, Sequence[Group], bool], Sequence[Block]]
-_FORMATS: Mapping[str, _Made] = {
-    "deepseek": _deepseek,
-    "glm45": _glm45,
-    "hermes": _hermes,
-    "llama3": _llama3,
-    "mistral": _mistral,
-    "qwen3-coder": _qwen3_coder,
+class ToolFormat(NamedTuple):
+    """A model family's tool call format.
+
+    Attributes:
+        parse: grammar of a response with calls.
+        markers: texts of the format that may be special tokens, the first marker first.
+        blocks: makes the structural tags of calls.
+        blocks_in_text: the same for calls in free text. None: they are equal.
+        inside: markers of arguments, which xgrammar writes as text.
+        marked: False: a call can be written without any marker.
+    """
+
+    parse: Grammar
+    markers: Sequence[str]
+    blocks: Blocks
+    blocks_in_text: Blocks | None = None
+    inside: Sequence[str] = ()
+    marked: bool = True
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(formats.hermes, HERMES, _hermes),
+    "llama3": ToolFormat(formats.llama3, LLAMA3, _llama3, _llama3_in_text, marked=False),
+    "mistral": ToolFormat(formats.mistral, MISTRAL, _mistral),
+    "deepseek": ToolFormat(formats.deepseek, DEEPSEEK, _deepseek),
+    "qwen3-coder": ToolFormat(
+        marked.qwen3_coder, QWEN3_CODER, _qwen3_coder, inside=QWEN3_CODER[1:5]
+    ),
+    "glm45": ToolFormat(marked.glm45, GLM45, _glm45, inside=GLM45[1:5]),
 }
-_IN_TEXT: Mapping[str, _Made] = {**_FORMATS, "llama3": _llama3_in_text}
-# Markers that a format contains. xgrammar writes the markers of a call's arguments as text.
-_MARKERS: Mapping[str, Sequence[str]] = {
-    "deepseek": DEEPSEEK,
-    "glm45": GLM45,
-    "hermes": HERMES,
-    "llama3": (),
-    "mistral": MISTRAL,
-    "qwen3-coder": QWEN3_CODER,
-}
-_INSIDE: Mapping[str, Sequence[str]] = {"glm45": GLM45[1:5], "qwen3-coder": QWEN3_CODER[1:5]}
 
 
 def call_forms(name: str, tokens: Mapping[str, int]) -> CallForms | None:
@@ -252,10 +268,10 @@ def call_forms(name: str, tokens: Mapping[str, int]) -> CallForms | None:
     Args:
         tokens: ids of the markers that are special tokens, of any format.
     """
-    if name not in _FORMATS:
+    if (known := TOOL_FORMATS.get(name)) is None:
         return None
-    markers = _MARKERS[name]
+    markers = known.markers if known.marked else ()
     own = {marker: tokens[marker] for marker in markers if marker in tokens}
-    if own and (markers[0] not in own or own.keys() & {*_INSIDE.get(name, ())}):
+    if own and (markers[0] not in own or own.keys() & {*known.inside}):
         return None
-    return CallForms(name, own)
+    return CallForms(known, own)

@@ -16,10 +16,11 @@ from api.dialect.models import ModelNames
 from api.dialect.problems import ApiError, invalid
 from api.generation import new_request_id
 from api.http.messages import HttpRequest, whole
-from api.pooling.vectors import PoolingCaller, PoolingService
+from api.pooling.vectors import PoolingService
 from api.requests.generate_params import (
     MAX_PROMPTS,
     PooledPrompt,
+    PoolingCaller,
     PoolingResult,
     floats,
 )

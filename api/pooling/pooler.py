@@ -3,18 +3,25 @@
 Prefill nodes compute them without decode nodes.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
 from api.generation import DeadlineScope, RequestLimiter, new_request_id
 from api.requests import validation
-from api.requests.generate_params import MAX_TOKENS, PoolingRequest, PoolingResult, check_vocabulary
+from api.requests.generate_params import (
+    MAX_TOKENS,
+    PoolingCaller,
+    PoolingRequest,
+    PoolingResult,
+    all_of,
+    check_vocabulary,
+)
 from api.requests.served_model import ServedModel
 from api.requests.validation import decide_namespace
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
 from common.requests import pooling
+from common.requests.namespace import Namespace
 from protos import pooling_pb2
 from router.cluster.pooling_nodes import PoolingNodes
 from router.policy.load import PlacementKey, RequestDue
@@ -50,24 +57,22 @@ class Pooler:
         self._budget_s = budget_s
         self._queue_share = queue_share
 
-    async def pool(
-        self, wanted: PoolingRequest, client: Client, traceparent: str = ""
-    ) -> PoolingResult:
+    async def pool(self, wanted: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
         """Return a vector for every prompt, in order.
 
         Cancelling this call cancels the request on its nodes.
 
         Args:
-            client: the authenticated client. Its limits are not checked yet.
+            caller: its client is authenticated, and the client's limits are not checked yet.
 
         Raises:
             ServingError: the request failed, possibly for one prompt only.
         """
-        request_id = wanted.request_id or new_request_id()
-        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]
-        with self._records.begin(request_id, label, client.name, traceparent) as record:
-            validation.check_label(wanted.label)
-            budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
+        client, request_id = caller.client, caller.request_id or new_request_id()
+        label = caller.label[: validation.MAX_LABEL_CHARACTERS]
+        with self._records.begin(request_id, label, client.name, caller.traceparent) as record:
+            validation.check_label(caller.label)
+            budget_s = validation.budget_s(caller.timeout_s, self._budget_s)
             with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client):
                     due = RequestDue(time.monotonic() + budget_s * self._queue_share, deadline)
@@ -76,7 +81,8 @@ class Pooler:
                     client.usage.prompts(num_tokens)
                     record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
-                    pooled = await self._pooled(wanted, request_id, prompts, due, client)
+                    namespace = decide_namespace(caller.cache_salt, client.namespaces_of)
+                    pooled = await self._pooled(wanted, request_id, prompts, due, namespace)
                     record.finish("pooled", pooled.cached_tokens)
                     return pooled
 
@@ -103,9 +109,8 @@ class Pooler:
         request_id: str,
         prompts: Sequence[Sequence[int]],
         due: RequestDue,
-        client: Client,
+        namespace: Namespace,
     ) -> PoolingResult:
-        namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
         base = pooling_pb2.PoolRequest(
             request_id=request_id,
             pool=pooling_pb2.Pool.Name(wanted.pooling.pool),
@@ -114,15 +119,8 @@ class Pooler:
             normalize=wanted.normalize,
             namespace=namespace,
         )
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                calls = [
-                    tasks.create_task(self._call(base, some, namespace, due))
-                    for some in _calls(prompts)
-                ]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-        answers = [call.result() for call in calls]
+        calls = [self._call(base, some, namespace, due) for some in _calls(prompts)]
+        answers = await all_of(calls)
         return PoolingResult(
             vectors=[vector for answer in answers for vector in answer.vectors],
             num_tokens=[len(prompt) for prompt in prompts],

@@ -9,8 +9,14 @@ from api.dialect.fields import TokenId
 from api.dialect.generation_endpoint import RequestOrigin
 from api.dialect.problems import ApiError, invalid
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
-from api.pooling.vectors import PoolingCaller, PoolingService
-from api.requests.generate_params import MAX_PROMPTS, PooledPrompt, TextPrompt, TokenIdsPrompt
+from api.pooling.vectors import PoolingService
+from api.requests.generate_params import (
+    MAX_PROMPTS,
+    PooledPrompt,
+    PoolingCaller,
+    TextPrompt,
+    TokenIdsPrompt,
+)
 from common.requests.pooling import MAX_LABEL_TOKENS
 
 _Ids = list[TokenId]

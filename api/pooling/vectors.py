@@ -10,13 +10,12 @@ from operator import mul
 from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
 
-from api.auth.client import Client
 from api.pooling.pooler import Pooler
 from api.requests.generate_params import (
     MAX_PROMPTS,
     PooledPrompt,
+    PoolingCaller,
     PoolingRequest,
     PoolingResult,
     TextPairPrompt,
@@ -69,17 +68,6 @@ _POOLS: dict[Way, PoolingMode] = {
     "mean": PoolingMode.MEAN,
     "cls": PoolingMode.FIRST,
 }
-
-
-class PoolingCaller(msgspec.Struct, frozen=True):
-    """The client of a pooling request, and the request's ids. Other fields: see GenerateParams."""
-
-    client: Client
-    label: str = ""
-    request_id: str = ""
-    traceparent: str = ""
-    cache_salt: str | None = None
-    timeout_s: float | None = None
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -227,14 +215,7 @@ class PoolingService:
             raise InvalidRequest(
                 f"input has {len(wanted.prompts)} texts, 1 to {MAX_PROMPTS} allowed"
             )
-        named = replace(
-            wanted,
-            request_id=asker.request_id,
-            label=asker.label,
-            cache_salt=asker.cache_salt,
-            timeout_s=asker.timeout_s,
-        )
-        return await self._pooler.pool(named, asker.client, asker.traceparent)
+        return await self._pooler.pool(wanted, asker)
 
 
 def _floats(vector: bytes) -> Sequence[float]:

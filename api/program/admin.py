@@ -6,8 +6,8 @@ from functools import reduce
 
 from prometheus_client import CollectorRegistry
 
+from api.admin import engines as commands
 from api.admin import requests_endpoint
-from api.admin.engines import AdaptersEndpoint, EnginesEndpoint
 from api.admin.moves import MigrationService, Plans
 from api.admin.requests_endpoint import Explainer, RequestsEndpoint
 from api.admin.router_state import (
@@ -29,7 +29,7 @@ from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
 from router.metrics import RecentRequests, RequestCounts
 from router.record import AllTimelines
-from router.workers import LocalEnd, OtherProcesses, ProcessSlot, SharedEnd
+from router.workers import OtherProcesses, ProcessSlot, local_drain, shared_drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def make_admin(
         on_drain: called when an operator drains a router with one process.
     """
     shared = place.is_shared
-    states = [pool.nodes.state for pool in pools.values()]
-    of_requests = {base.metrics, *(pool.base.metrics for pool in pools.values())}
+    states = [pool.state for pool in pools.values()]
+    of_requests = {base.metrics, *(pool.metrics for pool in pools.values())}
     state = MergedState(
         list(map(_report, pools.values())),
         lambda: reduce(RequestCounts.plus, (each.request_counts() for each in of_requests)),
@@ -75,19 +75,17 @@ def make_admin(
         place.began,
     )
     plans = {name: Plans(others, number=number) for number, name in enumerate(pools)}
-    report = ClusterReport(
-        {name: (pool.nodes.state, plans[name]) for name, pool in pools.items()}, state
-    )
-    timelines = AllTimelines([pool.base.timelines for pool in pools.values()])
+    report = ClusterReport({name: (pool.state, plans[name]) for name, pool in pools.items()}, state)
+    timelines = AllTimelines([pool.timelines for pool in pools.values()])
     explainer = Explainer(timelines, others, NodeDescriber(states))
     listed = RequestsEndpoint(timelines, others, explainer)
     adapters = ByModel(
         {
-            name: AdapterCalls(pool.nodes.state, pool.nodes.cluster, frozenset(pools))
+            name: AdapterCalls(pool.state, pool.cluster, frozenset(pools))
             for name, pool in pools.items()
         }
     )
-    engines = ByModel({name: EngineCalls(pool.nodes.state) for name, pool in pools.items()})
+    engines = ByModel({name: EngineCalls(pool.state) for name, pool in pools.items()})
     metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
     others.handlers.update(metrics_handlers(registry))
     return AdminParts(
@@ -96,13 +94,12 @@ def make_admin(
             explainer,
             adapters,
             engines,
-            MigrationService([pool.nodes.cluster for pool in pools.values()], others),
+            MigrationService([pool.cluster for pool in pools.values()], others),
             ByModel(plans),
-            SharedEnd(keeper) if shared else LocalEnd(on_drain),
+            shared_drain(keeper) if shared else local_drain(on_drain),
         ),
         {
-            **AdaptersEndpoint(adapters).routes(),
-            **EnginesEndpoint(engines).routes(),
+            **commands.routes(engines, adapters),
             "/cluster": {"GET": ClusterEndpoint(report)},
             requests_endpoint.PATH: {"GET": listed.all},
             METRICS_PATH: {"GET": metrics},
@@ -113,16 +110,10 @@ def make_admin(
 
 
 def _report(pool: ModelPool) -> ModelReport:
-    base, cluster = pool.base, pool.nodes.cluster
-    files = base.model.files
+    files = pool.model.files
     constant = ModelState(
-        name=base.name,
+        name=pool.name,
         context_length=files.context_length,
         has_chat_template=files.chat_template is not None,
     )
-    return ModelReport(
-        constant,
-        base.admission,
-        pool.nodes.why_not_ready,
-        lambda: cluster.in_use,
-    )
+    return ModelReport(constant, pool.admission, pool.why_not_ready, lambda: pool.cluster.in_use)

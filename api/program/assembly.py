@@ -71,11 +71,11 @@ def make_grpc(
     """
     config, guard = base.config, base.clients.guard
     callers = CallerResolver(guard)
-    message_bytes = max(pool.base.model.limits.message_bytes for pool in pools.values())
+    message_bytes = max(pool.model.limits.message_bytes for pool in pools.values())
     server = rpc.make_server(shares_port=shares_port, max_message_bytes=message_bytes)
     inference = {
         name: InferenceService(
-            guard, pool.answers, pool.vectors, pool.base.model, budget_s=config.request_timeout_s
+            guard, pool.answers, pool.vectors, pool.model, budget_s=config.request_timeout_s
         )
         for name, pool in pools.items()
     }
@@ -95,23 +95,10 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
     """
     config, clients, metrics = base.config, base.clients, base.metrics
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, metrics)
-    models = [
-        paths.EndpointParts(
-            pool.base.model,
-            pool.names,
-            pool.base.metrics,
-            checks.begin,
-            budget_s=config.request_timeout_s,
-            ignore_unknown=config.ignore_unknown_fields,
-            answers=pool.answers,
-            vectors=pool.vectors,
-        )
-        for pool in pools.values()
-    ]
     routes = paths.routes(
-        models,
+        list(pools.values()),
         metrics,
-        lambda: {name: pool.nodes.why_not_ready() for name, pool in pools.items()},
+        checks.begin,
         others={**page.routes(), **admin.paths},
         others_below=admin.paths_below,
     )
@@ -119,7 +106,7 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
     max_requests = sum(pool.admission.max_requests for pool in pools.values())
     limits = HttpLimits(
         max_connections=max_requests + _SPARE_CONNECTIONS,
-        max_body_bytes=max(each.model.limits.body_bytes for each in models),
+        max_body_bytes=max(pool.model.limits.body_bytes for pool in pools.values()),
         unread_s=config.slow_client_timeout_s,
     )
     contexts = None if base.certificates is None else tls.server_contexts(base.certificates)
@@ -155,7 +142,7 @@ class RunningRouter:
     @property
     def cluster(self) -> Cluster:
         """Nodes of the first model."""
-        return next(iter(self.pools.values())).nodes.cluster
+        return next(iter(self.pools.values())).cluster
 
     @property
     def admission(self) -> RequestLimiter:
@@ -235,7 +222,7 @@ async def run_router(
             await make_pool(base, each, files_of_one, resources)
             for each, files_of_one in zip(config.each_model, files, strict=True)
         ]
-        pools = {pool.base.name: pool for pool in made}
+        pools = {pool.name: pool for pool in made}
         others = await opened.enter_async_context(other_processes(place.others))
         keeper = await opened.enter_async_context(other_processes(place.keeper))
         registry = _registry(base, pools)
@@ -244,7 +231,7 @@ async def run_router(
         metrics_port = await _serve_health_and_metrics(base, registry, grpc, opened)
         http = make_http(base, pools, admin)
         await opened.enter_async_context(serving_handlers(place, others.handlers))
-        begun = [asyncio.create_task(pool.nodes.membership.run()) for pool in made]
+        begun = [asyncio.create_task(pool.membership.run()) for pool in made]
         opened.push_async_callback(_end, begun)
         if place.again:
             await _first_look(made)
@@ -258,11 +245,9 @@ async def run_router(
             following = [tasks.create_task(_followed(each)) for each in begun]
 
             async def update_health() -> None:
-                await _report_health(grpc, {name: pool.nodes.ready for name, pool in pools.items()})
+                await _report_health(grpc, {name: pool.ready for name, pool in pools.items()})
 
-            readiness = [
-                tasks.create_task(pool.nodes.report_readiness(update_health)) for pool in made
-            ]
+            readiness = [tasks.create_task(pool.report_readiness(update_health)) for pool in made]
             keys = tasks.create_task(base.clients.keep_up())
             trimming = tasks.create_task(keep_trimming())
             sampling = tasks.create_task(admin.recent.run())
@@ -278,14 +263,12 @@ def _registry(base: RouterBase, pools: Pools) -> CollectorRegistry:
     """Return the metrics of a router."""
     if not base.config.models:
         return base.metrics.registry
-    return registry_of_models(
-        base.metrics, {name: pool.base.metrics for name, pool in pools.items()}
-    )
+    return registry_of_models(base.metrics, {name: pool.metrics for name, pool in pools.items()})
 
 
 async def _first_look(pools: Sequence[ModelPool]) -> None:
     """Wait for the nodes of a replacement process, while other processes listen."""
-    clusters = [pool.nodes.cluster for pool in pools if pool.nodes.generates]
+    clusters = [pool.cluster for pool in pools if pool.generates]
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_LOOK_S):
             await asyncio.gather(*(cluster.until_first_ready() for cluster in clusters))
@@ -331,7 +314,7 @@ def _log_start(
             secret="on" if base.clients.has_secret else "off",
             metrics_port=metrics_port,
             policy=base.config.policy,
-            model=",".join(pool.base.model.files.name for pool in pools.values()),
+            model=",".join(pool.model.files.name for pool in pools.values()),
         ),
     )
 

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 
@@ -33,14 +32,14 @@ from common.metrics.program import TrustMetrics
 from common.tracing import context
 from common.tracing.context import Tracer
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
-from router.cluster.cluster_state import ClusterState, NodeReport
-from router.cluster.liveness import LivenessLimits
+from router.cluster.cluster_state import ClusterState
+from router.cluster.decode_client import LivenessLimits
 from router.cluster.membership import CacheWatch, Membership
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
-from router.policy import USE_PREFIX_INDEX, make_policy
 from router.policy.load import NodeBacklogs, NodeLoad
+from router.policy.policies import USE_PREFIX_INDEX, make_policy
 from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords, TimelineRecorder
 
@@ -167,15 +166,16 @@ def _report_expiry(
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBase:
-    """The parts of one served model that need no nodes.
+class ModelPool:
+    """One served model: its nodes, and the parts that serve its requests.
 
     Attributes:
         name: name by which clients request it.
         config: the router's configuration, with the values of this model.
         metrics: metrics of its requests and nodes. The router's own if this is the only model.
         admission: limit of its requests, so that one model never takes another one's slots.
-        is_only: the router has no other model.
+        changed: set when `ready` may have changed.
+        names: model names that clients may use.
     """
 
     name: str
@@ -184,19 +184,62 @@ class ModelBase:
     metrics: RouterMetrics
     timelines: TimelineRecorder
     admission: RequestLimiter
-    is_only: bool
+    state: ClusterState
+    cluster: Cluster
+    pooling: PoolingNodes
+    membership: Membership
+    changed: asyncio.Event
+    answers: IdempotencyCache
+    vectors: PoolingService
+    names: ModelNames
+
+    @property
+    def generates(self) -> bool:
+        """False: there are no decode nodes, and the model serves only embeddings and scores."""
+        return bool(self.config.decode)
+
+    @property
+    def ready(self) -> bool:
+        """True if a request could be placed."""
+        return self.cluster.ready if self.generates else self.pooling.ready
+
+    def why_not_ready(self) -> str | None:
+        """Return why new requests are rejected, or None if one could be placed now."""
+        if self.admission.leaving:
+            return SHUTTING_DOWN
+        return None if self.ready else self._unready
+
+    async def report_readiness(self, on_change: Callable[[], Awaitable[None]]) -> None:
+        """Report every change to the log, the metrics and `on_change`, until cancelled."""
+        was_ready = False
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            ready = self.ready
+            if ready and not was_ready:
+                log.info("ready %s", kv(model=self.name))
+            elif was_ready and not ready:
+                log.warning("not ready %s", kv(model=self.name, reason=self._unready))
+            was_ready = ready
+            self.metrics.ready(ready)
+            await on_change()
+
+    @property
+    def _unready(self) -> str:
+        return NOT_READY if self.generates else NO_PREFILL_NODE
 
 
-def make_model(
+async def make_pool(
     base: RouterBase, config: RouterConfig, files: ModelFiles, resources: ExitStack
-) -> ModelBase:
-    """Make the parts of one model that need no nodes.
+) -> ModelPool:
+    """Make the pool of one model.
 
     Args:
-        config: see ModelBase.
-        resources: closes them.
+        config: the router's configuration, with the values of this model.
+        resources: closes it.
     Raises:
-        ConfigError: the tokenizer or chat template cannot be used.
+        ConfigError: the tokenizer, the chat template or an entry of its nodes is invalid, or the
+            model cannot make the configured vectors or scores.
     """
     model = served_model(
         files,
@@ -214,89 +257,99 @@ def make_model(
     )
     metrics.waiting_from(lambda: admission.num_waiting)
     timelines = TimelineRecorder(metrics, base.tracer, name)
-    return ModelBase(name, config, model, metrics, timelines, admission, is_only)
+    changed = asyncio.Event()
+    nodes = await _make_nodes(base, config, model, metrics, changed, "" if is_only else name)
+    records = RequestRecords(metrics, timelines)
+    vectors = PoolingService(
+        Pooler(
+            model,
+            nodes.pooling,
+            admission,
+            records,
+            budget_s=config.request_timeout_s,
+            queue_share=config.max_queue_fraction,
+        ),
+        files.pooling,
+        way=config.pooling_type,
+        reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
+        has_nodes=bool(config.prefill),
+    )
+    answers = IdempotencyCache(
+        _dispatcher(config, model, nodes.cluster, admission, records),
+        keep_s=config.idempotency_ttl_s,
+        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
+    )
+    names = ModelNames(name, nodes.cluster.adapters.by_name)
+    return ModelPool(
+        *(name, config, model, metrics, timelines, admission, *nodes),
+        changed=changed,
+        answers=answers,
+        vectors=vectors,
+        names=names,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNodes:
-    """The parts of one served model that need its nodes.
+def _dispatcher(
+    config: RouterConfig,
+    model: ServedModel,
+    cluster: Cluster,
+    admission: RequestLimiter,
+    records: RequestRecords,
+) -> Dispatcher:
+    return Dispatcher(
+        model,
+        cluster,
+        admission,
+        records,
+        budget_s=config.request_timeout_s,
+        queue_share=config.max_queue_fraction,
+        priorities=PriorityLimits(
+            config.clients.priority,
+            low_values_first=config.clients.low_priority_values_first,
+        ),
+        returns_cached_tokens=not config.hide_cached_tokens,
+        stream_interval=config.stream_interval,
+    )
 
-    Attributes:
-        changed: set when `ready` may have changed.
-        generates: False: there are no decode nodes, and the model serves only embeddings and
-            scores.
-    """
 
-    base: ModelBase
-    cluster: Cluster
+class _Nodes(NamedTuple):
+    """The parts of one served model that need its nodes, in the order of ModelPool."""
+
     state: ClusterState
+    cluster: Cluster
     pooling: PoolingNodes
     membership: Membership
-    changed: asyncio.Event
-    generates: bool
-
-    @property
-    def ready(self) -> bool:
-        """True if a request could be placed."""
-        return self.cluster.ready if self.generates else self.pooling.ready
-
-    def why_not_ready(self) -> str | None:
-        """Return why new requests are rejected, or None if one could be placed now."""
-        if self.base.admission.leaving:
-            return SHUTTING_DOWN
-        return None if self.ready else self._unready
-
-    async def report_readiness(self, on_change: Callable[[], Awaitable[None]]) -> None:
-        """Report every change to the log, the metrics and `on_change`, until cancelled."""
-        name = self.base.name
-        was_ready = False
-        while True:
-            await self.changed.wait()
-            self.changed.clear()
-            ready = self.ready
-            if ready and not was_ready:
-                log.info("ready %s", kv(model=name))
-            elif was_ready and not ready:
-                log.warning("not ready %s", kv(model=name, reason=self._unready))
-            was_ready = ready
-            self.base.metrics.ready(ready)
-            await on_change()
-
-    @property
-    def _unready(self) -> str:
-        return NOT_READY if self.generates else NO_PREFILL_NODE
 
 
-async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
+async def _make_nodes(
+    base: RouterBase,
+    config: RouterConfig,
+    model: ServedModel,
+    metrics: RouterMetrics,
+    changed: asyncio.Event,
+    served: str,
+) -> _Nodes:
     """Make the parts of one model that need its nodes.
 
+    Args:
+        served: see Cluster.
     Raises:
         ConfigError: an entry of the model's nodes is invalid.
     """
-    config, metrics = model.config, model.metrics
     discovery = Discovery(config.prefill, config.decode, config.encode)
     await discovery.start()
-    changed = asyncio.Event()
     load, prefixes = NodeLoad(), PrefixIndex()
     backlogs = NodeBacklogs(load)
 
-    def reported(reports: Sequence[NodeReport]) -> None:
-        metrics.nodes(Counter((report.role, report.state) for report in reports))
-        cluster.described(reports)
-
     state = ClusterState(
-        tokenizer_hash=model.model.tokenizer.hash,
+        tokenizer_hash=model.tokenizer.hash,
         other_models={each.model for each in base.config.models} - {config.model},
-        on_change=lambda: cluster.refresh(),
-        on_reports=reported,
-        on_role=lambda address, role: membership.has_role(address, role),
         on_stream_lost=metrics.stream_lost,
     )
+    state.on_reports.append(metrics.nodes)
     policy = make_policy(config.policy, load, backlogs, prefixes)
-    served = "" if model.is_only else model.name
-    hints = PrefixHints(prefixes)
     cluster = Cluster(
-        *(state, policy, load, backlogs, hints, changed.set, served),
+        *(state, policy, load, backlogs, PrefixHints(prefixes), changed.set, served),
         fingerprint_change=config.fingerprint_change,
     )
     pooling = PoolingNodes(
@@ -312,75 +365,7 @@ async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
         budget_s=config.request_timeout_s,
         patience=LivenessLimits(config.suspect_after_s, config.dead_after_s),
     )
-    return ModelNodes(model, cluster, state, pooling, membership, changed, bool(config.decode))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPool:
-    """One served model: its nodes, and the parts that serve its requests.
-
-    Attributes:
-        names: model names that clients may use.
-    """
-
-    nodes: ModelNodes
-    answers: IdempotencyCache
-    vectors: PoolingService
-    names: ModelNames
-
-    @property
-    def base(self) -> ModelBase:
-        return self.nodes.base
-
-    @property
-    def admission(self) -> RequestLimiter:
-        return self.nodes.base.admission
-
-
-async def make_pool(
-    base: RouterBase, config: RouterConfig, files: ModelFiles, resources: ExitStack
-) -> ModelPool:
-    """Make the pool of one model.
-
-    Args:
-        config: the router's configuration, with the values of this model.
-        resources: closes it.
-    Raises:
-        ConfigError: the tokenizer, the chat template or an entry of its nodes is invalid, or the
-            model cannot make the configured vectors or scores.
-    """
-    of_model = make_model(base, config, files, resources)
-    nodes = await make_nodes(base, of_model)
-    model = of_model.model
-    records = RequestRecords(of_model.metrics, of_model.timelines)
-    limits = {"budget_s": config.request_timeout_s, "queue_share": config.max_queue_fraction}
-    generator = Dispatcher(
-        model,
-        nodes.cluster,
-        of_model.admission,
-        records,
-        **limits,
-        priorities=PriorityLimits(
-            config.clients.priority,
-            low_values_first=config.clients.low_priority_values_first,
-        ),
-        returns_cached_tokens=not config.hide_cached_tokens,
-        stream_interval=config.stream_interval,
-    )
-    vectors = PoolingService(
-        Pooler(model, nodes.pooling, of_model.admission, records, **limits),
-        model.files.pooling,
-        way=config.pooling_type,
-        reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
-        has_nodes=bool(config.prefill),
-    )
-    answers = IdempotencyCache(
-        generator,
-        keep_s=config.idempotency_ttl_s,
-        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
-    )
-    names = ModelNames(of_model.name, nodes.cluster.adapters.by_name)
-    return ModelPool(nodes, answers, vectors, names)
+    return _Nodes(state, cluster, pooling, membership)
 
 
 Pools: TypeAlias = Mapping[str, ModelPool]  # by served model

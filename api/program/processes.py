@@ -13,14 +13,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from api.admin.router_state import STATE
-from api.program.whole_metrics import MetricsAggregator
+from api.program.merged_metrics import MetricsAggregator
 from common import rpc
 from common.config import RouterConfig
 from common.errors import ConfigError
@@ -42,75 +42,6 @@ log = logging.getLogger(__name__)
 
 _LONGEST_S = 600.0  # seconds for one process to drain, start and become ready
 _LOOK_S = 0.1
-
-
-# In a rolling restart, each process is started again before the next one stops.
-class RenewableProcess(Protocol):
-    """A process that can be restarted."""
-
-    async def renew(self) -> None:
-        """Drain the process, and return when its replacement listens."""
-
-
-class CertificateRenewal:
-    """Operator-requested shutdown of a router's processes: all together, or a rolling restart."""
-
-    def __init__(
-        self,
-        processes: Sequence[RenewableProcess],
-        routers: OtherProcesses,
-        end_all: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            processes: the worker processes.
-            routers: client of the same processes, by their index in `processes`.
-            end_all: drains all processes and thereby the router.
-        """
-        self._processes = processes
-        self._routers = routers
-        self._end_all = end_all
-        self._turns: asyncio.Task[None] | None = None
-
-    @property
-    def handlers(self) -> Mapping[str, ProcessHandler]:
-        """Return the handler for requests from worker processes."""
-
-        async def handle(query: Mapping[str, str]) -> bytes:
-            if query[IN_TURN] == "no":
-                self._end_all()
-            elif self._turns is None or self._turns.done():
-                self._turns = asyncio.create_task(self._take_turns())
-            return b""
-
-        return {PATH: handle}
-
-    def close(self) -> None:
-        """Stop the rolling restart."""
-        if self._turns is not None:
-            self._turns.cancel()
-
-    async def _take_turns(self) -> None:
-        """Restart one process after the other. Stop at one that does not become ready again."""
-        for number, process in enumerate(self._processes):
-            log.info("router process restarted %s", kv(process=number))
-            try:
-                async with asyncio.timeout(_LONGEST_S):
-                    await process.renew()
-                    while not await self._serves(number):  # noqa: ASYNC110  (it is another process)
-                        await asyncio.sleep(_LOOK_S)
-            except TimeoutError:
-                log.error(
-                    "router process did not restart in time %s",
-                    kv(process=number, after_s=_LONGEST_S),
-                )
-                return
-        log.info("all router processes restarted")
-
-    async def _serves(self, number: int) -> bool:
-        replies = await self._routers.ask(STATE)
-        worker = WorkerState.FromString(replies.bodies.get(number, b""))
-        return worker.state.state == "ready"
 
 
 T = TypeVar("T")
@@ -146,32 +77,79 @@ async def keep(config: RouterConfig) -> int:
         return max(codes) if up else max(codes) or 1
 
 
-class _End:
-    """Shutdown of all processes, by a forwarded signal or by a call.
+class _Shutdown:
+    """Shutdown of all processes by a forwarded signal or an operator, and their rolling restart.
 
-    A signal after a call does not count as a second signal: Kubernetes calls in preStop, then sends
+    In a rolling restart, each process is started again before the next one stops. A signal after an
+    operator's call does not count as a second signal: Kubernetes calls in preStop, then sends
     SIGTERM.
+
+    Attributes:
+        wanted: set when the processes stop for good.
     """
 
-    def __init__(self, processes: "list[_Process]") -> None:
+    def __init__(self, processes: "Sequence[_Process]", routers: OtherProcesses) -> None:
+        """
+        Args:
+            routers: client of the same processes, by their index in `processes`.
+        """
         self._processes = processes
+        self._routers = routers
         self._forwards_signals = True
+        self._turns: asyncio.Task[None] | None = None
         self.wanted = asyncio.Event()
+
+    @property
+    def handlers(self) -> Mapping[str, ProcessHandler]:
+        """Return the handler for requests from worker processes."""
+
+        async def handle(query: Mapping[str, str]) -> bytes:
+            if query[IN_TURN] == "no":
+                if not self.wanted.is_set():
+                    self._forwards_signals = False
+                    self._send(signal.SIGTERM)
+            elif self._turns is None or self._turns.done():
+                self._turns = asyncio.create_task(self._take_turns())
+            return b""
+
+        return {PATH: handle}
 
     def signalled(self, number: signal.Signals) -> None:
         if self._forwards_signals:
             self._send(number)
         self._forwards_signals = True
 
-    def called(self) -> None:
-        if not self.wanted.is_set():
-            self._forwards_signals = False
-            self._send(signal.SIGTERM)
+    def close(self) -> None:
+        """Stop the rolling restart."""
+        if self._turns is not None:
+            self._turns.cancel()
 
     def _send(self, number: signal.Signals) -> None:
         self.wanted.set()
         for process in self._processes:
             process.send(number)
+
+    async def _take_turns(self) -> None:
+        """Restart one process after the other. Stop at one that does not become ready again."""
+        for number, process in enumerate(self._processes):
+            log.info("router process restarted %s", kv(process=number))
+            try:
+                async with asyncio.timeout(_LONGEST_S):
+                    await process.renew()
+                    while not await self._serves(number):  # noqa: ASYNC110  (it is another process)
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                log.error(
+                    "router process did not restart in time %s",
+                    kv(process=number, after_s=_LONGEST_S),
+                )
+                return
+        log.info("all router processes restarted")
+
+    async def _serves(self, number: int) -> bool:
+        replies = await self._routers.ask(STATE)
+        worker = WorkerState.FromString(replies.bodies.get(number, b""))
+        return worker.state.state == "ready"
 
 
 async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
@@ -264,7 +242,7 @@ class _Process:
 
 
 @contextlib.asynccontextmanager
-async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
+async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _Shutdown]]":
     """Yield the processes, not started yet, and their shutdown, within the parent's services."""
     with _reserved(config) as shared, _directory() as directory:
         keeper = ProcessSlot(config.processes, config.processes, directory, time.monotonic())
@@ -272,11 +250,10 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
         async with other_processes(keeper.others) as routers:
             metrics = MetricsAggregator(routers)
             processes = [_Process(place, shared) for place in places]
-            end = _End(processes)
-            renewal = CertificateRenewal(processes, routers, end.called)
+            end = _Shutdown(processes, routers)
             server = config.server
             with served(metrics.registry, server.host, server.metrics_port) as metrics_port:
-                async with serving_handlers(keeper, {**metrics.handlers, **renewal.handlers}):
+                async with serving_handlers(keeper, {**metrics.handlers, **end.handlers}):
                     log.info(
                         "keeping %s",
                         kv(processes=len(places), sockets=directory, metrics_port=metrics_port),
@@ -284,7 +261,7 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
                     try:
                         yield processes, end
                     finally:
-                        renewal.close()
+                        end.close()
 
 
 @contextlib.contextmanager

@@ -92,6 +92,22 @@ class VersionSpan(msgspec.Struct, frozen=True):
     version: ModelVersion
 
 
+# The states of the prompt come once, with the first token. After that, each token comes with the
+# state of the generated token before it.
+class PieceStates(msgspec.Struct, frozen=True):
+    """Hidden states and routed experts of a piece, those that are requested.
+
+    Attributes:
+        prompt_hidden_states, hidden_states: each state as float32.
+        prompt_routed_experts, routed_experts: int16 [any, layers, experts per token].
+    """
+
+    prompt_hidden_states: Sequence[bytes]
+    hidden_states: Sequence[bytes]
+    prompt_routed_experts: bytes
+    routed_experts: bytes
+
+
 class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[int] = ()  # indices in the text of special tokens that are markers
     tokens: Sequence[
@@ -100,13 +116,7 @@ class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptReport | None = None  # in the first piece, if requested
     prompt_token_ids: bytes = b""  # in the first piece, little-endian int32
     version: ModelVersion = UNKNOWN_VERSION  # of the last token so far
-    # Hidden states, if requested, each as float32. The states of the prompt come once, with the
-    # first token. After that, each token comes with the state of the generated token before it.
-    prompt_hidden_states: Sequence[bytes] = ()
-    hidden_states: Sequence[bytes] = ()
-    # Routed experts in the same way, as int16 [any, layers, experts per token].
-    prompt_routed_experts: bytes = b""
-    routed_experts: bytes = b""
+    states: PieceStates | None = None  # None: not requested
 
 
 class OutputChunk(_OutputPart, frozen=True):
@@ -237,13 +247,13 @@ class ResponseBuilder:
         if self._returns_prompt_states and generated:
             self._returns_prompt_states = False
             prompt, generated = [*output.prompt_logprobs, generated[0]], generated[1:]
-        return replace(
-            piece,
-            prompt_hidden_states=[each.hidden_state for each in prompt if each.hidden_state],
-            hidden_states=[each.hidden_state for each in generated if each.hidden_state],
-            prompt_routed_experts=b"".join(each.experts for each in prompt),
-            routed_experts=b"".join(each.experts for each in generated),
+        states = PieceStates(
+            [each.hidden_state for each in prompt if each.hidden_state],
+            [each.hidden_state for each in generated if each.hidden_state],
+            b"".join(each.experts for each in prompt),
+            b"".join(each.experts for each in generated),
         )
+        return replace(piece, states=states)
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:
         """Return the markers within the next characters of the text, relative to their start."""
@@ -338,9 +348,9 @@ class CollectedExperts:
     def __init__(self) -> None:
         self._ids = array("h")
 
-    def add(self, piece: OutputChunk) -> None:
-        self._ids.frombytes(piece.prompt_routed_experts)
-        self._ids.frombytes(piece.routed_experts)
+    def add(self, states: PieceStates) -> None:
+        self._ids.frombytes(states.prompt_routed_experts)
+        self._ids.frombytes(states.routed_experts)
 
     @property
     def encoded(self) -> RoutedExperts:

@@ -7,19 +7,18 @@ import asyncio
 import random
 import sys
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import msgspec
 
+from api.auth.client import Client
 from api.images.picture import MediaInput
 from api.text.stops import StopRules
 from common.errors import InvalidRequest, ServingError
-from common.request import InputEmbeddings, RequestSpec
-from common.requests.images import Image
-from common.requests.namespace import Namespace
+from common.request import RequestSpec
 from common.requests.pooling import PoolingParams
 from common.requests.sampling import SamplingParams
 from common.rpc import MAX_MESSAGE_BYTES
@@ -109,31 +108,14 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     """A tokenized request, ready for a decode node.
 
     Attributes:
-        shown: special tokens that the text keeps.
         echo: text of the prompt, with which the response begins.
-        silent: see GenerateParams.
         asked: the client's parameters. `spec` also has what hidden states need.
     """
 
     spec: RequestSpec
     stops: StopRules | None
     asked: SamplingParams
-    session_id: str = ""
-    shown: frozenset[int] = frozenset()
     echo: str | None = None
-    silent: bool = False
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """Checked parameters that all responses to one request share, whatever their prompts.
-
-    Attributes:
-        sampling: parameters, with the seed of one of the responses.
-    """
-
-    sampling: SamplingParams
-    stops: StopRules | None
-    namespace: Namespace
 
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
@@ -142,34 +124,16 @@ UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
 T = TypeVar("T")
 
 
-class Once(Generic[T]):
-    """A result that is computed once for several callers. For one event loop."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._results: list[T] = []  # at most one
-        self._error: ServingError | None = None
-
-    async def get(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of the first `work` that completes. All other callers wait for it.
-
-        If the caller is cancelled, the next one does the work. Failed work is not tried again, so
-        128 choices cost no more than one.
-
-        Raises:
-            ServingError: the error of that work.
-        """
-        if not self._results:
-            async with self._turn:
-                if self._error is not None:
-                    raise self._error.with_traceback(None)
-                if not self._results:
-                    try:
-                        self._results.append(await work())
-                    except ServingError as error:
-                        self._error = error
-                        raise
-        return self._results[0]
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> Sequence[T]:
+    """Run coroutines concurrently and return their results. The first error ends the others."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
@@ -281,35 +245,52 @@ class SharedPrompt(msgspec.Struct):
     """A prompt that several responses may share.
 
     Attributes:
-        token_ids: set by the first response.
-        images, embeddings: set together with the token ids.
-        job: the request of any of its responses, without its own id and seed.
+        job: the request of any of its responses, without its own id and seed. Set by
+            RequestGroup.prepare.
     """
 
     prompt: Prompt
-    token_ids: Once[Sequence[int]] = msgspec.field(default_factory=Once)
-    images: Sequence[Image] = ()
-    embeddings: InputEmbeddings | None = None
     rendering: RenderedPrompt = msgspec.field(default_factory=RenderedPrompt)
-    job: Once[TokenizedRequest] = msgspec.field(default_factory=Once)
+    job: TokenizedRequest | None = None
 
 
 class RequestGroup(msgspec.Struct):
-    """All responses to one request of a client.
-
-    Attributes:
-        terms: common parameters, checked by the first response.
-        counted: done when the first response has counted the client's tokens.
-    """
+    """All responses to one request of a client. For one event loop."""
 
     prompts: Sequence[SharedPrompt]
     num_answers: int
-    terms: Once[Terms] = msgspec.field(default_factory=Once)
-    counted: Once[None] = msgspec.field(default_factory=Once)
+    _turn: asyncio.Lock | None = None  # held by the response that prepares the group
+    _ready: bool = False
+    _error: ServingError | None = None
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], answers_to_each: int = 1) -> Self:
         return cls([SharedPrompt(prompt) for prompt in prompts], len(prompts) * answers_to_each)
+
+    async def prepare(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run the first `work` that completes, for all responses. All other callers wait for it.
+
+        If the caller is cancelled, the next one does the work. Failed work is not tried again, so
+        128 choices cost no more than one.
+
+        Raises:
+            ServingError: the error of that work.
+        """
+        if self.num_answers == 1:
+            return await work()
+        if self._ready:
+            return
+        self._turn = self._turn or asyncio.Lock()
+        async with self._turn:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if not self._ready:
+                try:
+                    await work()
+                    self._ready = True
+                except ServingError as error:
+                    self._error = error
+                    raise
 
 
 class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,7 +314,7 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # name of the adapter; "": the base model
     timeout_s: float | None = None  # None: the router's limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
-    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenized like prompts
+    prediction: PredictionPrompt | None = None
     whole: bool = False  # the response is not streamed
     stream_interval: int = 0  # tokens of an event; 0: the router's setting
 
@@ -357,8 +338,15 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams
     dimensions: int = 0  # number of leading dimensions to keep; 0: all
     normalize: bool = False
-    request_id: str = ""  # see GenerateParams
+
+
+class PoolingCaller(msgspec.Struct, frozen=True):
+    """The client of a pooling request, and the request's ids. Other fields: see GenerateParams."""
+
+    client: Client
     label: str = ""
+    request_id: str = ""
+    traceparent: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None
 

@@ -6,8 +6,7 @@ are counted, and by the number of tokens before the tokens are validated.
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,6 +50,14 @@ _DOUBTFUL_BYTES_PER_TOKEN = 4
 _END_CHARACTERS = 256
 
 
+class PromptInputs(NamedTuple):
+    """The inputs of the first layer: token ids, some of which stand for images or embeddings."""
+
+    token_ids: Sequence[int]
+    images: Sequence[Image]
+    embeddings: InputEmbeddings | None
+
+
 class PromptEncoder:
     """Converts prompts to token ids. For one event loop."""
 
@@ -84,7 +91,7 @@ class PromptEncoder:
         if self._pictures is not None:
             self._pictures.close()
 
-    async def checked(self, prompt: Prompt | SharedPrompt, client: Client) -> Sequence[int]:
+    async def checked(self, prompt: Prompt, client: Client) -> Sequence[int]:
         """Return token ids that are in the vocabulary and leave room for a response.
 
         Args:
@@ -96,13 +103,28 @@ class PromptEncoder:
             Overloaded: too much text waits to be tokenized, or too many images to be decoded.
             NodeUnavailable: see Decoding.decoded.
         """
-        match prompt:
-            case SharedPrompt():
-                return await prompt.token_ids.get(partial(self._shared, prompt, client))
-            case _:
-                token_ids = await self.encode(prompt, client)
-                check_prompt(token_ids, self._limits, prompt.field)
-                return token_ids
+        token_ids = await self.encode(prompt, client)
+        check_prompt(token_ids, self._limits, prompt.field)
+        return token_ids
+
+    async def inputs(self, shared: SharedPrompt, client: Client) -> PromptInputs:
+        """Return the inputs of a prompt, and set its rendering. Raises as `checked` does."""
+        images: Sequence[Image] = ()
+        embeddings = None
+        match shared.prompt:
+            case ChatPrompt() as messages:
+                text = self._render(messages)
+                shared.rendering.end = text[-_END_CHARACTERS:]
+                token_ids, images = await self._conversation(messages, text, client)
+                if not images:
+                    check_prompt(token_ids, self._limits, messages.field)
+            case EmbeddingsPrompt(values=values, num_tokens=num_tokens) as given:
+                token_ids = await self.encode(given, client)
+                embeddings = InputEmbeddings.of(values, num_tokens)
+            case prompt:
+                token_ids = await self.checked(prompt, client)
+        shared.rendering.num_tokens = len(token_ids)
+        return PromptInputs(token_ids, images, embeddings)
 
     def may_think(self, prompt: Prompt) -> bool:
         """Return whether nodes can separate reasoning from content for such a prompt."""
@@ -183,22 +205,6 @@ class PromptEncoder:
                 return await self._encode(text, prompt.field, add_special_tokens=False)
             case NoPrompt():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
-
-    async def _shared(self, shared: SharedPrompt, client: Client) -> Sequence[int]:
-        match shared.prompt:
-            case ChatPrompt() as messages:
-                text = self._render(messages)
-                shared.rendering.end = text[-_END_CHARACTERS:]
-                token_ids, shared.images = await self._conversation(messages, text, client)
-                if not shared.images:
-                    check_prompt(token_ids, self._limits, messages.field)
-            case EmbeddingsPrompt(values=values, num_tokens=num_tokens) as given:
-                token_ids = await self.encode(given, client)
-                shared.embeddings = InputEmbeddings.of(values, num_tokens)
-            case prompt:
-                token_ids = await self.checked(prompt, client)
-        shared.rendering.num_tokens = len(token_ids)
-        return token_ids
 
     async def _conversation(
         self, messages: ChatPrompt, text: str, client: Client

@@ -55,18 +55,13 @@ class ByModel(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A served model.
-
-    Attributes:
-        shown: special tokens that mark parts of a response, by whether it may have tool calls.
-    """
+    """A served model."""
 
     files: ModelFiles
     tokenizer: RouterTokenizer
     limits: ModelLimits
     prompts: PromptEncoder
     speech: ModelFormat
-    shown: Mapping[bool, frozenset[int]]
 
 
 def served_model(
@@ -103,15 +98,16 @@ def served_model(
         arguments=tool_arguments,
         takes_effort=template is not None and "reasoning_effort" in template.settings,
         takes_budget=speech.marks_thought and marked,
+        shown=(_shown(speech, tokenizer, calls=False), _shown(speech, tokenizer, calls=True)),
     )
     pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
     marks = _marks(files.vision, tokenizer)
     prompts = PromptEncoder(tokenizer, template, limits, speech, pictures, marks)
-    shown = {
-        calls: frozenset(tokenizer.special(speech.markers(calls=calls)).values())
-        for calls in (False, True)
-    }
-    return ServedModel(files, tokenizer, limits, prompts, speech, shown)
+    return ServedModel(files, tokenizer, limits, prompts, speech)
+
+
+def _shown(speech: ModelFormat, tokenizer: RouterTokenizer, *, calls: bool) -> frozenset[int]:
+    return frozenset(tokenizer.special(speech.markers(calls=calls)).values())
 
 
 def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:

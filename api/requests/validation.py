@@ -13,11 +13,12 @@ from api.requests.generate_params import (
     GenerateParams,
     ModelLimits,
     Prompt,
-    Terms,
+    SharedPrompt,
     TokenizedRequest,
+    all_of,
     check_vocabulary,
 )
-from api.requests.prompts import PromptEncoder
+from api.requests.prompts import PromptEncoder, PromptInputs
 from api.text.stops import Automaton, StopRules, check_characters
 from common.errors import InvalidRequest, check_at_most
 from common.request import RequestSpec, check_stream_interval
@@ -65,9 +66,9 @@ async def parse(
     Raises:
         InvalidRequest: the message names the field.
     """
-    # Checked before the prompt is encoded, so that an invalid number costs no tokenizer time.
-    terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, client))
-    job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits, client))
+    await wanted.together.prepare(partial(_prepare, wanted, prompts, limits, client))
+    job = wanted.prompt.job
+    assert job is not None
     spec = replace(
         job.spec,
         request_id=request_id,
@@ -92,9 +93,48 @@ def _interval(wanted: GenerateParams, default: int) -> int:
     return 1 if wanted.stop or wanted.stop_regex else WHOLE_INTERVAL
 
 
-async def _terms(
+async def _prepare(
     wanted: GenerateParams, prompts: PromptEncoder, limits: ModelLimits, client: Client
-) -> Terms:
+) -> None:
+    """Check, tokenize and count the prompts of all responses to one request.
+
+    Raises:
+        RateLimited, InvalidRequest: see KeyUsage.prompts and check_prompt_logprobs.
+    """
+    together = wanted.together
+    # Checked before the prompt is encoded, so that an invalid number costs no tokenizer time.
+    params = await _checked(wanted, prompts, limits)
+    stops = await stop_rules(wanted.stop, wanted.stop_regex)
+    base = RequestSpec(
+        token_ids=b"",
+        sampling=params,
+        namespace=decide_namespace(wanted.cache_salt, client.namespaces_of),
+        routing_key=_routing_key(wanted.session_id),
+        client=client.number,
+        client_weight=client.weight,
+        prediction=(
+            as_bytes(await prompts.checked(wanted.prediction, client)) if wanted.prediction else b""
+        ),
+    )
+
+    async def made(prompt: SharedPrompt) -> TokenizedRequest:
+        inputs = await prompts.inputs(prompt, client)
+        spec, asked = _with_prompt(base, prompt, inputs, wanted, prompts, limits)
+        text = await prompts.text_of(prompt.prompt, inputs.token_ids) if wanted.echo else None
+        return TokenizedRequest(spec, stops, asked, text)
+
+    jobs = await all_of([made(prompt) for prompt in together.prompts])
+    num_tokens = sum(job.spec.num_tokens for job in jobs)
+    check_prompt_logprobs(params, num_tokens * (together.num_answers // len(jobs)))
+    client.usage.prompts(num_tokens, together.num_answers)
+    for prompt, job in zip(together.prompts, jobs, strict=True):
+        prompt.job = job
+
+
+async def _checked(
+    wanted: GenerateParams, prompts: PromptEncoder, limits: ModelLimits
+) -> SamplingParams:
+    """Return the checked parameters that all responses to one request share."""
     params = wanted.sampling
     sampling.check(params)
     check_stop(wanted.stop)
@@ -103,7 +143,6 @@ async def _terms(
     session_id = wanted.session_id
     check_at_most("session_id", len(session_id), "characters", MAX_SESSION_ID_CHARACTERS)
     check_stream_interval(wanted.stream_interval)
-    namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
     if params.returns_states and wanted.together.num_answers > MAX_STATE_ANSWERS:
@@ -115,49 +154,35 @@ async def _terms(
         words = await prompts.words(wanted.bad_words)
         params = replace(params, bad_word_ids=params.bad_word_ids + words)
         sampling.check(params)
-    return Terms(params, await stop_rules(wanted.stop, wanted.stop_regex), namespace)
+    return params
 
 
-async def _job(
+def _with_prompt(
+    base: RequestSpec,
+    prompt: SharedPrompt,
+    inputs: PromptInputs,
     wanted: GenerateParams,
-    terms: Terms,
     prompts: PromptEncoder,
     limits: ModelLimits,
-    client: Client,
-) -> TokenizedRequest:
-    """Return the request for any response to this prompt."""
-    params = terms.sampling
-    token_ids = await prompts.checked(wanted.prompt, client)
+) -> tuple[RequestSpec, SamplingParams]:
+    """Return the request for any response to this prompt, and the client's parameters of it."""
+    params, num_tokens = base.sampling, len(inputs.token_ids)
     if params.guide is not None or params.thinking_budget >= 0:
-        params = replace(params, thought=prompts.thought(wanted.prompt))
+        params = replace(params, thought=prompts.thought(prompt))
     if params.guide is not None:
-        params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
-    if wanted.prompt.images or wanted.prompt.embeddings is not None:
-        _check_ids_unused(params, "images" if wanted.prompt.images else "input_embeddings")
-    params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
-    asked, params = params, with_states(params)
-    check_prompt_logprobs_start(params, len(token_ids))
-    predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
-    spec = RequestSpec(
-        token_ids=as_bytes(token_ids),
-        sampling=params,
-        namespace=terms.namespace,
-        routing_key=_routing_key(wanted.session_id),
-        client=client.number,
-        client_weight=client.weight,
-        prediction=as_bytes(predicted),
-        images=tuple(wanted.prompt.images),
-        input_embeddings=wanted.prompt.embeddings,
+        params = replace(params, guide=prompts.guide(prompt, params.guide))
+    if inputs.images or inputs.embeddings is not None:
+        _check_ids_unused(params, "images" if inputs.images else "input_embeddings")
+    asked = fit_context(params, wanted.max_tokens_field, num_tokens, limits.context_length)
+    check_prompt_logprobs_start(asked, num_tokens)
+    spec = replace(
+        base,
+        token_ids=as_bytes(inputs.token_ids),
+        sampling=with_states(asked),
+        images=tuple(inputs.images),
+        input_embeddings=inputs.embeddings,
     )
-    return TokenizedRequest(
-        spec,
-        terms.stops,
-        asked,
-        session_id=wanted.session_id,
-        shown=wanted.shown,
-        echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
-        silent=wanted.silent,
-    )
+    return spec, asked
 
 
 def _routing_key(session_id: str) -> int:

@@ -32,11 +32,6 @@ class CallArguments(dict[str, Any]):
     """
 
     def __init__(self, text: str, values: Mapping[str, Any] | None) -> None:
-        """
-        Args:
-            text: the client's text.
-            values: the decoded object, if the text is one.
-        """
         super().__init__({"arguments": text} if values is None else values)
         self._text = text
         self.verbatim = text if values is None else None

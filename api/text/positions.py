@@ -25,10 +25,6 @@ class Alphabet:
     """
 
     def __init__(self, sets: "Sequence[CharacterSet]") -> None:
-        """
-        Args:
-            sets: the character sets, with the positions that accept them.
-        """
         self._negated = self._ignores_case = 0
         self._categories: dict[str, int] = {}
         changes: dict[int, int] = {0: 0}

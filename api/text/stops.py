@@ -5,7 +5,6 @@ Text that may be the start of a match is held back. Stops are compiled once per 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from api.text.positions import LINE_START, MIDDLE, TEXT_START, Alphabet, Positions
 from common.errors import InvalidRequest, check_at_most
@@ -137,19 +136,6 @@ _FORGETS_EVERY = 512
 MAX_HELD_CHARACTERS = MAX_MATCH_CHARACTERS + _FORGETS_EVERY
 
 
-class StopWatcher(Protocol):
-    """Follows one text character by character."""
-
-    def advance(self, character: str) -> int:
-        """Return the length of the longest match that ends with the character, 0 without one."""
-        ...
-
-    @property
-    def undecided(self) -> int:
-        """Return how many characters at the end of the text may be the start of a match."""
-        ...
-
-
 class StopConditions:
     """Cuts one response's text at the first complete match.
 
@@ -160,7 +146,7 @@ class StopConditions:
         found: text of the match, if there was one.
     """
 
-    def __init__(self, watchers: Sequence[StopWatcher]) -> None:
+    def __init__(self, watchers: "Sequence[StopStrings | StopExpressions]") -> None:
         self._watchers = watchers
         self._held = ""
         self.found: str | None = None
@@ -199,7 +185,7 @@ class StopRules:
 
     def begin(self) -> StopConditions | None:
         """Return the state of one response, None if there is nothing to search for."""
-        watchers: list[StopWatcher] = []
+        watchers: list[StopStrings | StopExpressions] = []
         if self._strings is not None:
             watchers.append(StopStrings(self._strings))
         if self._expressions is not None:
@@ -258,22 +244,24 @@ class _Prefix:
 
 
 class StopStrings:
-    """A StopWatcher for stop strings."""
+    """Follows one text character by character, and finds the stop strings in it."""
 
     def __init__(self, nothing: _Prefix) -> None:
         self._prefix = nothing
 
     @property
     def undecided(self) -> int:
+        """Return how many characters at the end of the text may be the start of a match."""
         return self._prefix.length
 
     def advance(self, character: str) -> int:
+        """Return the length of the longest match that ends with the character, 0 without one."""
         self._prefix = self._prefix.then(character)
         return self._prefix.found
 
 
 class StopExpressions:
-    """A StopWatcher for stop expressions.
+    """Follows one text as StopStrings does, and finds the stop expressions in it.
 
     It follows the positions of all begun matches, but not where they began. Beginnings are found by
     following the text backwards: when a match is complete, and whenever the text has doubled since

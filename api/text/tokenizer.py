@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
@@ -139,48 +139,34 @@ class RouterTokenizer:
         Raises:
             Overloaded: too much text waits already.
         """
-        return await self._ids(text, text, add_special_tokens=add_special_tokens)
+        return (await self._batch([text], text, add_special_tokens=add_special_tokens))[0]
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of some short texts, without special tokens.
 
         Raises as `encode` does.
         """
-        total_bytes = sum(map(num_bytes, texts))
-        if total_bytes <= _SHORT:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        else:
-            encodings = await self._run(
-                total_bytes,
-                time.monotonic(),
-                lambda: self._tokenizer.async_encode_batch_fast(texts, add_special_tokens=False),
-            )
-        return [encoding.ids for encoding in encodings]
+        return await self._batch(texts, "".join(texts), add_special_tokens=False)
 
     async def encode_pair(self, first: str, second: str) -> list[int]:
         """Return the token ids of two texts, joined as a pair. Raises as `encode` does."""
-        return await self._ids((first, second), first + second, add_special_tokens=True)
+        return (await self._batch([(first, second)], first + second, add_special_tokens=True))[0]
 
-    async def _ids(
-        self, wanted: str | tuple[str, str], text: str, *, add_special_tokens: bool
-    ) -> list[int]:
-        """Return the token ids of a text or pair. Raises as `encode` does.
-
-        Args:
-            text: the whole text, for its length.
-        """
+    async def _batch(
+        self,
+        wanted: Sequence[str | tuple[str, str]],
+        text: str,
+        *,
+        add_special_tokens: bool,
+    ) -> list[list[int]]:
+        """Return the token ids of texts or pairs. `text` is all of them, for its length."""
         if len(text) <= _SHORT:
             # The fast form omits the character offsets of tokens.
-            short = self._tokenizer.encode_batch_fast(
-                [wanted], add_special_tokens=add_special_tokens
-            )
-            ids: list[int] = short[0].ids
-            return ids
-        encoding = await self._encoding(
-            wanted, num_bytes(text), time.monotonic(), add_special_tokens=add_special_tokens
-        )
-        ids = encoding.ids
-        return ids
+            found = self._tokenizer.encode_batch_fast(wanted, add_special_tokens=add_special_tokens)
+        else:
+            size, now = num_bytes(text), time.monotonic()
+            found = await self._encodings(wanted, size, now, add_special_tokens=add_special_tokens)
+        return [each.ids for each in found]
 
     async def surely_exceeds(self, text: str, num_tokens: int) -> bool:
         """Return True if `text` certainly has more tokens. If False, it may still have a few more.
@@ -197,7 +183,7 @@ class RouterTokenizer:
         counted = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
-            encoding = await self._encoding(piece, total, arrived, add_special_tokens=False)
+            (encoding,) = await self._encodings([piece], total, arrived, add_special_tokens=False)
             counted += max(0, len(encoding) - _CUT_TOKENS)
             if counted > num_tokens:
                 return True
@@ -239,23 +225,22 @@ class RouterTokenizer:
         """Return the names of tokens in the vocabulary, "" for unknown ids."""
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
-    async def _encoding(
+    async def _encodings(
         self,
-        text: str | tuple[str, str],
+        wanted: Sequence[str | tuple[str, str]],
         total_bytes: int,
         arrived: float,
         *,
         add_special_tokens: bool,
-    ) -> Encoding:
+    ) -> list[Encoding]:
         # The batch form releases the GIL. `encode` would hold it for 2 ms per thousand tokens.
-        encodings: list[Encoding] = await self._run(
+        return await self._run(
             total_bytes,
             arrived,
             lambda: self._tokenizer.async_encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+                wanted, add_special_tokens=add_special_tokens
             ),
         )
-        return encodings[0]
 
     async def _run(
         self, total_bytes: int, arrived: float, start: Callable[[], "asyncio.Future[R]"]
@@ -283,22 +268,17 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int:
 
 
 _BROKEN = "\ufffd"  # decoded from bytes that are not a character, or not yet
+_SLIDE_TOKENS = 16  # a longer window of complete text slides: decoding it costs as much as a slide
 _MAX_WINDOW = 48
 _HARD_WINDOW = 256  # limit of the window if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
-
-
-class TokenDecoder(Protocol):
-    """Decoder of a whole sequence of token ids."""
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
     """The text of one request's generated tokens, without incomplete characters.
 
     For each new token only the last few tokens are decoded again. This window starts where the text
-    was last complete, so it contains everything that joins tokens (UTF-8 bytes, leading spaces).
+    was complete, so it contains everything that joins tokens (UTF-8 bytes, leading spaces).
     Special tokens that are marks are returned as text. Only their positions in `marks` distinguish
     them from the same text in other tokens.
 
@@ -311,7 +291,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        decoder: TokenDecoder,
+        decoder: RouterTokenizer,
         context: Sequence[int] = (),
         spelt: Mapping[int, str] | None = None,
     ) -> None:
@@ -360,7 +340,9 @@ class Detokenizer:
         self._num_returned = max(self._num_returned, len(settled))
         self._settled = settled == text
         if self._settled:
-            self._slide(text)
+            if len(self._window) > _SLIDE_TOKENS:
+                self._slide(text)
+            self._clean = len(self._window)
         elif len(self._window) > _MAX_WINDOW:
             new += self._cut(text)
         return new
@@ -376,7 +358,6 @@ class Detokenizer:
         if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:
             self._window = later
             self._num_returned = len(later_text)
-        self._clean = len(self._window)
 
     def _cut(self, text: str) -> str:
         """Drop the older tokens of a long run without valid text.

@@ -16,9 +16,7 @@ from common.request import PrefixHint
 from common.requests.namespace import NO_ADAPTER, UNNAMED, AdapterId, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
-from router.cluster.decode_client import DecodeClient
-from router.cluster.liveness import MigratableRequest
-from router.policy import RoutingPolicy
+from router.cluster.decode_client import DecodeClient, MigratableRequest
 from router.policy.load import (
     WHENEVER,
     DecodeChoice,
@@ -29,6 +27,7 @@ from router.policy.load import (
     PrefillChoice,
     RequestDue,
 )
+from router.policy.policies import RoutingPolicy
 from router.policy.prefix_index import PrefixHints
 
 
@@ -141,12 +140,14 @@ class Cluster:
 
         Args:
             hints: finds other nodes that have a prefix of a prompt cached.
-            on_change: called when `ready` may have changed.
+            on_change: called when nodes changed, so that `ready` or a prefill node may differ.
             served: model name for errors. Empty if the router has only one model.
             fingerprint_change: see RouterConfig.
         """
         self._not_ready = of_model(NOT_READY, served)
         self._no_adapter = of_model(NO_ADAPTER_THERE, served)
+        state.on_change = self.refresh
+        state.on_reports.append(self.described)
         self._state = state
         self._policy = policy
         self._load = load
@@ -231,6 +232,7 @@ class Cluster:
             self._read(client)
             client.found(self._state.ready_instance(client.address))
         self._use()
+        self._on_change()
 
     def close(self) -> None:
         """Stop placing requests and end all waits."""
@@ -376,7 +378,7 @@ class Cluster:
         )
 
     def _use(self) -> None:
-        hoped = self._hopes
+        hoped, was_ready = self._hopes, self.ready
         clients = tuple(self._clients.values())
         awake = tuple(client for client in clients if not client.paused)
         self._choices = self._usable(clients)
@@ -387,7 +389,8 @@ class Cluster:
         if self.ready or not self._hopes:
             self._news.set()
             self._news = asyncio.Event()
-        self._on_change()
+        if self.ready != was_ready:
+            self._on_change()
 
     def _may_wake(self, client: DecodeClient) -> bool:
         """Return whether the node is usable except for a pause or a silent engine.

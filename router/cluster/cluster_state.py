@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import methodcaller
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import grpc.aio
 
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 LEFT = "it left the cluster"
 
 
-class NodeMember(Protocol):
-    """A node of the cluster, as `ask_all` needs it."""
+class NodeMember:
+    """A member and the state from its last description, "" before the first one."""
 
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def stub(self) -> Any:
-        """gRPC stub of its Node service."""
-        ...
+    def __init__(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
+        self.role = role
+        self.address = address
+        self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        self.state = ""
+        self.engine_silent = False
+        self.instance = 0  # instance id that reported the state
+        self.num_lives = 1  # incremented whenever the node is lost
+        self.silence = ""  # reason why it did not respond, or ""
+        self.leaving = False  # its last report said that it drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +117,21 @@ class NodeReport:
     at: float = field(default_factory=time.monotonic)
 
 
-class _Known:
-    """A member and the state from its last description, "" before the first one."""
-
-    def __init__(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
-        self.role = role
-        self.address = address
-        self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-        self.state = ""
-        self.engine_silent = False
-        self.instance = 0  # instance id that reported the state
-        self.num_lives = 1  # incremented whenever the node is lost
-        self.silence = ""  # reason why it did not respond, or ""
-        self.leaving = False  # its last report said that it drains
-
-
 class ClusterState:
-    """Last known state of all nodes. For one event loop."""
+    """Last known state of all nodes. For one event loop.
+
+    Attributes:
+        on_change: called when `fit` of a node may have changed.
+        on_reports: called with the reports of all nodes after each survey.
+        on_role: called with the address of a node whose reported role differs from its configured
+            role. The node gets no requests until it joins again with the reported role.
+    """
 
     def __init__(
         self,
         *,
         tokenizer_hash: str,
         other_models: Collection[str] = (),
-        on_change: Callable[[], None],
-        on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
-        on_role: Callable[[str, Role], None] = lambda address, role: None,
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a state without members.
@@ -151,20 +140,15 @@ class ClusterState:
             tokenizer_hash: hash of the tokenizer of these nodes' model.
             other_models: names of the router's other models. A node with such a model gets no
                 requests here, even if its tokenizer is the same.
-            on_change: called when `fit` of a node may have changed.
-            on_reports: called with the reports of all nodes after each survey.
-            on_role: called with the address of a node whose reported role differs from its
-                configured role. The node gets no requests until it joins again with the reported
-                role.
             on_stream_lost: called when the stream of a decode node breaks.
         """
-        self._on_reports = on_reports
-        self._on_role = on_role
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_reports: list[Callable[[Sequence[NodeReport]], None]] = []
+        self.on_role: Callable[[str, Role], None] = lambda address, role: None
         self._on_stream_lost = on_stream_lost
         self._tokenizer_hash = tokenizer_hash
         self._other_models = frozenset(other_models)
-        self._on_change = on_change
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, NodeMember] = {}
         self._looking: asyncio.Task[list[NodeReport]] | None = None
         self._wanted = asyncio.Event()
 
@@ -175,7 +159,7 @@ class ClusterState:
             role: "prefill" | "decode" | "encode".
             channel: owned by the caller.
         """
-        self._known[address] = _Known(role, address, channel)
+        self._known[address] = NodeMember(role, address, channel)
         self.want()
 
     def leave(self, address: str) -> None:
@@ -265,10 +249,11 @@ class ClusterState:
     async def _look(self) -> list[NodeReport]:
         known = sorted(self._known.values(), key=lambda each: each.role != "prefill")
         reports = await asyncio.gather(*(self._ask(each) for each in known))
-        self._on_reports(reports)
+        for receive in self.on_reports:
+            receive(reports)
         return reports
 
-    async def _ask(self, known: _Known) -> NodeReport:
+    async def _ask(self, known: NodeMember) -> NodeReport:
         life = known.num_lives
         report = await self._report(known)
         described = report.description
@@ -277,20 +262,20 @@ class ClusterState:
             # no stream to the router.
             if known.role == "encode" and known.state:
                 known.state = ""
-                self._on_change()
+                self.on_change()
             return report
         # A description from before the loss does not apply to the node that came back.
         if known.num_lives == life and known.state != report.state:
             known.state, known.engine_silent = report.state, report.engine_silent
             known.instance = described.instance_id
-            self._on_change()
+            self.on_change()
         if self._known.get(known.address) is known:
             for role in get_args(Role):
                 if described.role == role != known.role:
-                    self._on_role(known.address, role)
+                    self.on_role(known.address, role)
         return report
 
-    async def _report(self, known: _Known) -> NodeReport:
+    async def _report(self, known: NodeMember) -> NodeReport:
         description, problem = await ask(
             known, "Describe", node_pb2.DescribeRequest(), _DEADLINE_S, _MAX_BYTES
         )
@@ -308,7 +293,7 @@ class ClusterState:
         state = description.state
         return NodeReport(known.role, known.address, state, description, state == "unhealthy")
 
-    def _not_answered(self, known: _Known, reason: str) -> None:
+    def _not_answered(self, known: NodeMember, reason: str) -> None:
         if reason != known.silence:
             known.silence = reason
             level = logging.INFO if known.leaving else logging.WARNING

@@ -1,4 +1,4 @@
-"""Client of one decode node: one long-lived Serve stream that carries all its requests.
+"""Client of one decode node: one long-lived Serve stream with all its requests and heartbeats.
 
 The client reconnects forever. The end of a stream ends all requests on it. Request numbers are
 never reused, so late output of a cancelled request is ignored.
@@ -11,20 +11,21 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
 
 from common import limits, request, rpc
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
+from common.process.standstill import StallMonitor
 from common.request import PredictionUsage, PrefixHint, Remaining, RequestSpec, hints_to_proto
 from common.requests.logprobs import from_proto
 from common.requests.namespace import AdapterId, WeightsId, check_identity
 from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
-from router.cluster.liveness import EngineLiveness, LivenessLimits, MigratableRequest
 from router.token_buffer import (
     UNKNOWN_VERSION,
     LossCause,
@@ -36,6 +37,96 @@ from router.token_buffer import (
 )
 
 log = logging.getLogger(__name__)
+
+_LONGEST_LOOK_S = 0.5
+
+
+# A responsive server process proves nothing: its engine may be stalled, and a node that finishes
+# nothing looks least loaded. So silence has two limits: after the first the node gets no new
+# requests, and after the second its requests are replayed on other nodes.
+@dataclass(frozen=True, slots=True)
+class LivenessLimits:
+    """Limits for a silent engine, in seconds. Heartbeats come once a second."""
+
+    silent_s: float = 5.0  # silence after which the node gets no new requests
+    dead_s: float = 10.0  # silence after which its requests are replayed
+
+
+class EngineLiveness:
+    """Liveness of the engine behind one stream. For one event loop.
+
+    Calls `on_change` when `moves` or `dead` has changed. Silent until the first heartbeat, because
+    a node may already be stalled when a stream opens.
+    """
+
+    def __init__(self, patience: LivenessLimits, on_change: Callable[[], None]) -> None:
+        self.moves = False
+        self.dead = False
+        self._patience = patience
+        self._on_change = on_change
+        self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
+        self._standstill = StallMonitor(self._look_s)
+
+    def heartbeat(self, late_s: float = 0.0) -> None:
+        """Record a heartbeat.
+
+        Args:
+            late_s: seconds for which the engine has made no progress. Its silence counts from then.
+        """
+        late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
+        self._standstill.moved(late_s)
+        if late_s < self._patience.silent_s:
+            self._report(moves=True)
+
+    async def until_dead(self) -> None:
+        """Wait until the engine counts as dead. Returns immediately if it does already."""
+        while (silence_s := self._standstill.look()) < self._patience.dead_s:
+            if silence_s >= self._patience.silent_s:
+                self._report(moves=False)
+            await asyncio.sleep(self._look_s)
+        self._report(moves=False, dead=True)
+
+    def _report(self, *, moves: bool, dead: bool = False) -> None:
+        if (moves, dead) != (self.moves, self.dead):
+            self.moves, self.dead = moves, dead
+            self._on_change()
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationOutcome:
+    """Result of a live migration.
+
+    `target` is "" if no node could accept the request. `because` is the reason why the request
+    stays, or "" after success.
+    """
+
+    target: str
+    because: str = ""
+
+
+class MigratableRequest(Protocol):
+    """A request that can be migrated. For one event loop."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def address(self) -> str:
+        """Address of its decode node."""
+        ...
+
+    @property
+    def movable(self) -> bool:
+        """True if `migrate` may be called: it has a token, and no migration is in progress."""
+        ...
+
+    def migrate(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
+        """Start a migration to `target`, or to any decode node.
+
+        The task ends when the request has migrated or stays. It is cancelled if the request ends.
+        """
+        ...
+
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
@@ -50,9 +141,7 @@ class _Over(NamedTuple):
     """The end of a stream."""
 
     reason: str
-    refused: bool = (
-        False  # False: the protocol versions differ, so a retry fails until one side is replaced
-    )
+    refused: bool = False  # the protocol versions differ: retries fail until one side is replaced
     engine_died: bool = False
 
 

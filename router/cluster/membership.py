@@ -20,8 +20,7 @@ from common.logs import kv
 from protos import decode_pb2, node_pb2, node_pb2_grpc
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import ClusterState
-from router.cluster.decode_client import DecodeClient
-from router.cluster.liveness import LivenessLimits, MigrationOutcome
+from router.cluster.decode_client import DecodeClient, LivenessLimits, MigrationOutcome
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, DiscoveredNodes, Discovery, Role
 from router.policy.prefix_index import PrefixIndex
@@ -110,20 +109,13 @@ class Membership:
         state: ClusterState,
         cluster: Cluster,
         make_channel: Callable[[str], grpc.aio.Channel],
-        cache_watch: CacheWatch | None,
-        pooling: PoolingNodes,
+        cache_watch: CacheWatch | None,  # None if the routing policy does not use cache events
+        pooling: PoolingNodes,  # gets prefill nodes as they join and leave
         *,
-        budget_s: float,
-        patience: LivenessLimits | None = None,
+        budget_s: float,  # longest time in seconds that a request may still need a leaving node
+        patience: LivenessLimits | None = None,  # liveness limits of decode nodes' engines
     ) -> None:
-        """Create a membership without members.
-
-        Args:
-            cache_watch: None if the routing policy does not use cache events.
-            pooling: gets prefill nodes as they join and leave.
-            budget_s: longest time in seconds that a request may still need a leaving node.
-            patience: liveness limits of decode nodes' engines.
-        """
+        state.on_role = self.has_role
         self._discovery = discovery
         self._state = state
         self._cluster = cluster

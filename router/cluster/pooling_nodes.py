@@ -29,8 +29,16 @@ from common.errors import (
 from protos import pooling_pb2, pooling_pb2_grpc
 from router.cluster.cluster import of_model
 from router.cluster.sources import Role
-from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPolicy
-from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad, RequestDue
+from router.policy.load import (
+    DecodeChoice,
+    LoadReservation,
+    NodeBacklogs,
+    NodeLoad,
+    PlacementKey,
+    PrefillChoice,
+    RequestDue,
+)
+from router.policy.policies import RoutingPolicy
 
 NO_PREFILL_NODE = "no prefill node is ready to compute embeddings or scores"
 _MAX_CALLS = 32  # concurrent calls to one node from this router; a node accepts 64 per connection

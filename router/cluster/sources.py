@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, TypeAlias, get_args
 
 import yaml
 
@@ -46,25 +46,7 @@ class DiscoveryError(Exception):
     """The source has no result now. The message says why."""
 
 
-class DiscoverySource(Protocol):
-    """One source of node addresses."""
-
-    @property
-    def interval_s(self) -> float | None:
-        """Seconds between lookups. None: the result never changes."""
-        ...
-
-    @property
-    def required(self) -> bool:
-        """True if a failed first lookup is a configuration error."""
-        ...
-
-    async def look(self) -> Addresses:
-        """Return the current addresses. Raises DiscoveryError."""
-        ...
-
-
-def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> DiscoverySource:
+def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> "DiscoverySource":
     """Return the source for an entry. Raises ConfigError if the entry has an unknown form."""
     kind, _, rest = entry.partition(":")
     try:
@@ -102,6 +84,7 @@ class FixedSource:
     required: bool = False
 
     async def look(self) -> Addresses:
+        """Return the current addresses. Sources raise DiscoveryError."""
         return (self.address,)
 
 
@@ -184,6 +167,11 @@ class FileSource:
             return _bounded(tuple(rpc.check_address(str(address)) for address in named))
         except InvalidRequest as error:
             raise DiscoveryError(f"{self._path}: {error}") from error
+
+
+# A source of node addresses. `interval_s` is the time between lookups, or None if the result never
+# changes. If it is `required`, a failed first lookup is a configuration error.
+DiscoverySource: TypeAlias = FixedSource | DnsSource | FileSource
 
 
 def _bounded(addresses: Addresses) -> Addresses:

@@ -5,7 +5,7 @@ import random
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -140,73 +140,65 @@ def _log2_speed(link: PrefillChoice) -> float:
     return math.log2(_USUAL_GIB_PER_S.get(link.path, 1.0))
 
 
-class LeastTokens:
-    """Least-loaded policy: the prefill node with the fewest tokens to compute.
+class LeastBy:
+    """Policy that orders nodes by a number. Equal prefill nodes take turns.
 
-    Equal nodes take turns.
+    Among decode nodes with the lowest number, the least full one is chosen.
+
+    Args:
+        of_prefill: returns the number of a prefill node at an address.
+        of_decode: the same of a decode node. None: all decode nodes are equal.
     """
 
-    def __init__(self, load: NodeLoad) -> None:
-        self._load = load
+    def __init__(
+        self,
+        load: NodeLoad,
+        of_prefill: Callable[[str], Any],
+        of_decode: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._of_prefill = of_prefill
+        self._of_decode = of_decode
         self._decode = LeastLoadedDecode(load)
         self._turns = RotatingOrder()
 
     def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        if self._of_decode is not None and len(choices) > 1:
+            numbers = [self._of_decode(choice.address) for choice in choices]
+            lowest = min(numbers)
+            choices = [
+                each for each, number in zip(choices, numbers, strict=True) if number == lowest
+            ]
         decode = self._decode.pick(choices)
         nodes = self._turns.rotated([node.address for node in decode.prefill])
-        nodes.sort(key=self._load.prefill.tokens)
+        nodes.sort(key=self._of_prefill)
         return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
 
 
-class LeastRequests:
-    """Least-requests policy: the nodes with the fewest requests of this router.
+def least_tokens(load: NodeLoad) -> LeastBy:
+    """Return the least-loaded policy: the prefill node with the fewest tokens to compute."""
+    return LeastBy(load, load.prefill.tokens)
+
+
+def least_requests(load: NodeLoad) -> LeastBy:
+    """Return the least-requests policy: the nodes with the fewest requests of this router.
 
     Prompts count equally, whatever their length. Prefill nodes count requests without a first
-    token, decode nodes all running ones. Equal prefill nodes take turns. Among equal decode nodes,
-    the least full one is chosen.
+    token, decode nodes all running ones.
     """
-
-    def __init__(self, load: NodeLoad) -> None:
-        self._load = load
-        self._decode = LeastLoadedDecode(load)
-        self._turns = RotatingOrder()
-
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        requests = self._load.decode.requests
-        fewest = min(requests(choice.address) for choice in choices)
-        decode = self._decode.pick([each for each in choices if requests(each.address) == fewest])
-        nodes = self._turns.rotated([node.address for node in decode.prefill])
-        nodes.sort(key=self._load.prefill.requests)
-        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+    return LeastBy(load, load.prefill.requests, load.decode.requests)
 
 
-class ShortestQueue:
-    """Shortest-queue policy: the nodes where a new request starts soonest.
+def shortest_queue(load: NodeLoad, backlogs: NodeBacklogs) -> LeastBy:
+    """Return the shortest-queue policy: the nodes where a new request starts soonest.
 
     Uses the queue times that nodes report, which include other routers' requests and the speed of
     each node. Nodes of unknown speed are ordered by the tokens that this router has queued there.
-    Equal prefill nodes take turns. Among equal decode nodes, the least full one is chosen.
     """
 
-    def __init__(self, load: NodeLoad, backlogs: NodeBacklogs) -> None:
-        self._load = load
-        self._backlogs = backlogs
-        self._decode = LeastLoadedDecode(load)
-        self._turns = RotatingOrder()
+    def queue(address: str) -> tuple[float, int]:
+        return backlogs.queue_s(address), load.queued.tokens(address)
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        queues = [self._queue(choice.address) for choice in choices]
-        shortest = min(queues)
-        decode = self._decode.pick(
-            [each for each, queue in zip(choices, queues, strict=True) if queue == shortest]
-        )
-        nodes = self._turns.rotated([node.address for node in decode.prefill])
-        nodes.sort(key=self._queue)
-        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
-
-    def _queue(self, address: str) -> tuple[float, int]:
-        """Return the seconds until a new request starts, and this router's queued tokens."""
-        return self._backlogs.queue_s(address), self._load.queued.tokens(address)
+    return LeastBy(load, queue, queue)
 
 
 class PowerOfTwo:
@@ -271,7 +263,7 @@ class SessionAffinity:
     """
 
     def __init__(self, load: NodeLoad) -> None:
-        self._least = LeastTokens(load)
+        self._least = least_tokens(load)
         self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
 
     def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
@@ -402,9 +394,9 @@ _POLICIES: dict[str, Callable[[_Inputs], RoutingPolicy]] = {
     "round_robin": lambda given: RoundRobin(),
     "random": lambda given: RandomPolicy(given.rng),
     "power_of_two": lambda given: PowerOfTwo(given.load, given.rng),
-    "least_tokens": lambda given: LeastTokens(given.load),
-    "least_requests": lambda given: LeastRequests(given.load),
-    "shortest_queue": lambda given: ShortestQueue(given.load, given.backlogs),
+    "least_tokens": lambda given: least_tokens(given.load),
+    "least_requests": lambda given: least_requests(given.load),
+    "shortest_queue": lambda given: shortest_queue(given.load, given.backlogs),
     "prefix_aware": lambda given: PrefixAware(given.load, given.prefixes),
     "session_affinity": lambda given: SessionAffinity(given.load),
     "consistent_hash": lambda given: ConsistentHash(given.load),

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from api.program.admin import make_admin
 from api.program.assembly import make_grpc
-from api.program.nodes import ModelNodes, ModelPool, RouterBase, make_base, make_pool
+from api.program.nodes import ModelPool, RouterBase, make_base, make_pool
 from api.text import model_files
 from common import rpc
 from common.config import NODE_CONFIGS, RouterConfig
@@ -198,7 +198,7 @@ class VirtualCluster:
         self,
         nodes: Mapping[str, VirtualNode],
         programs: Mapping[str, RoleProgram],
-        router: ModelNodes,
+        router: ModelPool,
         network: MemoryNetwork,
     ) -> None:
         self.nodes = nodes
@@ -208,16 +208,14 @@ class VirtualCluster:
         self._addresses = {name: _address(program) for name, program in programs.items()}
         self._names = network.names
         self._router = router
-        self._records = RequestRecords(router.base.metrics, router.base.timelines)
+        self._records = RequestRecords(router.metrics, router.timelines)
 
     async def answer(self, arrival: Arrival) -> Response:
         """Send a request, and return its complete response or its error."""
         now = time.monotonic()
         response = Response(arrival, now)
-        budget_s = self._router.base.config.request_timeout_s
-        due = RequestDue(
-            now + budget_s * self._router.base.config.max_queue_fraction, now + budget_s
-        )
+        budget_s = self._router.config.request_timeout_s
+        due = RequestDue(now + budget_s * self._router.config.max_queue_fraction, now + budget_s)
         sampling = SamplingParams(
             max_tokens=arrival.output,
             seed=1,
@@ -332,9 +330,9 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         base = make_base(config, resources)
         pool = await make_pool(base, config, model_files.load(config.model), resources)
         await _serve(base, pool)
-        following = asyncio.ensure_future(pool.nodes.membership.run())
+        following = asyncio.ensure_future(pool.membership.run())
         try:
-            yield VirtualCluster(nodes, programs, pool.nodes, network)
+            yield VirtualCluster(nodes, programs, pool, network)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -344,7 +342,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
 
 async def _serve(base: RouterBase, pool: ModelPool) -> None:
     """Serve the router's gRPC methods for operators and the planner."""
-    pools, others = {pool.base.name: pool}, OtherProcesses({})
+    pools, others = {pool.name: pool}, OtherProcesses({})
     admin = make_admin(base, pools, CollectorRegistry(), alone(), others, others, lambda: None)
     await make_grpc(base, pools, admin.service, shares_port=False).server.start()
 

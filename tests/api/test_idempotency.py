@@ -18,6 +18,7 @@ from api.requests.generate_params import (
     RequestGroup,
     SharedPrompt,
     TextPrompt,
+    TokenIdsPrompt,
 )
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from common.errors import InvalidRequest, NodeUnavailable
@@ -302,14 +303,15 @@ async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was():
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=LONG_S)
     wanted = _wanted()
-    wanted.prompt.token_ids = Tokens([1])
-    tokens = weakref.ref(wanted.prompt.token_ids)
+    given = Tokens([1])
+    wanted.prompt.prompt = TokenIdsPrompt(given)
+    tokens = weakref.ref(given)
     scripted.said.put_nowait(_last("a"))
 
     async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         pass
 
     await kept.generate(wanted, ME, write, retry=_retry(kept))
-    del wanted
+    del wanted, given
     await eventually(lambda: gc.collect() >= 0 and tokens() is None)
     assert len(kept) == 1

@@ -66,7 +66,7 @@ class Two:
         return next(line.split()[-1] for line in lines if line.startswith(f"{name} "))
 
     def ready(self, model: str) -> bool:
-        return self.router.pools[model].nodes.ready
+        return self.router.pools[model].ready
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ from api.requests.generate_params import ChatPrompt, ChatTurn
 from tests.api.rig import CHAT, api_for
 
 COMPLETIONS = CompletionsEndpoint(ignore_unknown=False)
-NONE_SHOWN = {False: frozenset(), True: frozenset()}
-CHATS = ChatEndpoint(ModelFormat(), NONE_SHOWN, ignore_unknown=False)
+CHATS = ChatEndpoint(ModelFormat(), ignore_unknown=False)
 PROMPT: dict[str, Any] = {"prompt": "x"}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DIALECTS = pytest.mark.parametrize(
@@ -248,9 +247,7 @@ def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is():
 
 
 def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named():
-    lenient = ChatEndpoint(
-        ModelFormat(), {False: frozenset(), True: frozenset()}, ignore_unknown=True
-    )
+    lenient = ChatEndpoint(ModelFormat(), ignore_unknown=True)
     message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
     asked = read(
         lenient,

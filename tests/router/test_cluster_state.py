@@ -68,7 +68,7 @@ async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(mode
 
 
 async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back():
-    asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
+    asking = ClusterState(tokenizer_hash="")
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.answering.clear()
         asking.join("prefill", node.address, channel)
@@ -88,7 +88,7 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
     ids=["a state that there is not", "a megabyte of itself"],
 )
 async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie):
-    asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
+    asking = ClusterState(tokenizer_hash="")
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.description.MergeFrom(type(node.description)(**lie))
         asking.join("prefill", node.address, channel)
@@ -101,7 +101,7 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie):
 async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(drained, level, caplog):
     """Log no warning for a planned end."""
     caplog.set_level(logging.INFO, "router.cluster")
-    looking = ClusterState(tokenizer_hash="", on_change=lambda: None)
+    looking = ClusterState(tokenizer_hash="")
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         looking.join("decode", "127.0.0.1:1", channel)
         if drained:

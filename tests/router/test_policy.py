@@ -13,20 +13,22 @@ from common.config import RouterConfig
 from common.request import RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
-from router.policy import (
+from router.policy.load import (
     DecodeChoice,
+    LoadReservation,
+    NodeBacklogs,
+    NodeLoad,
     PlacementDecision,
     PlacementKey,
     PrefillChoice,
-    RoutingPolicy,
-    make_policy,
 )
-from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad
 from router.policy.policies import (
     MAX_MORE_IMAGE_TOKENS,
     NAMES,
     NEAR_TOKENS,
+    RoutingPolicy,
     encode_nodes,
+    make_policy,
 )
 from router.policy.prefix_index import PrefixIndex
 from tests.support.fake_clock import FakeClock

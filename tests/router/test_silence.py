@@ -10,7 +10,7 @@ from api.program.assembly import RunningRouter
 from common.config import RouterConfig
 from common.process.standstill import StallMonitor
 from router.cluster import cluster
-from router.cluster.liveness import EngineLiveness, LivenessLimits
+from router.cluster.decode_client import EngineLiveness, LivenessLimits
 from tests.api.rig import (
     PROMPT,
     ask,

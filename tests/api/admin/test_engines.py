@@ -13,7 +13,7 @@ from common.config import ClientsConfig
 from common.errors import NodeUnavailable
 from protos import router_pb2
 from router.cluster import cluster
-from router.policy import PlacementKey
+from router.policy.load import PlacementKey
 from tests.api.rig import (
     api_for,
     ask,

@@ -102,7 +102,7 @@ def test_who_needs_a_key_is_as_the_docs_say(
     refused: list[Access] = []
     for access in get_args(Access):
         try:
-            guard.asking(access)("", "192.0.2.1")
+            guard.identify(access, "", "192.0.2.1")
         except Unauthenticated:
             refused.append(access)
     assert refused == needs_key

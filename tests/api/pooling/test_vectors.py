@@ -21,9 +21,8 @@ from common.errors import (
 )
 from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, POOL_TOKENS
 from protos.router_pb2 import GetClusterRequest
-from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
-from router.policy.load import NodeBacklogs, NodeLoad
-from router.policy.policies import NAMES
+from router.policy.load import DecodeChoice, NodeBacklogs, NodeLoad, PlacementKey, PrefillChoice
+from router.policy.policies import NAMES, make_policy
 from router.policy.prefix_index import PrefixIndex
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
 from tests.api.rig import WAIT_S, eventually, router_for

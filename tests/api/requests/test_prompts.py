@@ -7,16 +7,17 @@ from typing import Any, cast
 import pytest
 
 from api.auth.client import by_address
+from api.dialect.fields import GenerationFields, choices, samplings
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import (
     ChatPrompt,
     ChatTurn,
     ModelLimits,
-    SharedPrompt,
     TextPrompt,
     TokenIdsPrompt,
 )
 from api.requests.prompts import PromptEncoder
+from api.requests.validation import parse
 from api.text.chat_template import ChatTemplate
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
@@ -113,23 +114,17 @@ async def test_of_too_many_token_ids_none_is_looked_at():
         await prompts(Encoder()).checked(TokenIdsPrompt(Untouchable()), CLIENT)
 
 
-async def test_a_prompt_of_several_choices_is_encoded_once():
-    encoder = Encoder()
-    subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
-    answers = await asyncio.gather(*(subject.checked(shared, CLIENT) for _ in range(8)))
-    assert answers == [[5] * 7] * 8
-    assert encoder.num_encoded == 1
-
-
 async def test_a_choice_that_goes_away_leaves_the_encoding_to_another():
     encoder = Encoder()
     encoder.may_go_on.clear()
-    subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
-    first, second = (asyncio.create_task(subject.checked(shared, CLIENT)) for _ in range(2))
+    given = GenerationFields(n=2)
+    wanted = choices(given, [TextPrompt("x")], samplings(given, 8))
+    parsing = (parse(each, "r", prompts(encoder), LIMITS, CLIENT) for each in wanted)
+    first, second = map(asyncio.create_task, parsing)
     await asyncio.sleep(0)
     first.cancel()
     encoder.may_go_on.set()
-    assert await second == [5] * 7
+    assert list((await second).spec.tokens) == [5] * 7
     assert first.cancelled()
 
 

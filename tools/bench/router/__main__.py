@@ -26,17 +26,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from tests.api.models import byte_level_tokenizer
 from tools.bench.router import peers
+from tools.bench.router.clients import SENTENCE, Load
 from tools.bench.support.record import ROOT, emit, say, table
 from tools.bench.support.systems import cpu_seconds_of, free_addresses
 
 READY_S = 60.0
-SENTENCE = "The quick brown fox jumps over the lazy dog, and again. "
 MODEL = "stub"
 COLUMNS = {
     "load": "{load}",
@@ -49,17 +52,6 @@ COLUMNS = {
     "of a core": "{core:.0%}",
     "failed": "{failed}",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A closed loop."""
-
-    protocol: str
-    max_tokens: int
-    stream: bool
-    prompt: str = SENTENCE
-    clients: int = 64
 
 
 LOADS = {
@@ -171,15 +163,10 @@ def _measured(
 def _turn(
     system: System, load: Load, clients: "subprocess.Popen[str]", seconds: float
 ) -> dict[str, Any]:
-    order = {
-        **asdict(load),
-        "target": system.targets[load.protocol],
-        "seconds": seconds,
-        "model": MODEL,
-    }
+    order = replace(load, target=system.targets[load.protocol], seconds=seconds, model=MODEL)
     before = system.cpu_s()
     assert clients.stdin is not None
-    clients.stdin.write(json.dumps(order) + "\n")
+    clients.stdin.write(msgspec.json.encode(order).decode() + "\n")
     clients.stdin.flush()
     counts = json.loads(_line(clients))
     spent_s = system.cpu_s() - before

@@ -17,24 +17,25 @@ import msgspec
 import uvloop
 
 from common.rpc import make_channel
-from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 
 _PATH = "/v1/completions"
+SENTENCE = "The quick brown fox jumps over the lazy dog, and again. "
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The load of one turn."""
+    """A closed loop. The last fields are set for each turn."""
 
     protocol: str  # "http" | "grpc"
-    target: str  # host:port
-    clients: int
-    seconds: float
-    model: str
-    prompt: str | list[int]
     max_tokens: int
     stream: bool
+    prompt: str = SENTENCE
+    clients: int = 64
+    target: str = ""  # host:port
+    seconds: float = 0.0
+    model: str = "stub"
 
 
 class Counts(msgspec.Struct):
@@ -128,10 +129,7 @@ async def _http(load: Load, until: float, counts: Counts) -> None:
 async def _grpc(load: Load, until: float, counts: Counts) -> None:
     sampling = Sampling(max_tokens=load.max_tokens, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(sampling=sampling)
-    if isinstance(load.prompt, str):
-        request.text = load.prompt
-    else:
-        request.token_ids.CopyFrom(TokenIds(ids=load.prompt))
+    request.text = load.prompt
 
     async def client(stub: Any) -> None:
         while time.perf_counter() < until:

@@ -127,10 +127,6 @@ class MetricsAggregator:
     """
 
     def __init__(self, routers: OtherProcesses) -> None:
-        """
-        Args:
-            routers: client of the worker processes.
-        """
         self._routers = routers
         self._several = MergedMetrics(DECLARED)
         self._num_silent = 0
