@@ -179,7 +179,10 @@ class DecodeRole:
 
     def _take_events(self, now: float) -> list[FailedHandoff]:
         failed: list[FailedHandoff | None] = []
-        for event in self._canary.admitted(self._port.take(), now):
+        events = self._port.take()
+        if self._canary.unchecked or ProducerUp in map(type, events):
+            events = self._canary.admitted(events, now)
+        for event in events:
             if self._sharing.take(event):
                 continue
             match event:
@@ -215,11 +218,12 @@ class DecodeRole:
 
     @property
     def busy(self) -> bool:
-        of_own = self._active or self._handoffs.reads() or self._migrations.busy
-        return bool(of_own or self._sharing.busy)
+        migrations = self._migrations
+        lingers = migrations.in_progress or time.monotonic() < migrations.lingers_until
+        return bool(self._active or self._handoffs.reads() or lingers or self._sharing.busy)
 
     def queues(self) -> dict[str, int]:
-        return {**self._queues.lengths(), "migrating": len(self._migrations)}
+        return {**self._queues.lengths(), "migrating": len(self._migrations.in_progress)}
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:
         return self.scheduler.waiting_by_class() + self._queues.prealloc.by_class()
@@ -255,7 +259,7 @@ class DecodeRole:
         self._migrations.cancel_all("this node is paused")
         for failed in self._handoffs.cancel_all("this node is paused"):
             self._placement.retry(failed)
-        if len(self._migrations):
+        if self._migrations.in_progress:
             return False
         self.scheduler.requeue_all()
         return not self._sharing.fetches.busy

@@ -34,7 +34,7 @@ from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.fetches import FetchQueue
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues
-from prefill_node.ahead import PrefillAhead
+from prefill_node.ahead import WAIT_S, PrefillAhead
 from prefill_node.embeddings import EmbeddingReads
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
@@ -91,10 +91,12 @@ class PrefillRole:
                 case _ if not self._embeddings.take(event):
                     self._note_link(event)
         self._sharing.poll()
-        self._embeddings.poll()
+        if self._reads_embeddings:
+            self._embeddings.poll()
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
-        self._ahead.poll(now)
+        if self._ahead.current is not None or now >= self._may_begin_ahead:
+            self._ahead.poll(now)
         for state, ending in self._queues.expired(now):
             state.close(ending)
         self._control.poll(self, self._take)
@@ -122,8 +124,14 @@ class PrefillRole:
                 state.close(finished.finish)
 
     def idle(self) -> None:
-        wait_s = self._ahead.wait_s(time.monotonic())
+        now, next_at = time.monotonic(), self._may_begin_ahead
+        wait_s = max(0.0, (next_at if now < next_at else self._ahead.next_at) - now)
         self._control.wait_for_work(self, self.check_leaks, wait_s)
+
+    @property
+    def _may_begin_ahead(self) -> float:
+        """Time at which the first hand-off has waited long enough to be computed ahead."""
+        return self._queues.bootstrap.since + WAIT_S
 
     def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live holder."""
@@ -135,11 +143,16 @@ class PrefillRole:
 
     @property
     def busy(self) -> bool:
-        fetches = self._sharing.busy or self._embeddings.busy
-        return bool(self._handoffs.busy or self._pooling or self._ahead.busy or fetches)
+        fetches = self._sharing.busy or self._reads_embeddings
+        own = self._handoffs.busy or self._pooling.prompts or self._ahead.current
+        return bool(own or fetches)
+
+    @property
+    def _reads_embeddings(self) -> bool:
+        return bool(self._embeddings.in_progress or self._embeddings.landing)
 
     def queues(self) -> dict[str, int]:
-        return {**self._queues.lengths(), "pooled": len(self._pooling)}
+        return {**self._queues.lengths(), "pooled": len(self._pooling.prompts)}
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:
         return self.scheduler.waiting_by_class()
@@ -152,7 +165,7 @@ class PrefillRole:
             **self.scheduler.counters(),
             **self._handoffs.counters(),
             **self._sharing.counters(),
-            **self._embeddings.counters(),
+            **self._embeddings.counts,
             "pooled_prompts": self._pooling.num_pooled,
             "tokens_ahead": self._ahead.num_tokens,
         }
@@ -299,7 +312,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         queues,
         cache=engine.core.cache,
         adapters=engine.adapters,
-        is_coming=lambda key: sharing.fetches.waits(key) or embeddings.waits(key),
+        is_coming=lambda key: key in sharing.fetches.waiting or key in embeddings.waiting,
         keys=other_keys,
         max_tokens=_max_tokens_ahead(engine, config),
     )

@@ -10,7 +10,7 @@ A fetch never queues: it gets its pages at once or does not begin. It has a dead
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -82,6 +82,8 @@ class PrefixFetches:
 
     Args:
         instance: instance id of this node.
+    Attributes:
+        waiting: requests that wait for a fetch in progress, by key.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class PrefixFetches:
         self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until no bytes can land in them
-        self._waits: dict[int, HandoffId] = {}  # by key
+        self.waiting: dict[int, HandoffId] = {}
         self._over: dict[int, None] = {}  # keys to be returned by take_over
         self._fetched: dict[int, FetchedPrefix] = {}  # by key
         self._counts = dict.fromkeys(
@@ -208,10 +210,6 @@ class PrefixFetches:
         way = self._way(producer, own, end, 0.0, now)
         return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
 
-    def waits(self, key: int) -> bool:
-        """Return whether the request waits for a fetch in progress."""
-        return key in self._waits
-
     def take_over(self) -> list[int]:
         """Return the keys whose fetch has ended since the last call, successfully or not."""
         over, self._over = self._over, {}
@@ -225,7 +223,7 @@ class PrefixFetches:
         """Forget a request. Its fetch continues, for the tree."""
         self._fetched.pop(key, None)
         self._over.pop(key, None)
-        handoff_id = self._waits.pop(key, None)
+        handoff_id = self.waiting.pop(key, None)
         if handoff_id is not None:
             self._fetches[handoff_id].waiting.discard(key)
 
@@ -292,7 +290,7 @@ class PrefixFetches:
             self._counts["no_capacity"] += 1
             return False
         self._fetches[handoff_id].waiting.add(key)
-        self._waits[key] = handoff_id
+        self.waiting[key] = handoff_id
         return True
 
     def _under_way(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
@@ -361,7 +359,7 @@ class PrefixFetches:
         num_bytes = len(fetch.fresh) * self._page_bytes
         self._costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:
-            del self._waits[key]
+            del self.waiting[key]
         self._over |= dict.fromkeys(fetch.waiting)
         return fetch
 
@@ -369,7 +367,10 @@ class PrefixFetches:
 class Fetches(Protocol):
     """Data for which requests wait, by their keys."""
 
-    def waits(self, key: int) -> bool: ...
+    @property
+    def waiting(self) -> Container[int]:
+        """Return the keys of the requests that wait."""
+        ...
 
     def take_over(self) -> Sequence[int]:
         """Remove and return the keys of the requests that need no longer wait."""
@@ -389,7 +390,7 @@ class FetchQueue:
 
     def needed_by(self, request: Request) -> bool:
         """Return whether the request waits for a fetch in progress."""
-        return self._fetches.waits(request.key)
+        return request.key in self._fetches.waiting
 
     def put(self, request: Request) -> None:
         self._waiting[request.key] = request

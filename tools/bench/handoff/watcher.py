@@ -139,7 +139,7 @@ async def watching(
         wake_engine=note,
     )
     metrics = NodeMetrics("decode")
-    streams = PairStreams(front_socket, metrics, on_heartbeat=lambda late_s: None)
+    streams = PairStreams(front_socket, metrics)
     dialer = PairDialer(streams, metrics)
     dialer.dial(frozenset({address}))
     transfer.start()
