@@ -39,6 +39,7 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.scheduler import ChunkDone
 from kvtransfer.ports import (
+    AdmittedEvent,
     ClosedEvent,
     CompletedEvent,
     FailedEvent,
@@ -48,7 +49,6 @@ from kvtransfer.ports import (
     ProducerDown,
     ProducerRate,
     ProducerUp,
-    QueuedEvent,
     ReadsEndedEvent,
     SetWeightVersion,
 )
@@ -96,8 +96,6 @@ class DecodeRole:
         self._migrations = migrations
         self._canary = canary
         self._reported_quarantine: Request | None = None
-
-    # Role ---------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         now = time.monotonic()
@@ -175,7 +173,7 @@ class DecodeRole:
             {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: exported}
         )
 
-    # Events of the transfer thread ----------------------------------------------------------------
+    # Events of the transfer thread
 
     def _take_events(self, now: float) -> list[FailedHandoff]:
         failed: list[FailedHandoff | None] = []
@@ -196,7 +194,7 @@ class DecodeRole:
                     if self._queues.unpaired.producer_down(event, now):
                         self._active.counters.link(up=False)
                         self._control.links.pop(event.address, None)
-                case QueuedEvent():
+                case AdmittedEvent():
                     self._handoffs.admitted(event)
                 case FirstTokenEvent():
                     failed.append(self._handoffs.first_token(event))
@@ -213,8 +211,6 @@ class DecodeRole:
                 case ClosedEvent():
                     self._migrations.dropped(event)
         return [each for each in failed if each is not None]
-
-    # Calls of the control interface ---------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -277,8 +273,6 @@ class DecodeRole:
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._active.flights(num_ended)
-
-    # --------------------------------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
         match message:

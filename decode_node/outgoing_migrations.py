@@ -80,7 +80,7 @@ class OutgoingMigrations:
         """Yield the pages held for publication."""
         return (migration.exported for migration in self.in_progress.values())
 
-    # Events of the transfer thread ----------------------------------------------------------------
+    # Events of the transfer thread
 
     def opened(self, event: OpenedEvent) -> None:
         """Accept or refuse a hand-off. Until the grant, the request runs and no pages are held."""
@@ -165,8 +165,6 @@ class OutgoingMigrations:
         """
         state = self._active.by_ticket(ticket)
         return state is not None and self._scheduler.publish_prefix(state.request)
-
-    # Poll and end ---------------------------------------------------------------------------------
 
     def poll(self, now: float) -> None:
         """Publish requests that have stopped, and fail hand-offs whose pause is too long."""

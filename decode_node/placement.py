@@ -96,7 +96,7 @@ class PrefillPlacement:
         request = state.request
         if _is_canary(state):  # a canary tests one producer and has no other
             return state.close(NodeUnavailable(event.reason))
-        if failed.attempt.moves:  # the source may still run it
+        if failed.attempt.migrates:  # the source may still run it
             return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
         if event.engine_died:
             if request.engine_crashes >= MAX_ENGINE_CRASHES:

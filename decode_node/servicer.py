@@ -196,7 +196,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             )
             self._report_peers()
 
-    # From the engine ------------------------------------------------------------------------------
+    # From the engine
 
     def step(self, message: StepTokens) -> None:
         """Send the output of a step to its router. Drops it if the router has disconnected."""
@@ -248,7 +248,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         for stream in self._streams.values():
             stream.outgoing.put(heartbeat)
 
-    # From the frontend ----------------------------------------------------------------------------
+    # From the frontend
 
     def drain(self) -> None:
         """Reject all submissions from now on."""
@@ -266,7 +266,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             stream.send_held()
             stream.outgoing.close(error)
 
-    # From routers ---------------------------------------------------------------------------------
+    # From routers
 
     async def _first(self, messages: AsyncIterator[decode_pb2.ToNode]) -> decode_pb2.ToNode:
         try:

@@ -105,8 +105,6 @@ class PrefillAhead:
         if self.find(chunk.request) is not None:
             self.num_tokens += chunk.end - chunk.start
 
-    # --------------------------------------------------------------------------------------------
-
     @property
     def _has_work(self) -> bool:
         scheduler = self._scheduler

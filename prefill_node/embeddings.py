@@ -129,8 +129,6 @@ class EmbeddingReads:
         """Return the pages held for reads."""
         return (landing.pages for landing in self.landing.values())
 
-    # Requests -----------------------------------------------------------------------------------
-
     def start(
         self, key: int, images: Sequence[Image], addresses: Sequence[str], timings: ImageReads
     ) -> None:
@@ -168,8 +166,6 @@ class EmbeddingReads:
             if not read.waiting and read.copying is None:
                 self._cancel(read, "the request has ended")
                 del self.in_progress[name]
-
-    # Events -------------------------------------------------------------------------------------
 
     def take(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread. Returns False if others must handle it too."""
@@ -209,8 +205,6 @@ class EmbeddingReads:
             if copied and not landing.lands and id not in self._by_id:
                 self._pages.drop(landing.pages, PageHolder.READ)
                 del self.landing[id]
-
-    # --------------------------------------------------------------------------------------------
 
     def _begin(self, image: Image, address: str) -> _Read | None:
         """Return a new read, or None if this node must encode the image itself."""

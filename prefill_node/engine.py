@@ -75,8 +75,6 @@ class PrefillRole:
         self._control = control
         self._port = port
 
-    # Role ---------------------------------------------------------------------------------------
-
     def poll(self) -> None:
         for event in self._port.take():
             if self._sharing.take(event):
@@ -138,8 +136,6 @@ class PrefillRole:
         exported = [*self._handoffs.exported, *self._sharing.exported()]
         reads = [*self._sharing.reads(), *self._embeddings.reads()]
         self.scheduler.check_idle({PageHolder.PUBLICATION: exported, PageHolder.READ: reads})
-
-    # Calls of the control interface ---------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -209,8 +205,6 @@ class PrefillRole:
     def set_weight_version(self, weights: WeightsId) -> None:
         self._port.post(SetWeightVersion(weights))
         self._control.links.clear()
-
-    # --------------------------------------------------------------------------------------------
 
     def _note_link(self, event: NodeEvent) -> None:
         match event:

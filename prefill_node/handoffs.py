@@ -26,13 +26,13 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import ChunkDone
 from kvtransfer.messages import Live, Prompt
 from kvtransfer.ports import (
+    AdmittedCommand,
     ClosedEvent,
     FailCommand,
     GrantedEvent,
     OpenedEvent,
     ProducerCommands,
     PublishCommand,
-    QueuedCommand,
 )
 from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
@@ -142,8 +142,6 @@ class OutgoingHandoffs:
         outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
-    # Status ---------------------------------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
         return bool(self._states or self._exported)
@@ -179,8 +177,6 @@ class OutgoingHandoffs:
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._history.flights(num_ended)
-
-    # Events of one hand-off -----------------------------------------------------------------------
 
     def open(self, event: OpenedEvent) -> None:
         now, source = time.monotonic(), event.source
@@ -251,7 +247,7 @@ class OutgoingHandoffs:
         # Tokens computed ahead count as computed.
         cached_tokens = int(min(request.cached_tokens, state.cached_before))
         self._port.post(
-            QueuedCommand(
+            AdmittedCommand(
                 state.key,
                 compute_tokens=num_tokens - cached_tokens,
                 queued_tokens=self._queues.scheduled.scheduler.queued_tokens(),
@@ -287,8 +283,6 @@ class OutgoingHandoffs:
         if exported is not None:
             self._pages.drop(exported, PageHolder.PUBLICATION)
 
-    # Calls of operators ---------------------------------------------------------------------------
-
     def abort(self, request_id: str) -> int:
         """Cancel all hand-offs of this client request. Returns their number."""
         return self._fail_if(
@@ -312,8 +306,6 @@ class OutgoingHandoffs:
             self._report_failure(state, reason, retryable=retryable)
             _drop(state, reason)
         return len(doomed)
-
-    # --------------------------------------------------------------------------------------------
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
         """Publish [state.published, end), page-aligned unless it is the last range.

@@ -16,7 +16,7 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
-from kvtransfer.frontend_messages import PairOpened
+from kvtransfer.frontend_messages import LocalHello, PairEnd, PairOpened, PairSend
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import CompletedEvent, ConsumerCommand, ConsumerEvent, FailedEvent
@@ -39,7 +39,6 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkUp,
     PageLink,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
@@ -159,19 +158,19 @@ class ConsumerSide:
         self._distrusted: list[tuple[int, str]] = []
 
     def start(self) -> None:
-        self._outlet.local_hello(self._hello)
+        self._outlet.send(LocalHello(self._hello))
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
         try:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=lasts(self._hello, hello))
+            self._outlet.send(PairEnd(stream, str(mismatch), lasts(self._hello, hello)))
             return
         try:
             self._opener.check(hello)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=True)
+            self._outlet.send(PairEnd(stream, str(mismatch), True))
             return
         self._peers[stream] = hello
         there, here = hello.regions[0], self._hello.regions[0]
@@ -188,7 +187,7 @@ class ConsumerSide:
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
-            self._outlet.local_hello(hello)
+            self._outlet.send(LocalHello(hello))
             self.end_pairs(OTHER_WEIGHTS)
 
     def end_pairs(self, reason: str) -> None:
@@ -234,8 +233,6 @@ class ConsumerSide:
         for link in self._streams:
             if not link.join(LINK_END_S):
                 log.warning("link thread did not stop %s", kv(producer=f"{link.producer:016x}"))
-
-    # Links --------------------------------------------------------------------------------------
 
     def _link_event(self, event: LinkEvent, now: float) -> None:
         stream = self._streams[event.link]
@@ -289,19 +286,18 @@ class ConsumerSide:
         for action in actions:
             match action:
                 case SendMessage(stream, message):
-                    self._outlet.send(stream, message)
+                    self._outlet.send(PairSend(stream, message))
                 case EndStream(stream, reason, refused):
                     self._peers.pop(stream, None)
-                    self._outlet.end(stream, reason, refused=refused)
+                    self._outlet.send(PairEnd(stream, reason, refused))
                 case OpenLink(stream):
                     self._open_link(stream)
                 case CloseLink(stream, reason):
                     if stream in self._links:
                         self._links[stream].close(reason)
-                case StartRead(stream, id, source_pages, destination_pages, spans):
+                case StartRead(stream, id, pages):
                     # A link that has just broken rejects the read. Its LinkClosed is on the way,
                     # and ends all its reads.
-                    pages = PagesToRead(source_pages, destination_pages, spans)
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, pages)
                 case ExpectPages(stream, destination_pages):

@@ -97,7 +97,7 @@ class LivePlan(NamedTuple):
         )
 
 
-# The source --------------------------------------------------------------------------------------
+# The source
 
 
 class Kv(Enum):
@@ -373,8 +373,9 @@ class SourceSide(SimulatedProducer):
         return self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
-        held = self.beneath.lent or self.beneath.requests or len(self.departures) or len(self.loans)
-        return not (self._end.num_open or self.exposed or held or self.departures._refused)
+        leaving = self.departures.in_progress or self.departures._refused
+        held = self.beneath.lent or self.beneath.requests or leaving or len(self.loans)
+        return not (self._end.num_open or self.exposed or held)
 
     def react(self, given: Input) -> list[Output]:
         # Serials of departures, loans and refusals are remembered by the engine alone.
@@ -496,7 +497,7 @@ def in_page(place: int, num_kv: int) -> int:
     return min(PAGE_SIZE, num_kv - place * PAGE_SIZE)
 
 
-# The target --------------------------------------------------------------------------------------
+# The target
 
 
 class TargetSide(SimulatedConsumer):

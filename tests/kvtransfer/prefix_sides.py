@@ -205,7 +205,6 @@ NO_TIERS = CacheTiers(  # nothing changes there: never copied
 
 
 # The producer
-# ---------------------------------------------------------------------------------------
 
 
 def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
@@ -317,7 +316,6 @@ class LenderSide(SimulatedProducer):
 
 
 # The consumer
-# --------------------------------------------------------------------------------------
 
 
 class FetcherSide(SimulatedConsumer):
@@ -445,9 +443,6 @@ class PrefixSimulation(Simulation):
             lender = LenderSide(plan, config, instance, lender_memory(plan))
             nodes.append(Node(instance, producer=lender))
         super().__init__(nodes, [(0, int(each)) for each in plan.producers], plan.only_faults)
-
-
-# Two nodes that are both ------------------------------------------------------------------------
 
 
 class Peer(Node):

@@ -21,6 +21,8 @@ from common.requests.sampling import SamplingParams
 from kvtransfer import messages
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
+    AdmittedCommand,
+    AdmittedEvent,
     CancelCommand,
     ClosedEvent,
     CompletedEvent,
@@ -31,11 +33,10 @@ from kvtransfer.ports import (
     GrantedEvent,
     OpenCommand,
     OpenedEvent,
+    PagesToRead,
     ProducerDown,
     ProducerUp,
     PublishCommand,
-    QueuedCommand,
-    QueuedEvent,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.actions import (
@@ -134,7 +135,6 @@ class Plan:
 
 
 # The consumer and a decode node's engine
-# -----------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -359,8 +359,8 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                     outputs.append(("open link", action.stream))
                 case CloseLink():
                     outputs.append(("close link", action.stream))
-                case StartRead(stream, id):
-                    outputs.append(("read", stream, id, *self._read_pages(action)))
+                case StartRead(stream, id, pages):
+                    outputs.append(("read", stream, id, *self._read_pages(pages)))
                 case ExpectPages():
                     pass
                 case event if self.plan.asynchronous:
@@ -369,9 +369,9 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                     self._take(event)
         return outputs
 
-    def _read_pages(self, read: StartRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _read_pages(self, read: PagesToRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the pages of a read in pairs, those of the state at the end."""
-        source, destination = read.source_pages.tolist(), read.destination_pages.tolist()
+        source, destination = read.source.tolist(), read.destination.tolist()
         num_paired = sum(span.num_pages for span in read.spans)
         state = source[num_paired:]
         num_state = len(destination) - num_paired
@@ -428,7 +428,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 self.producers[event.instance] = event.address
             case ProducerDown():
                 self.producers.pop(event.instance, None)
-            case QueuedEvent():
+            case AdmittedEvent():
                 pass
             case FirstTokenEvent():
                 r = self._current(event.id)
@@ -524,7 +524,6 @@ class SimulatedConsumer(Side[ConsumerEnd]):
 
 
 # The producer and a prefill node's engine
-# -----------------------------------------------------------
 
 
 class Prompt(NamedTuple):
@@ -701,7 +700,7 @@ class SimulatedProducer(Side[ProducerEnd]):
                     self.cells[page] = "computing"
                 self.prompts[serial] = prompt._replace(admitted=True, pages=pages)
                 if self.plan.admits:
-                    outputs += self._posted(QueuedCommand(serial, prompt.num_tokens, 0))
+                    outputs += self._posted(AdmittedCommand(serial, prompt.num_tokens, 0))
         return outputs
 
     def _free(self, prompt: Prompt) -> list[int]:

@@ -152,7 +152,7 @@ def test_what_the_cache_cannot_give_is_not_computed_ahead(known, grants, options
     with _rig(known) as rig:
         (node,) = rig.prefill
         _until_it_waits(rig, **options)
-        rig.let_time_pass(rig.prefill[0].role._ahead.wait_s(0.0))
+        rig.let_time_pass(rig.prefill[0].role._may_begin_ahead)
         for _ in range(4):
             rig.turn()
         assert node.count("tokens_ahead") == 0
