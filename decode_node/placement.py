@@ -69,12 +69,15 @@ class PrefillPlacement:
                 self.place(state)
             else:
                 state.close(refusal)
-        for state in queues.unpaired.ready(now):
-            self.place(state)
-        for state in queues.paused.ready():
-            self.place(state)
-        for state in queues.fetching.ready():
-            self._place_fetched(state)
+        if queues.unpaired:
+            for state in queues.unpaired.ready(now):
+                self.place(state)
+        if queues.paused:
+            for state in queues.paused.ready():
+                self.place(state)
+        if queues.fetching:
+            for state in queues.fetching.ready():
+                self._place_fetched(state)
 
     def place(self, state: DecodeState) -> None:
         """Open a hand-off at the first usable candidate, wait for one, or prefill here. On a paused

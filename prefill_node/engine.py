@@ -159,7 +159,7 @@ class PrefillRole:
     def counters(self) -> dict[str, int]:
         return {
             **self.scheduler.counters(),
-            **self._handoffs.counters(),
+            **self._handoffs.counts,
             **self._sharing.counters(),
             **self._embeddings.counts,
             "pooled_prompts": self._pooling.num_pooled,
@@ -173,10 +173,10 @@ class PrefillRole:
         return {"prompts": self._queues.scheduled.backlog.backlog}
 
     def explain(self, request_id: str) -> RequestTraces:
-        return self._handoffs.explain(request_id)
+        return self._handoffs.history.explain(request_id)
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        return self._handoffs.flights(num_ended)
+        return self._handoffs.history.flights(num_ended)
 
     def abort(self, request_id: str) -> int:
         return self._handoffs.abort(request_id) + self._pooling.abort(request_id)

@@ -175,6 +175,10 @@ class Side(ABC, Generic[E]):
         """Moves that take what waits between the end and its engine."""
         return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
 
+    def ticks(self) -> list[Input]:
+        """The next deadline passes, if there is one."""
+        return [("tick",)] if self._end.next_deadline() is not None else []
+
     def _posted(self, command: Any) -> list[Output]:
         if self._late:
             self.posts.append(command)
@@ -266,9 +270,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
             if job.state in ("open", "granted"):
                 faults.append(("cancel", r))  # the simulation adds the next serial
                 faults.append(("stop", r))
-        if self._end.next_deadline() is not None:
-            faults.append(("tick",))
-        return faults
+        return faults + self.ticks()
 
     def live_streams(self) -> set[int]:
         return set(self._end._streams)
@@ -575,10 +577,7 @@ class SimulatedProducer(Side[ProducerEnd]):
         return self.waiting() + [("publish", serial) for serial in waiting]
 
     def faults(self) -> list[Input]:
-        faults: list[Input] = [("fail", serial) for serial in self.prompts]
-        if self._end.next_deadline() is not None:
-            faults.append(("tick",))
-        return faults
+        return [("fail", serial) for serial in self.prompts] + self.ticks()
 
     def streams(self) -> set[int]:
         """Return the streams that the end remembers."""
@@ -608,11 +607,15 @@ class SimulatedProducer(Side[ProducerEnd]):
         # It never uses a serial twice. Here one is used again when nothing remembers it, which is
         # the same and keeps the number of states finite.
         under_way = {item.serial for item in (*self.inbox, *self.posts)}
-        used = self.prompts.keys() | self._end._ids.keys() | under_way
+        used = self._serials() | self._end._ids.keys() | under_way
         unused = next(serial for serial in itertools.count(1) if serial not in used)
         if self._end._next_serial != unused:
             self.end._next_serial = unused
         return outputs
+
+    def _serials(self) -> set[int]:
+        """Return the serials that the engine remembers."""
+        return set(self.prompts)
 
     def _react(self, given: Input) -> list[Output]:
         match given:
