@@ -15,13 +15,11 @@ only if several prompts in a row give different responses. A busy node runs no c
 import itertools
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum
 from random import Random
 
-import numpy as np
 from grpc import StatusCode
 
 from common.errors import NodeUnavailable
@@ -58,21 +56,33 @@ class _Answer:
         return self.end.error_code != code
 
 
-class _Standing(Enum):
-    """The status of a producer when its check starts."""
+class _Standing(IntEnum):
+    """The status of a producer without a passed check. Lower values are checked first."""
 
-    NEW = auto()
-    IN_USE = auto()
-    KEPT_OUT = auto()
+    NEW = 0
+    KEPT_OUT = 1
+    IN_USE = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Unchecked:
+    """A paired producer without a passed check.
+
+    Attributes:
+        check_at: time of its next check, by time.monotonic().
+    """
+
+    producer: ProducerUp
+    standing: _Standing = _Standing.NEW
+    check_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CanaryCheck:
     """A check with one prompt. All earlier checks of this producer gave different responses."""
 
-    producer: ProducerUp
+    subject: _Unchecked
     number: int  # of this producer's checks, from 1
-    standing: _Standing
     handed: _Answer
     own: _Answer
 
@@ -85,19 +95,6 @@ class _CanaryCheck:
             return ""
         return "passed" if self.handed.tokens == self.own.tokens else "failed"
 
-    @property
-    def in_use(self) -> bool:
-        """Return whether the producer is in use during the check."""
-        return self.standing == _Standing.IN_USE
-
-    @property
-    def admits(self) -> bool:
-        """Return whether the producer may be used after the check. After "unknown", only if it
-        was not excluded before."""
-        if self.verdict == "unknown":
-            return self.standing != _Standing.KEPT_OUT
-        return self.verdict == "passed"
-
 
 class Canary:
     """Runs canary checks of producers. Engine thread only.
@@ -107,6 +104,8 @@ class Canary:
         submit: submits a request of this stream. A prefill address in it is the address of
             `producer`.
         is_busy: returns whether checks would delay client requests.
+    Attributes:
+        unchecked: paired producers without a passed check.
     """
 
     def __init__(
@@ -124,22 +123,19 @@ class Canary:
         self._is_busy = is_busy
         self._counts = counts
         self._numbers = itertools.count(1)
-        self._waiting: deque[ProducerUp] = deque()
-        self._untried: deque[ProducerUp] = deque()  # in use without a check
         self._check: _CanaryCheck | None = None
-        self._kept_out: dict[
-            int, tuple[ProducerUp, float]
-        ] = {}  # instance -> producer and time of the next check
+        self.unchecked: dict[int, _Unchecked] = {}  # by instance, in order of pairing
 
     @property
     def producer(self) -> ProducerUp:
         """The producer being checked. Raises NodeUnavailable if it is lost."""
         if self._check is None:
             raise NodeUnavailable("the node to check is no longer paired")
-        return self._check.producer
+        return self._check.subject.producer
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
-        """Filter transfer events, so that the rest of the node sees only producers in use.
+        """Filter transfer events, so that the rest of the node sees only producers in use. Need not
+        be called while `unchecked` is empty and no producer has paired.
 
         Args:
             now: time.monotonic().
@@ -149,8 +145,8 @@ class Canary:
         passed = self._settled(now)
         for event in events:
             match event:
-                case ProducerUp():
-                    self._waiting.append(event)
+                case ProducerUp(instance=instance):
+                    self.unchecked[instance] = _Unchecked(event)
                 case ProducerDown(instance=instance) if self._forgets(instance):
                     pass
                 case _:
@@ -163,10 +159,9 @@ class Canary:
         if self._check is None:
             return
         answers = {each.request: each for each in (self._check.handed, self._check.own)}
-        requests = np.frombuffer(step.requests, np.uint64).tolist()
-        for request, token in zip(requests, np.frombuffer(step.tokens, np.uint32), strict=True):
+        for request, token in zip(*step.columns(), strict=True):
             if request in answers:
-                answers[request].tokens.append(int(token))
+                answers[request].tokens.append(token)
         for end in step.ended:
             if end.request in answers:
                 answers[end.request].end = end
@@ -177,15 +172,18 @@ class Canary:
         if check is None or not check.verdict:
             return []
         self._check = None
-        if check.verdict == "failed" and check.number < NUM_ANSWERS:
-            self._try(check.producer, check.standing, check.number + 1)
+        verdict, subject, producer = check.verdict, check.subject, check.subject.producer
+        if verdict == "failed" and check.number < NUM_ANSWERS:
+            self._try(subject, check.number + 1)
             return []
-        self._counts.canary(check.verdict)
-        producer = check.producer
-        if check.admits:
-            return [] if check.in_use else [producer]
-        self._kept_out[producer.instance] = producer, now + AGAIN_S
-        if check.verdict == "failed":
+        self._counts.canary(verdict)
+        in_use = subject.standing is _Standing.IN_USE
+        # An unknown result changes nothing for a producer that was excluded before.
+        if verdict == "passed" or (verdict == "unknown" and subject.standing != _Standing.KEPT_OUT):
+            del self.unchecked[producer.instance]
+            return [] if in_use else [producer]
+        subject.standing, subject.check_at = _Standing.KEPT_OUT, now + AGAIN_S
+        if verdict == "failed":
             log.error(
                 "canary check failed, prefill node not used %s",
                 kv(
@@ -199,36 +197,32 @@ class Canary:
         gone = ProducerDown(
             producer.instance, producer.address, "its KV differs from the KV computed here"
         )
-        return [gone] if check.in_use else []
+        return [gone] if in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
         """Start the next check. Returns producers that are put in use without one."""
-        if self._check is not None or not (self._waiting or self._kept_out or self._untried):
+        if self._check is not None or not self.unchecked:
             return []
         if self._is_busy():
-            return self._use_untried()
-        if self._waiting:
-            self._try(self._waiting.popleft(), _Standing.NEW)
-        elif due := [each for each, again_at in self._kept_out.values() if again_at <= now]:
-            del self._kept_out[due[0].instance]
-            self._try(due[0], _Standing.KEPT_OUT)
-        elif self._untried:
-            self._try(self._untried.popleft(), _Standing.IN_USE)
+            return self._use_new()
+        due = [each for each in self.unchecked.values() if each.check_at <= now]
+        if due:
+            self._try(min(due, key=lambda each: each.standing))
         return []
 
-    def _use_untried(self) -> list[NodeEvent]:
-        producers = list(self._waiting)
-        self._waiting.clear()
-        self._untried += producers
-        for _ in producers:
+    def _use_new(self) -> list[NodeEvent]:
+        new = [each for each in self.unchecked.values() if each.standing is _Standing.NEW]
+        for each in new:
+            each.standing = _Standing.IN_USE
             self._counts.canary("unknown")
-        return [*producers]
+        return [each.producer for each in new]
 
-    def _try(self, producer: ProducerUp, standing: _Standing, number: int = 1) -> None:
+    def _try(self, subject: _Unchecked, number: int = 1) -> None:
+        producer = subject.producer
         draw = Random(f"{producer.instance} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
-        self._check = _CanaryCheck(producer, number, standing, handed, own)
+        self._check = _CanaryCheck(subject, number, handed, own)
         for answer, addresses in ((handed, (producer.address,)), (own, ())):
             self._submit(
                 SubmitRequest(
@@ -249,12 +243,7 @@ class Canary:
 
     def _forgets(self, instance: int) -> bool:
         """Remove a producer. Returns whether it was not in use."""
-        check = self._check
-        if check is not None and check.producer.instance == instance:
+        if self._check is not None and self._check.subject.producer.instance == instance:
             self._check = None
-            return not check.in_use
-        self._untried = deque(each for each in self._untried if each.instance != instance)
-        waiting = [each for each in self._waiting if each.instance == instance]
-        for each in waiting:
-            self._waiting.remove(each)
-        return bool(waiting) or self._kept_out.pop(instance, None) is not None
+        subject = self.unchecked.pop(instance, None)
+        return subject is not None and subject.standing is not _Standing.IN_USE

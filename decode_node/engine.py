@@ -39,6 +39,7 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.scheduler import ChunkDone
 from kvtransfer.ports import (
+    AdmittedEvent,
     ClosedEvent,
     CompletedEvent,
     FailedEvent,
@@ -48,7 +49,6 @@ from kvtransfer.ports import (
     ProducerDown,
     ProducerRate,
     ProducerUp,
-    QueuedEvent,
     ReadsEndedEvent,
     SetWeightVersion,
 )
@@ -96,8 +96,6 @@ class DecodeRole:
         self._migrations = migrations
         self._canary = canary
         self._reported_quarantine: Request | None = None
-
-    # Role ---------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         now = time.monotonic()
@@ -175,11 +173,14 @@ class DecodeRole:
             {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: exported}
         )
 
-    # Events of the transfer thread ----------------------------------------------------------------
+    # Events of the transfer thread
 
     def _take_events(self, now: float) -> list[FailedHandoff]:
         failed: list[FailedHandoff | None] = []
-        for event in self._canary.admitted(self._port.take(), now):
+        events = self._port.take()
+        if self._canary.unchecked or ProducerUp in map(type, events):
+            events = self._canary.admitted(events, now)
+        for event in events:
             if self._sharing.take(event):
                 continue
             match event:
@@ -193,7 +194,7 @@ class DecodeRole:
                     if self._queues.unpaired.producer_down(event, now):
                         self._active.counters.link(up=False)
                         self._control.links.pop(event.address, None)
-                case QueuedEvent():
+                case AdmittedEvent():
                     self._handoffs.admitted(event)
                 case FirstTokenEvent():
                     failed.append(self._handoffs.first_token(event))
@@ -211,15 +212,14 @@ class DecodeRole:
                     self._migrations.dropped(event)
         return [each for each in failed if each is not None]
 
-    # Calls of the control interface ---------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
-        of_own = self._active or self._handoffs.reads() or self._migrations.busy
-        return bool(of_own or self._sharing.busy)
+        migrations = self._migrations
+        lingers = migrations.in_progress or time.monotonic() < migrations.lingers_until
+        return bool(self._active or self._handoffs.reads() or lingers or self._sharing.busy)
 
     def queues(self) -> dict[str, int]:
-        return {**self._queues.lengths(), "migrating": len(self._migrations)}
+        return {**self._queues.lengths(), "migrating": len(self._migrations.in_progress)}
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:
         return self.scheduler.waiting_by_class() + self._queues.prealloc.by_class()
@@ -255,7 +255,7 @@ class DecodeRole:
         self._migrations.cancel_all("this node is paused")
         for failed in self._handoffs.cancel_all("this node is paused"):
             self._placement.retry(failed)
-        if len(self._migrations):
+        if self._migrations.in_progress:
             return False
         self.scheduler.requeue_all()
         return not self._sharing.fetches.busy
@@ -273,8 +273,6 @@ class DecodeRole:
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._active.flights(num_ended)
-
-    # --------------------------------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
         match message:

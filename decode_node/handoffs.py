@@ -33,6 +33,7 @@ from decode_node.state import DecodeState, HandoffAttempt, PageReservations
 from engine.batch.request import Ints, Request
 from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
+    AdmittedEvent,
     CancelCommand,
     CompletedEvent,
     ConsumerCommands,
@@ -41,7 +42,6 @@ from kvtransfer.ports import (
     GrantCommand,
     OpenCommand,
     ProducerUp,
-    QueuedEvent,
     ReadsEndedEvent,
 )
 from node.queues import SchedulerQueue
@@ -162,8 +162,6 @@ class IncomingHandoffs:
             )
         )
 
-    # Pages --------------------------------------------------------------------------------------
-
     def grant(self, now: float) -> None:
         """Reserve and grant pages to each waiting attempt that fits."""
         scheduler, kept = self._scheduler, self._scheduler.kept
@@ -226,7 +224,7 @@ class IncomingHandoffs:
         attempt.destination = destination
         state.claims.add(Claim.RESERVATION, lambda: self._reservations.drop(attempt.reserved))
         attempt.stamps.granted = time.monotonic()
-        if attempt.moves:
+        if attempt.migrates:
             attempt.until = attempt.stamps.granted + MOVE_WAIT_S
         self.prealloc.backlog.serve(state.key)
         attempt.growth_pages = self._scheduler.growth_pages(state.request)
@@ -240,14 +238,12 @@ class IncomingHandoffs:
         )
         return True
 
-    # Events of producers and reads ----------------------------------------------------------------
-
     def _granted(self, handoff_id: HandoffId) -> DecodeState | None:
         """Return the request with this attempt, if it is granted and has not failed."""
         state = self._by_id.get(handoff_id)
         return state if state is not None and state.stage is RequestStage.TRANSFER else None
 
-    def admitted(self, event: QueuedEvent) -> None:
+    def admitted(self, event: AdmittedEvent) -> None:
         """Report the cached tokens before any token is computed. If a node fails later, the next
         attempt would find the KV of this one in a cache.
         """
@@ -256,7 +252,7 @@ class IncomingHandoffs:
             return
         attempt = state.attempt
         attempt.producer_cached_tokens = len(state.request.token_ids) - event.compute_tokens
-        if not attempt.moves:
+        if not attempt.migrates:
             state.request.cached_tokens = attempt.cached_tokens
             self._active.report_cached_tokens(state)
 
@@ -267,7 +263,7 @@ class IncomingHandoffs:
         state = self._granted(event.id)
         if state is None:
             return None
-        if state.attempt.moves:
+        if state.attempt.migrates:
             return self._tokens_of_migration(state, event)
         request, attempt = state.request, state.attempt
         reason = ""
@@ -332,7 +328,7 @@ class IncomingHandoffs:
         destination = attempt.reserved
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
         state.request.given_by.append(attempt.producer)
-        if attempt.moves:
+        if attempt.migrates:
             self._note_arrival(now)
             self._active.counters.moved_here()
         else:
@@ -388,8 +384,6 @@ class IncomingHandoffs:
                 state.timings.note_first_token(now)
                 fresh = (*attempt.first_event.token_ids, attempt.first_event.token)[1:]
                 self._active.send_tokens(state, fresh, attempt.first_event.logprobs)
-
-    # Failed and cancelled attempts ----------------------------------------------------------------
 
     def failed(self, event: FailedEvent) -> FailedHandoff | None:
         """Remove a failed attempt. Returns None if it was cancelled before."""

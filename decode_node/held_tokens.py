@@ -8,8 +8,6 @@ message has all tokens that the engine has computed.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from common.request import PredictionUsage
 from common.requests.logprobs import Logprobs
 from node.messages import StepTokens
@@ -44,49 +42,48 @@ class _Held:
 
 
 class HeldTokens:
-    """The held tokens of one router stream. Event loop only."""
+    """The held tokens of one router stream. Event loop only.
+
+    Attributes:
+        requests: requests whose tokens are held, by number.
+    """
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Held] = {}
+        self.requests: dict[int, _Held] = {}
         self._num_tokens = 0
 
     def begin(self, number: int, interval: int) -> None:
         """Hold tokens of a request until it ends. `interval`: tokens to send at a time."""
-        if interval > 1:
-            self._requests[number] = _Held(interval)
+        self.requests[number] = _Held(interval)
 
     def take(self, step: StepTokens) -> TokenRows:
         """Add the tokens of a step. Returns the tokens to send now."""
-        requests = np.frombuffer(step.requests, "<u8").tolist()
-        tokens = np.frombuffer(step.tokens, "<u4").tolist()
-        if not self._requests:
-            return TokenRows(requests, tokens, list(step.logprobs), list(step.predicted))
         now = TokenRows([], [], [], [])
-        due = self._hold(requests, tokens, now)
+        due = self._hold(*step.columns(), now)
         for number, logprobs in step.logprobs:
-            held = self._requests.get(number)
+            held = self.requests.get(number)
             (now if held is None else held).logprobs.append((number, logprobs))
         for number, predicted in step.predicted:
-            held = self._requests.get(number)
+            held = self.requests.get(number)
             (now if held is None else held).predicted.append((number, predicted))
-        ended = {end.request for end in step.ended} & self._requests.keys()
+        ended = {end.request for end in step.ended} & self.requests.keys()
         self._release((*due, *ended), now)
         for number in ended:
-            del self._requests[number]
+            del self.requests[number]
         if self._num_tokens > MAX_HELD:
-            self._release(self._requests, now)
+            self._release(self.requests, now)
         return now
 
     def take_all(self) -> TokenRows:
         """Return all held tokens, to be sent now."""
         now = TokenRows([], [], [], [])
-        self._release(self._requests, now)
+        self._release(self.requests, now)
         return now
 
     def _hold(self, requests: list[int], tokens: list[int], now: TokenRows) -> list[int]:
         """Hold these tokens, or add them to `now`. Returns the requests whose tokens are due."""
         due: list[int] = []
-        find = self._requests.get
+        find = self.requests.get
         for number, token in zip(requests, tokens, strict=True):
             held = find(number)
             if held is None:
@@ -101,7 +98,7 @@ class HeldTokens:
 
     def _release(self, numbers: Iterable[int], now: TokenRows) -> None:
         for number in numbers:
-            held = self._requests[number]
+            held = self.requests[number]
             if not held.tokens:
                 continue
             now.requests.extend([number] * len(held.tokens))

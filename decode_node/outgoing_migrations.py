@@ -52,6 +52,7 @@ class OutgoingMigrations:
 
     Attributes:
         in_progress: migrations by serial.
+        lingers_until: time until which a consumer may still wait for the final reply.
     """
 
     def __init__(
@@ -72,22 +73,14 @@ class OutgoingMigrations:
         self._active = active
         self.in_progress: dict[int, OutgoingMigration] = {}
         self._refused: set[int] = set()  # serials of refused hand-offs, until they are dropped
-        self._moved_at = -math.inf
+        self.lingers_until = -math.inf
         self._log = ThrottledLog(log, Throttle())
-
-    def __len__(self) -> int:
-        return len(self.in_progress)
-
-    @property
-    def busy(self) -> bool:
-        """Return whether a consumer is still reading or waiting for a reply."""
-        return bool(self.in_progress) or time.monotonic() < self._moved_at + LINGER_S
 
     def exported(self) -> Iterator[Ints]:
         """Yield the pages held for publication."""
         return (migration.exported for migration in self.in_progress.values())
 
-    # Events of the transfer thread ----------------------------------------------------------------
+    # Events of the transfer thread
 
     def opened(self, event: OpenedEvent) -> None:
         """Accept or refuse a hand-off. Until the grant, the request runs and no pages are held."""
@@ -152,7 +145,7 @@ class OutgoingMigrations:
         self._pages.drop(migration.exported, PageHolder.PUBLICATION)
         self._active.counters.moved_away(held=event.held)
         if event.held:
-            self._moved_at = time.monotonic()
+            self.lingers_until = time.monotonic() + LINGER_S
         else:
             self._log.info(
                 "migration failed", request_id=request.spec.request_id, reason=event.reason
@@ -172,8 +165,6 @@ class OutgoingMigrations:
         """
         state = self._active.by_ticket(ticket)
         return state is not None and self._scheduler.publish_prefix(state.request)
-
-    # Poll and end ---------------------------------------------------------------------------------
 
     def poll(self, now: float) -> None:
         """Publish requests that have stopped, and fail hand-offs whose pause is too long."""

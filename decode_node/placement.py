@@ -69,12 +69,15 @@ class PrefillPlacement:
                 self.place(state)
             else:
                 state.close(refusal)
-        for state in queues.unpaired.ready(now):
-            self.place(state)
-        for state in queues.paused.ready():
-            self.place(state)
-        for state in queues.fetching.ready():
-            self._place_fetched(state)
+        if queues.unpaired:
+            for state in queues.unpaired.ready(now):
+                self.place(state)
+        if queues.paused:
+            for state in queues.paused.ready():
+                self.place(state)
+        if queues.fetching:
+            for state in queues.fetching.ready():
+                self._place_fetched(state)
 
     def place(self, state: DecodeState) -> None:
         """Open a hand-off at the first usable candidate, wait for one, or prefill here. On a paused
@@ -96,7 +99,7 @@ class PrefillPlacement:
         request = state.request
         if _is_canary(state):  # a canary tests one producer and has no other
             return state.close(NodeUnavailable(event.reason))
-        if failed.attempt.moves:  # the source may still run it
+        if failed.attempt.migrates:  # the source may still run it
             return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
         if event.engine_died:
             if request.engine_crashes >= MAX_ENGINE_CRASHES:

@@ -1,6 +1,5 @@
 """The gRPC services of a decode node's process."""
 
-import time
 from functools import partial
 
 from common.config import DecodeConfig
@@ -32,11 +31,7 @@ def _parts(frontend: NodeFrontend, *, abilities: DecodeAbilities) -> RoleService
     prefix or weights.
     """
 
-    def heartbeat(late_s: float) -> None:
-        frontend.supervision.heartbeat(time.monotonic(), late_s)
-        serve.heartbeat(late_s)
-
-    streams = PairStreams(frontend.transfer_socket, frontend.metrics, on_heartbeat=heartbeat)
+    streams = PairStreams(frontend.transfer_socket, frontend.metrics)
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
     producers = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(streams, frontend.engine.check_ready, frontend.supervision.check_length)
@@ -59,7 +54,7 @@ def _parts(frontend: NodeFrontend, *, abilities: DecodeAbilities) -> RoleService
 
     return RoleServices(
         services=(serve.register, pairs.register),
-        background=(streams.run, dialer.run),
+        background=(partial(streams.run, serve.heartbeat), dialer.run),
         step=serve.step,
         on_quarantine=serve.on_quarantine,
         moved=serve.moved,

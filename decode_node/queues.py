@@ -316,7 +316,7 @@ class TransferQueue(AttemptQueue):
         super().put(state)
         self._kept.slots += 1
         self._kept.pages += state.attempt.growth_pages
-        if state.attempt.moves:
+        if state.attempt.migrates:
             self._migrating[state.key] = state
 
     def take(self, state: DecodeState) -> None:

@@ -196,7 +196,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             )
             self._report_peers()
 
-    # From the engine ------------------------------------------------------------------------------
+    # From the engine
 
     def step(self, message: StepTokens) -> None:
         """Send the output of a step to its router. Drops it if the router has disconnected."""
@@ -207,7 +207,10 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         stream = self._streams.get(message.stream)
         if stream is None:
             return
-        rows = stream.held.take(message)
+        if stream.held.requests:
+            rows = stream.held.take(message)
+        else:
+            rows = TokenRows(*message.columns(), list(message.logprobs), list(message.predicted))
         if not (rows.tokens or ended or message.begun or rows.logprobs or message.prompt_logprobs):
             return
         step = decode_pb2.Step(
@@ -236,13 +239,16 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         if self._status() != self._sent_status:
             self._send_status()
 
-    def heartbeat(self, late_s: float) -> None:
-        """Send all routers a heartbeat of the engine, which is late by `late_s` seconds."""
+    def heartbeat(self, now: float, late_s: float) -> None:
+        """Record a heartbeat of the engine, which is late by `late_s` seconds. Sends it to all
+        routers.
+        """
+        self._supervision.heartbeat(now, late_s)
         heartbeat = _heartbeat(late_s)
         for stream in self._streams.values():
             stream.outgoing.put(heartbeat)
 
-    # From the frontend ----------------------------------------------------------------------------
+    # From the frontend
 
     def drain(self) -> None:
         """Reject all submissions from now on."""
@@ -260,7 +266,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             stream.send_held()
             stream.outgoing.close(error)
 
-    # From routers ---------------------------------------------------------------------------------
+    # From routers
 
     async def _first(self, messages: AsyncIterator[decode_pb2.ToNode]) -> decode_pb2.ToNode:
         try:
@@ -313,7 +319,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
                     hinted = {hint.address for hint in placement.prefix_hints}
                     self._dial(hinted.intersection(stream.others))
                 self._engine.submit(parsed, stream.lane)
-                stream.held.begin(submit.number, parsed.spec.stream_interval)
+                if parsed.spec.stream_interval > 1:
+                    stream.held.begin(submit.number, parsed.spec.stream_interval)
             except ServingError as error:
                 self._refuse(stream, submit, error, refusals)
         if refusals.ended:

@@ -171,7 +171,7 @@ class HandoffAttempt:
     held: bool = False
 
     @property
-    def moves(self) -> bool:
+    def migrates(self) -> bool:
         return self.room_tokens > 0
 
     @property

@@ -136,8 +136,6 @@ class EmbeddingExports:
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    # --------------------------------------------------------------------------------------------
-
     def _refusal(self, event: OpenedEvent) -> str:
         """Return why a hand-off is refused, or "" if it is not."""
         source = event.source

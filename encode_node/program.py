@@ -1,6 +1,6 @@
 """The gRPC services of an encode node's process."""
 
-import time
+from functools import partial
 
 from common.config import EncodeConfig
 from kvtransfer.pairs.streams import PairService, PairStreams
@@ -13,16 +13,12 @@ def program(config: EncodeConfig) -> RoleProgram:
 
 def _parts(frontend: NodeFrontend) -> RoleServices:
     """Connect the services of an encode node. Its only callers are consumers of embeddings."""
-    streams = PairStreams(
-        frontend.transfer_socket,
-        frontend.metrics,
-        on_heartbeat=lambda late_s: frontend.supervision.heartbeat(time.monotonic(), late_s),
-    )
+    streams = PairStreams(frontend.transfer_socket, frontend.metrics)
     engine, supervision = frontend.engine, frontend.supervision
     pairs = PairService(streams, engine.check_ready, supervision.check_length)
     return RoleServices(
         services=(pairs.register,),
-        background=(streams.run,),
+        background=(partial(streams.run, supervision.heartbeat),),
         drain=pairs.drain,
         resume=pairs.resume,
         end=streams.close_all,

@@ -21,7 +21,7 @@ import msgspec
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 
-# Frontend to transfer thread -------------------------------------------------------------------
+# Frontend to transfer thread
 
 
 class PairOpened(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class PairClosed(msgspec.Struct, frozen=True, tag=True):
 
 PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
-# Transfer thread to frontend -------------------------------------------------------------------
+# Transfer thread to frontend
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):

@@ -170,7 +170,7 @@ class GrantHandoff(PairRecord, frozen=True, tag=True):
     gib_per_s: float = 0.0  # LIVE: proved rate of the consumer's link; 0.0: unknown
 
 
-class HandoffQueued(PairRecord, frozen=True, tag=True):
+class HandoffAdmitted(PairRecord, frozen=True, tag=True):
     id: HandoffId
     compute_tokens: int
     queued_tokens: int
@@ -242,16 +242,5 @@ class Heartbeat(PairRecord, frozen=True, tag=True):
 FromConsumer: TypeAlias = (
     OpenHandoff | GrantHandoff | ReadsDone | CancelHandoff | InvalidatePrefix | Heartbeat
 )
-FromProducer: TypeAlias = HandoffQueued | PagesReady | PagesReleased | HandoffFailed | Heartbeat
-AnyMessage: TypeAlias = (
-    OpenHandoff
-    | GrantHandoff
-    | HandoffQueued
-    | PagesReady
-    | ReadsDone
-    | PagesReleased
-    | CancelHandoff
-    | InvalidatePrefix
-    | HandoffFailed
-    | Heartbeat
-)
+FromProducer: TypeAlias = HandoffAdmitted | PagesReady | PagesReleased | HandoffFailed | Heartbeat
+AnyMessage: TypeAlias = FromConsumer | FromProducer

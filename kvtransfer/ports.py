@@ -9,8 +9,9 @@ by a local serial number, new for every OpenedEvent, so a command about an ended
 affects another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -42,7 +43,30 @@ def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
     return tables + [STATE] * (num_pages - len(tables))
 
 
-# Commands of a consumer's engine (decode node) ---------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class PagesToRead:
+    """The pages of one read: source page i is read into destination page i.
+
+    The pages of the recurrent state are last in both lists, whose lengths differ if the nodes have
+    different numbers of state pages.
+    """
+
+    source: Ints
+    destination: Ints
+    spans: tuple[TablePages, ...]  # without the state
+
+    def by_table(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield (table, source pages, destination pages). The state comes last, as STATE."""
+        start = 0
+        for table, num_pages in self.spans:
+            some = slice(start, start + num_pages)
+            yield table, self.source[some], self.destination[some]
+            start += num_pages
+        if len(self.source) > start:
+            yield STATE, self.source[start:], self.destination[start:]
+
+
+# Commands of a consumer's engine (decode node)
 
 
 class OpenCommand(msgspec.Struct, frozen=True):
@@ -89,7 +113,7 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
     namespace: Namespace
 
 
-# Events to a consumer's engine -------------------------------------------------------------------
+# Events to a consumer's engine
 
 
 class LinkMember(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +156,7 @@ class ProducerDown(msgspec.Struct, frozen=True):
     reason: str
 
 
-class QueuedEvent(msgspec.Struct, frozen=True):
+class AdmittedEvent(msgspec.Struct, frozen=True):
     id: HandoffId
     compute_tokens: int
     queued_tokens: int
@@ -179,10 +203,10 @@ class ReadsEndedEvent(msgspec.Struct, frozen=True):
     id: HandoffId
 
 
-# Commands of a producer's engine ------------------------------------------------------------------
+# Commands of a producer's engine
 
 
-class QueuedCommand(msgspec.Struct, frozen=True):
+class AdmittedCommand(msgspec.Struct, frozen=True):
     serial: int
     compute_tokens: int
     queued_tokens: int
@@ -215,7 +239,7 @@ class FailCommand(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0  # above 0.0: retry after this time, because the queue is too long
 
 
-# Events to a producer's engine -------------------------------------------------------------------
+# Events to a producer's engine
 
 
 class OpenedEvent(msgspec.Struct, frozen=True):
@@ -259,7 +283,7 @@ class InvalidateEvent(msgspec.Struct, frozen=True):
     namespace: Namespace
 
 
-# Commands of either's engine --------------------------------------------------------------------
+# Commands of either's engine
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True):
@@ -287,13 +311,13 @@ ConsumerEvent: TypeAlias = (
     ProducerUp
     | ProducerRate
     | ProducerDown
-    | QueuedEvent
+    | AdmittedEvent
     | FirstTokenEvent
     | CompletedEvent
     | FailedEvent
     | ReadsEndedEvent
 )
-ProducerCommand: TypeAlias = QueuedCommand | PublishCommand | FailCommand
+ProducerCommand: TypeAlias = AdmittedCommand | PublishCommand | FailCommand
 ProducerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
 NodeCommand: TypeAlias = (
     ConsumerCommand | ProducerCommand | SetWeightVersion | ClosePairs | OpenPairs

@@ -278,6 +278,11 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before the request's first token
     predicted: tuple[tuple[int, PredictionUsage], ...] = ()  # for requests with a prediction
 
+    def columns(self) -> tuple[list[int], list[int]]:
+        """Return the requests and the tokens, one entry per new token."""
+        requests = memoryview(self.requests).cast("Q").tolist()
+        return requests, memoryview(self.tokens).cast("I").tolist()
+
 
 class QuarantineStarted(msgspec.Struct, frozen=True, tag=True):
     """A quarantined request, which runs alone from now on. Stream 0: the quarantine has ended."""

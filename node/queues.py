@@ -74,10 +74,15 @@ class RequestQueues:
         queues = self.scheduled, *self._others
         return {name: size for queue in queues for name, size in queue.lengths().items()}
 
-    def expired(self, now: float) -> Iterator[tuple[RequestState, Ending]]:
-        """Remove and yield the requests that have waited too long, each with its end. Checks
+    def expired(self, now: float) -> Iterable[tuple[RequestState, Ending]]:
+        """Remove and return the requests that have waited too long, each with its end. Checks
         deadlines only every DEADLINE_CHECK_S.
         """
+        if now < self._check_at and not self.scheduled.scheduler.holds_rows:
+            return ()
+        return self._expired(now)
+
+    def _expired(self, now: float) -> Iterator[tuple[RequestState, Ending]]:
         yield from self.scheduled.expired(now)
         if now >= self._check_at:
             self._check_at = now + DEADLINE_CHECK_S

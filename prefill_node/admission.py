@@ -63,6 +63,11 @@ class BootstrapQueue(KeyedQueue[PrefillState]):
 
     stage = RequestStage.BOOTSTRAP
 
+    @property
+    def since(self) -> float:
+        """Arrival of the first hand-off. Infinite if the queue is empty."""
+        return next((state.request.arrived for state in self._states.values()), math.inf)
+
 
 class InflightQueue(KeyedQueue[PrefillState]):
     """Computed hand-offs whose pages the consumer is reading."""

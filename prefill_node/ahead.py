@@ -44,6 +44,11 @@ class PrefillAhead:
         keys: unused keys of requests, all negative. Hand-offs have positive keys.
         max_tokens: limit of computed tokens that wait for their Grant. 0: nothing is computed
             ahead.
+    Attributes:
+        current: the prompt that is being computed.
+        next_at: time at which an idle node must poll again, because the next hand-off has waited
+            long enough by then.
+        num_tokens: tokens computed ahead since the start.
     """
 
     def __init__(
@@ -63,40 +68,32 @@ class PrefillAhead:
         self._is_coming = is_coming
         self._keys = keys
         self._max_tokens = max_tokens
-        self._current: AheadPrompt | None = None
+        self.current: AheadPrompt | None = None
         self._tried: dict[int, int] = {}  # key of a hand-off in the bootstrap queue -> tokens
-        self._next_at = math.inf  # when the next prompt has waited long enough
-        self.num_tokens = 0  # computed ahead since the start
-
-    @property
-    def busy(self) -> bool:
-        return self._current is not None
+        self.next_at = math.inf
+        self.num_tokens = 0
 
     def find(self, request: Request) -> AheadPrompt | None:
-        current = self._current
+        current = self.current
         return current if current is not None and current.key == request.key else None
 
     def poll(self, now: float) -> None:
-        """Start the next prompt if the node is idle, or stop the current one if it is not."""
-        self._next_at = math.inf
-        if self._current is not None:
-            if self._current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
+        """Start the next prompt if the node is idle, or stop the current one if it is not. Need not
+        be called without a current prompt and before a hand-off has waited WAIT_S.
+        """
+        self.next_at = math.inf
+        if self.current is not None:
+            if self.current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
                 self.stop()
-        elif not self._queues.bootstrap:
-            self._tried.clear()
         elif self._max_tokens and not self._has_work:
             self._start(now)
 
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until an idle node must poll again."""
-        return max(self._next_at - now, 0.0)
-
     def stop(self) -> None:
         """Stop the current prompt, at the end of its launched chunk if it has one."""
-        if self._current is not None:
-            assert self._current.queue is not None
-            if self._current.queue.remove(self._current, _STOPPED):
-                self._current.close(_STOPPED)
+        if self.current is not None:
+            assert self.current.queue is not None
+            if self.current.queue.remove(self.current, _STOPPED):
+                self.current.close(_STOPPED)
 
     def admitted(self, request: Request) -> None:
         prompt = self.find(request)
@@ -108,8 +105,6 @@ class PrefillAhead:
         if self.find(chunk.request) is not None:
             self.num_tokens += chunk.end - chunk.start
 
-    # --------------------------------------------------------------------------------------------
-
     @property
     def _has_work(self) -> bool:
         scheduler = self._scheduler
@@ -117,8 +112,8 @@ class PrefillAhead:
 
     @property
     def _others_wait(self) -> bool:
-        assert self._current is not None
-        waits = self._current.stage is RequestStage.SCHEDULED and self._current.request.slot is None
+        assert self.current is not None
+        waits = self.current.stage is RequestStage.SCHEDULED and self.current.request.slot is None
         return self._scheduler.num_waiting > waits
 
     def _start(self, now: float) -> None:
@@ -129,14 +124,14 @@ class PrefillAhead:
             request = state.request
             due = request.arrived + WAIT_S
             if due > now:
-                self._next_at = due
+                self.next_at = due
                 return  # the others have arrived later
             num_tokens = len(request.token_ids)
             if key in self._tried or num_tokens > room or not self._is_eligible(request):
                 continue
             if self._is_cached(request):  # one comparison for each poll
                 self._tried[key] = 0
-                self._next_at = now
+                self.next_at = now
             else:
                 self._begin(state, now)
             return
@@ -164,7 +159,7 @@ class PrefillAhead:
             weights=state.request.weights,
         )
         prompt = AheadPrompt(request=request, on_end=self._ended, handoff=state)
-        self._current = prompt
+        self.current = prompt
         try:
             if spec.adapter:
                 self._adapters.hold(request)
@@ -174,6 +169,6 @@ class PrefillAhead:
             prompt.close(error)
 
     def _ended(self, prompt: AheadPrompt, ending: Ending) -> None:
-        self._current = None
+        self.current = None
         if ending is not _STOPPED:
             self._tried[prompt.handoff.key] = len(prompt.request.token_ids)

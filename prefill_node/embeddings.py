@@ -88,6 +88,11 @@ class EmbeddingReads:
         cache: prefix cache over `pages`. It evicts pages for reads.
         weights: returns the current weight version.
         timeout_s: time limit of an opened read.
+    Attributes:
+        in_progress: reads by name of the image.
+        landing: destination pages of opened reads.
+        waits: requests that wait for reads, by key.
+        counts: reads by outcome.
     """
 
     def __init__(
@@ -113,25 +118,16 @@ class EmbeddingReads:
         self._numbers = itertools.count(FIRST_NUMBER)
         self._producers: dict[str, ProducerUp] = {}  # by address
         self._absent: set[str] = set()  # encode nodes that were lost, or did not pair in time
-        self._reads: dict[bytes, _Read] = {}  # by name of the image
+        self.in_progress: dict[bytes, _Read] = {}
         self._by_id: dict[HandoffId, _Read] = {}
-        self._landing: dict[HandoffId, _Landing] = {}
-        self.waits: dict[int, _Wait] = {}  # by key
+        self.landing: dict[HandoffId, _Landing] = {}
+        self.waits: dict[int, _Wait] = {}
         self._over: dict[int, None] = {}  # keys to be returned by take_over
-        self._counts = dict.fromkeys(OUTCOMES, 0)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._reads or self._landing)
+        self.counts = {f"embedding_reads/{outcome}": 0 for outcome in OUTCOMES}
 
     def reads(self) -> Iterator[Ints]:
         """Return the pages held for reads."""
-        return (landing.pages for landing in self._landing.values())
-
-    def counters(self) -> dict[str, int]:
-        return {f"embedding_reads/{outcome}": number for outcome, number in self._counts.items()}
-
-    # Requests -----------------------------------------------------------------------------------
+        return (landing.pages for landing in self.landing.values())
 
     def start(
         self, key: int, images: Sequence[Image], addresses: Sequence[str], timings: ImageReads
@@ -146,7 +142,7 @@ class EmbeddingReads:
             return
         of_image = dict(zip((image.name for image in images), addresses, strict=False))
         for image in self._encoder.missing(images):
-            read = self._reads.get(image.name)
+            read = self.in_progress.get(image.name)
             if read is None:
                 read = self._begin(image, of_image.get(image.name, ""))
             if read is not None:
@@ -165,13 +161,11 @@ class EmbeddingReads:
         self._over.pop(key, None)
         wait = self.waits.pop(key, None)
         for name in () if wait is None else wait.names:
-            read = self._reads[name]
+            read = self.in_progress[name]
             read.waiting.discard(key)
             if not read.waiting and read.copying is None:
                 self._cancel(read, "the request has ended")
-                del self._reads[name]
-
-    # Events -------------------------------------------------------------------------------------
+                del self.in_progress[name]
 
     def take(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread. Returns False if others must handle it too."""
@@ -184,23 +178,21 @@ class EmbeddingReads:
                 if producer is not None and producer.instance == instance:
                     del self._producers[address]
                     self._is_absent(address)
-            case CompletedEvent(id=id) if id in self._landing:
+            case CompletedEvent(id=id) if id in self.landing:
                 self._landed(event)
                 return True
-            case FailedEvent(id=id) if id in self._landing:
+            case FailedEvent(id=id) if id in self.landing:
                 self._end(id, "failed")
                 return True
-            case ReadsEndedEvent(id=id) if id in self._landing:
-                self._landing[id].lands = False
+            case ReadsEndedEvent(id=id) if id in self.landing:
+                self.landing[id].lands = False
                 return True
         return False
 
     def poll(self) -> None:
-        """Open, finish and give up reads. Called in each turn of the engine loop."""
-        if not (self._reads or self._landing):
-            return
+        """Open, finish and give up reads. Called in each turn of the engine loop with reads."""
         now = self._clock()
-        for read in list(self._reads.values()):
+        for read in list(self.in_progress.values()):
             if read.copying is not None:
                 if read.copying.done():
                     self._finish(read, "failed" if read.copying.exception() else "completed")
@@ -208,24 +200,22 @@ class EmbeddingReads:
                 self._give_up(read)
             elif read.id is None and read.address in self._producers:
                 self._open(read, self._producers[read.address], now)
-        for id, landing in list(self._landing.items()):
+        for id, landing in list(self.landing.items()):
             copied = landing.copying is None or landing.copying.done()
             if copied and not landing.lands and id not in self._by_id:
                 self._pages.drop(landing.pages, PageHolder.READ)
-                del self._landing[id]
-
-    # --------------------------------------------------------------------------------------------
+                del self.landing[id]
 
     def _begin(self, image: Image, address: str) -> _Read | None:
         """Return a new read, or None if this node must encode the image itself."""
         if not address or address in self._absent:
-            self._counts["unpaired"] += 1
+            self.counts["embedding_reads/unpaired"] += 1
             return None
-        if len(self._reads) >= MAX_READS:
-            self._counts["no_capacity"] += 1
+        if len(self.in_progress) >= MAX_READS:
+            self.counts["embedding_reads/no_capacity"] += 1
             return None
         read = _Read(image, address, self._clock() + min(PAIR_S, self._timeout_s))
-        self._reads[image.name] = read
+        self.in_progress[image.name] = read
         return read
 
     def _open(self, read: _Read, producer: ProducerUp, now: float) -> None:
@@ -233,7 +223,7 @@ class EmbeddingReads:
         assert self._encoder is not None
         num_bytes = read.image.num_tokens * self._encoder.token_bytes
         num_pieces = -(-num_bytes // producer.piece_bytes)
-        held = sum(len(landing.pages) for landing in self._landing.values())
+        held = sum(len(landing.pages) for landing in self.landing.values())
         if held + num_pieces > max(self._pages.num_pages // SHARE, 1):
             return
         pages = self._cache.allocate(num_pieces, PageHolder.READ)
@@ -243,14 +233,14 @@ class EmbeddingReads:
         read.num_pieces, read.piece_bytes = num_pieces, producer.piece_bytes
         read.due, read.epoch = now + self._timeout_s, self._encoder.epoch
         self._by_id[read.id] = read
-        self._landing[read.id] = _Landing(pages)
+        self.landing[read.id] = _Landing(pages)
         source = Embeddings(read.image, num_pieces, producer.piece_bytes)
         remaining = Remaining(self._timeout_s + GRACE_S)
         self._port.post(OpenCommand(read.id, producer.instance, self._weights(), remaining, source))
         self._port.post(GrantCommand(read.id, 0, pages))
 
     def _landed(self, event: CompletedEvent) -> None:
-        read, landing = self._by_id.get(event.id), self._landing[event.id]
+        read, landing = self._by_id.get(event.id), self.landing[event.id]
         if read is None:
             return
         if event.num_tokens != read.num_pieces:
@@ -275,7 +265,7 @@ class EmbeddingReads:
         if len(self._absent) >= MAX_READS:
             self._absent.clear()
         self._absent.add(address)
-        for read in self._reads.values():
+        for read in self.in_progress.values():
             if read.id is None and read.address == address:
                 read.due = 0.0
 
@@ -290,10 +280,10 @@ class EmbeddingReads:
 
     def _finish(self, read: _Read, outcome: str) -> None:
         """End a read, and the waits for it."""
-        self._counts[outcome] += 1
+        self.counts[f"embedding_reads/{outcome}"] += 1
         if read.id is not None:
             self._by_id.pop(read.id, None)
-        del self._reads[read.image.name]
+        del self.in_progress[read.image.name]
         for key in read.waiting:
             names, timings = self.waits[key]
             names.discard(read.image.name)

@@ -40,7 +40,7 @@ from node.request_state import RequestStage, RequestState
 from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues
-from prefill_node.ahead import PrefillAhead
+from prefill_node.ahead import WAIT_S, PrefillAhead
 from prefill_node.embeddings import EmbeddingReads
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
@@ -81,8 +81,6 @@ class PrefillRole:
         self._control = control
         self._port = port
 
-    # Role ---------------------------------------------------------------------------------------
-
     def poll(self) -> None:
         for event in self._port.take():
             if self._sharing.take(event):
@@ -97,10 +95,12 @@ class PrefillRole:
                 case _ if not self._embeddings.take(event):
                     self._note_link(event)
         self._sharing.poll()
-        self._embeddings.poll()
+        if self._reads_embeddings:
+            self._embeddings.poll()
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
-        self._ahead.poll(now)
+        if self._ahead.current is not None or now >= self._may_begin_ahead:
+            self._ahead.poll(now)
         for state, ending in self._queues.expired(now):
             state.close(ending)
         self._control.poll(self, self._take)
@@ -128,8 +128,14 @@ class PrefillRole:
                 state.close(finished.finish)
 
     def idle(self) -> None:
-        wait_s = self._ahead.wait_s(time.monotonic())
+        now, next_at = time.monotonic(), self._may_begin_ahead
+        wait_s = max(0.0, (next_at if now < next_at else self._ahead.next_at) - now)
         self._control.wait_for_work(self, self.check_leaks, wait_s)
+
+    @property
+    def _may_begin_ahead(self) -> float:
+        """Time at which the first hand-off has waited long enough to be computed ahead."""
+        return self._queues.bootstrap.since + WAIT_S
 
     def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live holder."""
@@ -137,15 +143,18 @@ class PrefillRole:
         reads = [*self._sharing.reads(), *self._embeddings.reads()]
         self.scheduler.check_idle({PageHolder.PUBLICATION: exported, PageHolder.READ: reads})
 
-    # Calls of the control interface ---------------------------------------------------------------
-
     @property
     def busy(self) -> bool:
-        fetches = self._sharing.busy or self._embeddings.busy
-        return bool(self._handoffs.busy or self._pooling or self._ahead.busy or fetches)
+        fetches = self._sharing.busy or self._reads_embeddings
+        own = self._handoffs.busy or self._pooling.prompts or self._ahead.current
+        return bool(own or fetches)
+
+    @property
+    def _reads_embeddings(self) -> bool:
+        return bool(self._embeddings.in_progress or self._embeddings.landing)
 
     def queues(self) -> dict[str, int]:
-        return {**self._queues.lengths(), "pooled": len(self._pooling)}
+        return {**self._queues.lengths(), "pooled": len(self._pooling.prompts)}
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:
         return self.scheduler.waiting_by_class()
@@ -156,9 +165,9 @@ class PrefillRole:
     def counters(self) -> dict[str, int]:
         return {
             **self.scheduler.counters(),
-            **self._handoffs.counters(),
+            **self._handoffs.counts,
             **self._sharing.counters(),
-            **self._embeddings.counters(),
+            **self._embeddings.counts,
             "pooled_prompts": self._pooling.num_pooled,
             "tokens_ahead": self._ahead.num_tokens,
         }
@@ -170,10 +179,10 @@ class PrefillRole:
         return {"prompts": self._queues.scheduled.backlog.backlog}
 
     def explain(self, request_id: str) -> RequestTraces:
-        return self._handoffs.explain(request_id)
+        return self._handoffs.history.explain(request_id)
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        return self._handoffs.flights(num_ended)
+        return self._handoffs.history.flights(num_ended)
 
     def abort(self, request_id: str) -> int:
         return self._handoffs.abort(request_id) + self._pooling.abort(request_id)
@@ -202,8 +211,6 @@ class PrefillRole:
     def set_weight_version(self, weights: WeightsId) -> None:
         self._port.post(SetWeightVersion(weights))
         self._control.links.clear()
-
-    # --------------------------------------------------------------------------------------------
 
     def _note_link(self, event: NodeEvent) -> None:
         match event:

@@ -26,13 +26,13 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import ChunkDone
 from kvtransfer.messages import Live, Prompt
 from kvtransfer.ports import (
+    AdmittedCommand,
     ClosedEvent,
     FailCommand,
     GrantedEvent,
     OpenedEvent,
     ProducerCommands,
     PublishCommand,
-    QueuedCommand,
 )
 from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
@@ -114,7 +114,10 @@ _QUEUES: Mapping[RequestStage, str] = {
 class OutgoingHandoffs:
     """The hand-offs that this node gives. Engine thread only.
 
-    The watchdog may call `describe` and `flights` while that thread is stalled.
+    The watchdog may call `describe` while that thread is stalled.
+
+    Attributes:
+        counts: hand-offs by outcome, and rejections by reason.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class OutgoingHandoffs:
     ) -> None:
         self._admission = admission
         self._queues = queues
-        self._history = history
+        self.history = history
         self._pages = pages
         self._tables = tables
         self._port = port
@@ -140,9 +143,7 @@ class OutgoingHandoffs:
         self._states: dict[int, PrefillState] = {}  # by serial, without failed hand-offs
         self._exported: dict[int, Ints] = {}  # pages held for publication, by serial
         outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
-        self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
-
-    # Status ---------------------------------------------------------------------------------------
+        self.counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
     @property
     def busy(self) -> bool:
@@ -156,9 +157,6 @@ class OutgoingHandoffs:
     def find(self, request: Request) -> PrefillState | None:
         """Return the state of a request whose hand-off has not failed."""
         return self._states.get(request.key)
-
-    def counters(self) -> dict[str, int]:
-        return dict(self._counts)
 
     def describe(self) -> list[dict[str, object]]:
         """Return the log fields of each hand-off: its queue, its request and its age."""
@@ -174,18 +172,10 @@ class OutgoingHandoffs:
             for state in tuple(self._states.values())
         ]
 
-    def explain(self, request_id: str) -> RequestTraces:
-        return self._history.explain(request_id)
-
-    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        return self._history.flights(num_ended)
-
-    # Events of one hand-off -----------------------------------------------------------------------
-
     def open(self, event: OpenedEvent) -> None:
         now, source = time.monotonic(), event.source
         assert isinstance(source, Prompt | Live)  # PrefixSharing handles the other sources
-        timings = self._history.open(event, source.spec, now)
+        timings = self.history.open(event, source.spec, now)
         request = self._admission.create_request(event, source.spec, now)
         state = PrefillState(request=request, on_end=self._ended, timings=timings)
         self._states[state.key] = state
@@ -251,7 +241,7 @@ class OutgoingHandoffs:
         # Tokens computed ahead count as computed.
         cached_tokens = int(min(request.cached_tokens, state.cached_before))
         self._port.post(
-            QueuedCommand(
+            AdmittedCommand(
                 state.key,
                 compute_tokens=num_tokens - cached_tokens,
                 queued_tokens=self._queues.scheduled.scheduler.queued_tokens(),
@@ -278,16 +268,14 @@ class OutgoingHandoffs:
 
     def dropped(self, event: ClosedEvent) -> None:
         """Remove a hand-off that its consumer has closed, or that failed here before."""
-        self._counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
-        self._history.close(event)
+        self.counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
+        self.history.close(event)
         state = self._states.pop(event.serial, None)
         if state is not None:
             _drop(state, event.reason)
         exported = self._exported.pop(event.serial, None)
         if exported is not None:
             self._pages.drop(exported, PageHolder.PUBLICATION)
-
-    # Calls of operators ---------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> int:
         """Cancel all hand-offs of this client request. Returns their number."""
@@ -312,8 +300,6 @@ class OutgoingHandoffs:
             self._report_failure(state, reason, retryable=retryable)
             _drop(state, reason)
         return len(doomed)
-
-    # --------------------------------------------------------------------------------------------
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
         """Publish [state.published, end), page-aligned unless it is the last range.
@@ -354,10 +340,10 @@ class OutgoingHandoffs:
             return
         if isinstance(ending, ServingError):
             refusal = refusal_of(ending)
-            self._counts[refusal.count] += 1
+            self.counts[refusal.count] += 1
             retryable, reason, late_s = refusal.retryable, str(ending), ending.late_s
         else:
-            self._counts["refused/dropped"] += bool(ending.retry_after_s)
+            self.counts["refused/dropped"] += bool(ending.retry_after_s)
             retryable, late_s = False, ending.retry_after_s
             reason = ending.error or ending.reason.name.lower()
         self._report_failure(state, reason, retryable=retryable, retry_after_s=late_s)
@@ -366,7 +352,7 @@ class OutgoingHandoffs:
         self, state: PrefillState, reason: str, *, retryable: bool, retry_after_s: float = 0.0
     ) -> None:
         del self._states[state.key]
-        self._counts["handoffs_aborted"] += 1
+        self.counts["handoffs_aborted"] += 1
         self._port.post(FailCommand(state.key, reason, retryable, retry_after_s))
 
 

@@ -54,6 +54,8 @@ class PoolingCalls:
     Args:
         tokens, scheduled: shared with hand-offs.
         keys: unused keys, all negative. Hand-offs have positive keys.
+    Attributes:
+        prompts: prompts without a vector, by key.
     """
 
     def __init__(
@@ -73,16 +75,12 @@ class PoolingCalls:
         self._control = control
         self._keys = keys
         self._calls: dict[int, _Call] = {}  # by call number
-        self._prompts: dict[int, PooledPrompt] = {}  # prompts without a vector, by key
+        self.prompts: dict[int, PooledPrompt] = {}
         self.num_pooled = 0  # prompts since the start
-
-    def __len__(self) -> int:
-        """Return the number of prompts without a vector."""
-        return len(self._prompts)
 
     def find(self, request: Request) -> PooledPrompt | None:
         """Return the state of a prompt without a vector."""
-        return self._prompts.get(request.key)
+        return self.prompts.get(request.key)
 
     def submit(self, message: SubmitPooling) -> None:
         """Start a call, or reject it with an error."""
@@ -129,13 +127,13 @@ class PoolingCalls:
     def computed(self, chunk: ChunkDone) -> None:
         """Record a computed chunk, and send the result when all prompts of the call are done."""
         request = chunk.request
-        prompt = self._prompts.get(request.key)
+        prompt = self.prompts.get(request.key)
         if prompt is None:
             return
         self._scheduled.backlog.serve(request.key, len(request.token_ids) - chunk.end)
         if chunk.pooled is None:
             return
-        del self._prompts[request.key]
+        del self.prompts[request.key]
         call = prompt.call
         call.vectors[request.key] = chunk.pooled.astype("<f4").tobytes()
         self.num_pooled += 1
@@ -194,13 +192,13 @@ class PoolingCalls:
         backlog = self._scheduled.backlog
         self._scheduled.put(prompt)
         call.prompts.append(prompt)
-        self._prompts[request.key] = prompt
+        self.prompts[request.key] = prompt
         backlog.join(request.key, QueueEntry(request.due, len(request.token_ids)), request.arrived)
         prompt.claims.add(Claim.BACKLOG, partial(backlog.leave, request.key))
 
     def _ended(self, prompt: PooledPrompt, ending: Ending) -> None:
         """End the call of a prompt that ended without a vector."""
-        if self._prompts.pop(prompt.key, None) is not None:
+        if self.prompts.pop(prompt.key, None) is not None:
             end = as_request_end(ending)
             self._end(prompt.call)
             sentence = end.error or end.reason.name.lower()
@@ -211,7 +209,7 @@ class PoolingCalls:
         self._calls.pop(call.number, None)
         self._tokens.drop(call.held)
         for prompt in call.prompts:
-            if self._prompts.pop(prompt.key, None) is not None:
+            if self.prompts.pop(prompt.key, None) is not None:
                 self._scheduled.remove(prompt, _LEFT)
             prompt.close(_LEFT)
 

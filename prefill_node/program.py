@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -230,11 +229,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
         calls: whether it may call other nodes.
         fetches: whether it fetches prefixes of prompts.
     """
-    streams = PairStreams(
-        frontend.transfer_socket,
-        frontend.metrics,
-        on_heartbeat=lambda late_s: frontend.supervision.heartbeat(time.monotonic(), late_s),
-    )
+    streams = PairStreams(frontend.transfer_socket, frontend.metrics)
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
     producers = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(
@@ -267,7 +262,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
 
     return RoleServices(
         services=(pairs.register, pooling.register),
-        background=(streams.run, dialer.run),
+        background=(partial(streams.run, frontend.supervision.heartbeat), dialer.run),
         handoff=lambda handoff: spans.record_handoff(frontend.tracer, handoff),
         pooled=pooling.pooled,
         pair_with=pair_with,

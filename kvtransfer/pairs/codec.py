@@ -27,9 +27,9 @@ from kvtransfer.messages import (
     CancelHandoff,
     Embeddings,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
     Live,
@@ -77,7 +77,7 @@ def parse(message: Proto) -> PairHello | AnyMessage:
         case pb.Forget():
             return _forget(body)
         case pb.Admitted():
-            return HandoffQueued(id_of(body), body.compute_tokens, body.queued_tokens)
+            return HandoffAdmitted(id_of(body), body.compute_tokens, body.queued_tokens)
         case pb.Ready():
             return _ready(body)
         case pb.Released():
@@ -116,7 +116,7 @@ def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
             return pb.FromConsumer(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
         case InvalidatePrefix(token_ids, namespace):
             return pb.FromConsumer(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
-        case HandoffQueued(id, compute_tokens, queued_tokens):
+        case HandoffAdmitted(id, compute_tokens, queued_tokens):
             admitted = pb.Admitted(
                 id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
             )
@@ -143,9 +143,6 @@ def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
 def last_words(error: ServingError) -> pb.FromProducer:
     """Return the producer's final message on a stream. It belongs to no hand-off."""
     return pb.FromProducer(last_words=said(error))
-
-
-# Parts ------------------------------------------------------------------------------------------
 
 
 def id_of(

@@ -22,29 +22,17 @@ import msgspec
 
 from common import rpc
 from common.errors import (
-    EngineDied,
-    Forbidden,
     NodeUnavailable,
     ProtocolViolation,
     ServingError,
-    Unauthenticated,
 )
 from common.logs import Throttle, ThrottledLog
-from common.rpc import streams
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
-from kvtransfer.pairs.streams import PairMetrics, PairStreams
+from kvtransfer.pairs.streams import REFUSALS, PairMetrics, PairStreams, incoming, write
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-
-# Errors that last until a configuration or a node changes, unlike an unavailable node.
-_REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
-    grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolation,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +132,14 @@ class PairDialer:
             stub = kvtransfer_pb2_grpc.KvTransferStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Pair()
             try:
-                incoming = _incoming(call)
-                theirs = await self._hello(call, incoming, ours)
+                messages = incoming(call)
+                theirs = await self._hello(call, messages, ours)
                 up_at = time.monotonic()
                 self._metrics.pairing("up")
                 # The address on the router's list, not the one in the producer's Hello.
                 peer = msgspec.structs.replace(theirs, address=address)
                 with self._streams.opened(peer, as_consumer=True) as stream:
-                    await stream.outgoing.converse(partial(_write, call), incoming, stream.take)
+                    await stream.outgoing.converse(partial(write, call), messages, stream.take)
             except ServingError as ended:
                 error = ended
             except Exception:
@@ -162,42 +150,23 @@ class PairDialer:
                 error = NodeUnavailable("the producer has closed the stream")
             finally:
                 call.cancel()
-        refused = error.status in _REFUSALS
+        refused = error.status in REFUSALS
         lived_s = 0.0 if up_at is None else time.monotonic() - up_at
         return _Over(str(error), refused, lived_s)
 
     async def _hello(
-        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromProducer], ours: PairHello
+        self, call: Any, messages: AsyncIterator[kvtransfer_pb2.FromProducer], ours: PairHello
     ) -> PairHello:
         try:
             async with asyncio.timeout(self._times.hello_s):
-                await _write(call, codec.to_proto(ours, as_consumer=True))
-                first = await anext(incoming, None)
+                await write(call, codec.to_proto(ours, as_consumer=True))
+                first = await anext(messages, None)
         except TimeoutError:
             raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
         theirs = codec.parse(first) if first is not None else None
         if not isinstance(theirs, PairHello):
             raise ProtocolViolation("the first message of the producer is not Hello")
         return theirs
-
-
-async def _write(call: Any, message: codec.Proto) -> None:
-    """Write a message, or drop it if the stream has ended. The reading side gets the reason."""
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(message)
-
-
-async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromProducer]:
-    """Yield the producer's messages. Raises the end of the call as a ServingError, with the
-    producer's own message.
-    """
-    try:
-        async for message in streams.heard(call):
-            yield message
-    except streams.StreamStatus as end:
-        died = end.code is EngineDied.status
-        kind = EngineDied if died else _REFUSALS.get(end.code, NodeUnavailable)
-        raise kind(end.sentence or end.code.name) from end
 
 
 async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:

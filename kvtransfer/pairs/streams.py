@@ -7,11 +7,12 @@ Backpressure: a stream is not read while the transfer thread is behind.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -28,11 +29,12 @@ from common.errors import (
     Overloaded,
     ProtocolViolation,
     ServingError,
+    Unauthenticated,
 )
 from common.identity.guard import CallAuthenticator, Caller, node_name
 from common.logs import Throttle, ThrottledLog
 from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
-from common.rpc.streams import OutgoingStream
+from common.rpc.streams import OutgoingStream, StreamStatus, heard
 from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     LocalHello,
@@ -107,20 +109,21 @@ def parsed(message: Outward) -> AnyMessage:
     return record
 
 
+def _ignored(now: float, late_s: float) -> None:
+    """Ignore a heartbeat."""
+
+
 class PairStreams:
     """All pair streams of the node. Event loop only.
 
     Args:
         sock: socket to the transfer thread. Owned from now on.
-        on_heartbeat: called with `late_s` of each heartbeat.
     """
 
-    def __init__(
-        self, sock: socket.socket, metrics: PairMetrics, *, on_heartbeat: Callable[[float], None]
-    ) -> None:
+    def __init__(self, sock: socket.socket, metrics: PairMetrics) -> None:
         self._socket = sock
         self._metrics = metrics
-        self._on_heartbeat = on_heartbeat
+        self._on_heartbeat = _ignored
         self._connection: FrameConnection[PairOutput] = FrameConnection(
             PairOutput, self._take, self._end
         )
@@ -131,12 +134,15 @@ class PairStreams:
         self._numbers = itertools.count(1)
         self._streams: dict[int, PairStream] = {}
 
-    async def run(self) -> None:
+    async def run(self, on_heartbeat: Callable[[float, float], None] = _ignored) -> None:
         """Carry messages until cancelled.
 
+        Args:
+            on_heartbeat: called with the time of each heartbeat and its `late_s`.
         Raises:
             EngineFault: the transfer thread has ended or does not read.
         """
+        self._on_heartbeat = on_heartbeat
         await self._connection.open(self._socket)
         try:
             reason = await self._over
@@ -154,7 +160,7 @@ class PairStreams:
         while await self.local_hello() == hello:
             await self._said_otherwise.wait()
 
-    @contextmanager
+    @contextlib.contextmanager
     def opened(self, hello: PairHello, *, as_consumer: bool) -> Iterator[PairStream]:
         """Open a stream whose peer has sent Hello. The transfer thread knows the stream inside the
         context.
@@ -202,7 +208,7 @@ class PairStreams:
     def _take(self, message: PairOutput) -> None:
         match message:
             case EngineHeartbeat(late_s=late_s):
-                self._on_heartbeat(late_s)
+                self._on_heartbeat(time.monotonic(), late_s)
             case LocalHello(hello=hello):
                 if self._hello.done():
                     self._hello = asyncio.get_running_loop().create_future()
@@ -227,7 +233,7 @@ class PairStreams:
         with self._ends():
             self._connection.send(message)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _ends(self) -> Iterator[None]:
         """End the node if the transfer thread has ended, because it cannot work without it."""
         try:
@@ -240,6 +246,33 @@ class PairStreams:
     def _end(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
+
+
+# Errors that last until a configuration or a node changes, unlike an unavailable node.
+REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
+    grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolation,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Forbidden,
+}
+
+
+async def write(call: Any, message: codec.Proto) -> None:
+    """Write a message, or drop it if the stream has ended. The reading side gets the reason."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(message)
+
+
+async def incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromProducer]:
+    """Yield the producer's messages. Raises the end of the call as a ServingError, with the
+    producer's own message.
+    """
+    try:
+        async for message in heard(call):
+            yield message
+    except StreamStatus as end:
+        died = end.code is EngineDied.status
+        kind = EngineDied if died else REFUSALS.get(end.code, NodeUnavailable)
+        raise kind(end.sentence or end.code.name) from end
 
 
 HELLO_S = 5.0

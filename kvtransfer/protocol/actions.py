@@ -10,7 +10,14 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage, HandoffId
-from kvtransfer.ports import CompletedEvent, ConsumerEvent, Ints, ProducerEvent, TablePages
+from kvtransfer.ports import (
+    CompletedEvent,
+    ConsumerEvent,
+    Ints,
+    PagesToRead,
+    ProducerEvent,
+    TablePages,
+)
 
 
 class SendMessage(msgspec.Struct, frozen=True):
@@ -42,18 +49,13 @@ class CloseLink(msgspec.Struct, frozen=True):
 class StartRead(msgspec.Struct, frozen=True):
     """Reads pages of the stream's producer into local pages.
 
-    Page i of the tables is read into page i. The pages of the recurrent state are last in both
-    lists, whose lengths differ if the nodes have different numbers of state pages.
-
     Reads of one link end in the order in which they started. Each ends by read_ended, or all
     remaining ones by link_closed.
     """
 
     stream: int
     id: HandoffId
-    source_pages: Ints
-    destination_pages: Ints
-    spans: tuple[TablePages, ...]
+    pages: PagesToRead
 
 
 class ExpectPages(msgspec.Struct, frozen=True):

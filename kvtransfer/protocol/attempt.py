@@ -20,8 +20,15 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
-from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
-from kvtransfer.ports import STATE, GrantCommand, Ints, ReadsEndedEvent, TablePages, tables_of
+from kvtransfer.messages import HandoffAdmitted, HandoffId, HandoffKind, PagesReady
+from kvtransfer.ports import (
+    STATE,
+    GrantCommand,
+    Ints,
+    PagesToRead,
+    ReadsEndedEvent,
+    tables_of,
+)
 from kvtransfer.protocol.actions import CloseLink, ConsumerAction, OpenLink, PageSum, StartRead
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
@@ -56,21 +63,13 @@ class LinkState(Enum):
     CLOSING = "closing"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LinkRead:
-    id: HandoffId
-    source_pages: Ints
-    destination_pages: Ints
-    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows
-
-
 @dataclass(slots=True)
 class LinkReads:
     state: LinkState = LinkState.OPENING
-    waiting: deque[LinkRead] = field(default_factory=deque)
-    posted: deque[LinkRead] = field(default_factory=deque)  # in the order in which they will end
+    waiting: deque[StartRead] = field(default_factory=deque)
+    posted: deque[StartRead] = field(default_factory=deque)  # in the order in which they will end
 
-    def next_to_post(self) -> LinkRead | None:
+    def next_to_post(self) -> StartRead | None:
         """Move a read from waiting to posted, and return it. None if the link accepts no more."""
         if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
             return None
@@ -81,7 +80,7 @@ class LinkReads:
         """Drop the waiting reads of an attempt. Posted reads cannot be cancelled."""
         self.waiting = deque(read for read in self.waiting if read.id != id)
 
-    def closed(self) -> list[LinkRead]:
+    def closed(self) -> list[StartRead]:
         """Remove and return the closed link's unfinished reads, in order. None can land any
         more.
         """
@@ -108,8 +107,6 @@ class ConsumerLinks:
     def num_reads(self) -> int:
         """Number of reads posted to links and not ended."""
         return sum(self._landing.values())
-
-    # Links ----------------------------------------------------------------------------------------
 
     def open(self, stream: int, now: float) -> OpenLink:
         """Open a stream's link, for the first time or after it closed."""
@@ -157,8 +154,6 @@ class ConsumerLinks:
         """Return the streams whose link did not come up in time."""
         return self._deadlines.take_due(now)
 
-    # Reads ----------------------------------------------------------------------------------------
-
     def granted(self, id: HandoffId) -> None:
         """Record that reads may use the attempt's pages from now on.
 
@@ -169,18 +164,16 @@ class ConsumerLinks:
             raise EngineFault(f"{id} was granted twice")
         self._landing[id] = 0
 
-    def read(self, stream: int, read: LinkRead) -> list[ConsumerAction]:
-        self._links[stream].waiting.append(read)
-        return self.post(stream)
+    def read(self, read: StartRead) -> list[ConsumerAction]:
+        self._links[read.stream].waiting.append(read)
+        return self.post(read.stream)
 
     def post(self, stream: int) -> list[ConsumerAction]:
         """Start queued reads up to the link's limit."""
         link, actions = self._links[stream], list[ConsumerAction]()
         while (read := link.next_to_post()) is not None:
             self._landing[read.id] += 1
-            actions.append(
-                StartRead(stream, read.id, read.source_pages, read.destination_pages, read.spans)
-            )
+            actions.append(read)
         return actions
 
     def first_posted(self, stream: int) -> HandoffId | None:
@@ -234,7 +227,7 @@ class ConsumerHandoff:
     ranges: PageRanges | None = None  # from Grant on
     unread: int = 0  # ranges whose pages have not landed
     done_sent: bool = False
-    admitted: HandoffQueued | None = None
+    admitted: HandoffAdmitted | None = None
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
@@ -262,7 +255,7 @@ class ConsumerHandoff:
         self.ranges = ranges
         self.to(HandoffStatus.WAITING_FOR_INPUT)
 
-    def admit(self, message: HandoffQueued, now: float) -> None:
+    def admit(self, message: HandoffAdmitted, now: float) -> None:
         """Record that the producer has queued the hand-off.
 
         Raises:
@@ -279,7 +272,7 @@ class ConsumerHandoff:
         self.admitted = message
         self.admitted_at = now
 
-    def begin_range(self, message: PagesReady, now: float) -> LinkRead | None:
+    def begin_range(self, message: PagesReady, now: float) -> StartRead | None:
         """Record the next published range and return its read, or None if it has no pages.
 
         Raises:
@@ -319,7 +312,8 @@ class ConsumerHandoff:
             for place, checksum in message.sums
             if self.producer.same_layout or tables[place] != STATE
         )
-        return LinkRead(self.id, np.array(pages, dtype=np.int32), destination, of_tables)
+        source = np.array(pages, dtype=np.int32)
+        return StartRead(self.stream, self.id, PagesToRead(source, destination, of_tables))
 
     @staticmethod
     def _places(ranges: PageRanges, spans: tuple[PageSpan, ...]) -> Ints:

@@ -16,9 +16,9 @@ from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
     OpenHandoff,
@@ -27,6 +27,7 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from kvtransfer.ports import (
+    AdmittedEvent,
     CancelCommand,
     CompletedEvent,
     ConsumerCommand,
@@ -39,21 +40,19 @@ from kvtransfer.ports import (
     ProducerDown,
     ProducerRate,
     ProducerUp,
-    QueuedEvent,
 )
 from kvtransfer.protocol.actions import (
     ConfirmRead,
     ConsumerAction,
     EndStream,
     ExpectPages,
-    SendMessage,
 )
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
     HandoffStatus,
-    HeartbeatTimer,
     ProducerPace,
+    ProtocolEnd,
     earliest,
 )
 
@@ -84,21 +83,23 @@ class _Stream:
     gib_per_s: float = 0.0  # rate of its link, once proved
 
 
-class ConsumerEnd:
-    """The state machine of all hand-offs that this node receives."""
+class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
+    """The state machine of all hand-offs that this node receives. Messages about an ended attempt
+    are dropped.
+    """
+
+    peer = "producer"
 
     def __init__(self, config: TransferConfig, tables: PageTables) -> None:
+        super().__init__(config)
         self._tables = tables
         self._progress_s = config.chunk_timeout_s
         self._released_s = config.release_timeout_s
-        self._streams: dict[int, _Stream] = {}
         self._links = ConsumerLinks()
         self._attempts: dict[HandoffId, ConsumerHandoff] = {}
         self._deadlines: DeadlineTimer[_Key] = DeadlineTimer()
-        self._heartbeats = HeartbeatTimer(config)
-        self._actions: list[ConsumerAction] = []
 
-    # State for the thread -----------------------------------------------------------------------
+    # State for the thread
 
     @property
     def num_open(self) -> int:
@@ -114,12 +115,6 @@ class ConsumerEnd:
         return earliest(
             (self._heartbeats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
         )
-
-    def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
-        self._heartbeats.moving = moving
-
-    # Inputs: streams and links ------------------------------------------------------------------
 
     def stream_up(
         self, stream: int, producer: int, address: str, pages: ProducerPages, now: float
@@ -137,24 +132,6 @@ class ConsumerEnd:
         self._streams[stream] = _Stream(producer, address, pages, ProducerPace(self._progress_s))
         self._heartbeats.start(stream, now)
         self._open_link(stream, now)
-        return self._taken()
-
-    def stream_down(
-        self, stream: int, reason: str, *, engine_died: bool = False
-    ) -> list[ConsumerAction]:
-        """Remove an ended stream. No effect if this node has ended it.
-
-        Args:
-            engine_died: whether the producer's frontend reports that its engine died.
-        """
-        if stream in self._streams:
-            self._forget_stream(stream, reason, engine_died=engine_died)
-        return self._taken()
-
-    def end_streams(self, reason: str) -> list[ConsumerAction]:
-        """End all streams. New ones may follow."""
-        for stream in tuple(self._streams):
-            self._end_stream(stream, reason)
         return self._taken()
 
     def link_up(
@@ -234,24 +211,11 @@ class ConsumerEnd:
             self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
 
-    # Inputs: messages ---------------------------------------------------------------------------
-
-    def received(self, stream: int, message: AnyMessage, now: float) -> list[ConsumerAction]:
-        """Handle a message from the producer. Messages on an ended stream, or about an ended
-        attempt, are dropped.
-        """
-        if stream in self._streams:
-            try:
-                self._receive(stream, message, now)
-            except ProtocolViolation as violation:
-                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
-        return self._taken()
-
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
             case Heartbeat():
                 self._heartbeats.heard(stream, now)
-            case HandoffQueued() | PagesReady() | PagesReleased() | HandoffFailed():
+            case HandoffAdmitted() | PagesReady() | PagesReleased() | HandoffFailed():
                 attempt = self._attempts.get(message.id)
                 if attempt is None:
                     return
@@ -264,11 +228,11 @@ class ConsumerEnd:
     def _advance(
         self,
         attempt: ConsumerHandoff,
-        message: HandoffQueued | PagesReady | PagesReleased | HandoffFailed,
+        message: HandoffAdmitted | PagesReady | PagesReleased | HandoffFailed,
         now: float,
     ) -> None:
         match message:
-            case HandoffQueued():
+            case HandoffAdmitted():
                 self._note_admitted(attempt, message, now)
             case PagesReady():
                 self._begin_range(attempt, message, now)
@@ -289,7 +253,9 @@ class ConsumerEnd:
                     retry_after_s=message.retry_after_s,
                 )
 
-    def _note_admitted(self, attempt: ConsumerHandoff, message: HandoffQueued, now: float) -> None:
+    def _note_admitted(
+        self, attempt: ConsumerHandoff, message: HandoffAdmitted, now: float
+    ) -> None:
         most = attempt.producer.num_pages * self._tables.page_size
         if message.queued_tokens > most:
             raise ProtocolViolation(
@@ -297,7 +263,9 @@ class ConsumerEnd:
             )
         attempt.admit(message, now)
         self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
-        self._actions.append(QueuedEvent(message.id, message.compute_tokens, message.queued_tokens))
+        self._actions.append(
+            AdmittedEvent(message.id, message.compute_tokens, message.queued_tokens)
+        )
 
     def _begin_range(self, attempt: ConsumerHandoff, message: PagesReady, now: float) -> None:
         read = attempt.begin_range(message, now)
@@ -319,14 +287,14 @@ class ConsumerEnd:
                 )
             )
         if read is not None:
-            self._actions += self._links.read(attempt.stream, read)
+            self._actions += self._links.read(read)
         self._send_done_if_all_read(attempt, now)
 
     def _send_done_if_all_read(self, attempt: ConsumerHandoff, now: float) -> None:
         if attempt.all_read:
             attempt.done_sent = True
             attempt.landed = now
-            self._actions.append(SendMessage(attempt.stream, ReadsDone(attempt.id)))
+            self._send(attempt.stream, ReadsDone(attempt.id))
             self._deadlines.set(_Key(attempt.id, _Wait.RELEASED), now + self._released_s)
 
     def _expect_progress(self, attempt: ConsumerHandoff, num_tokens: int, now: float) -> None:
@@ -338,8 +306,6 @@ class ConsumerEnd:
         if admitted is not None:
             num_tokens = admitted.compute_tokens + admitted.queued_tokens
             self._streams[attempt.stream].pace.learn(num_tokens, now - attempt.admitted_at)
-
-    # Inputs: commands and time ------------------------------------------------------------------
 
     def command(self, command: ConsumerCommand, now: float) -> list[ConsumerAction]:
         """Handle a command. If its attempt has ended, the command is dropped. A dropped grant is
@@ -362,18 +328,14 @@ class ConsumerEnd:
                 stream = self._stream_to(producer)
                 if stream is not None:
                     forget = InvalidatePrefix(token_ids.tobytes(), namespace)
-                    self._actions.append(SendMessage(stream, forget))
+                    self._send(stream, forget)
         return self._taken()
 
     def tick(self, now: float) -> list[ConsumerAction]:
         """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
         input.
         """
-        due = self._heartbeats.take_due(now)
-        for stream in due.heartbeats:
-            self._heartbeat(stream)
-        for stream in due.silent:
-            self._end_stream(stream, "the producer missed too many heartbeats")
+        self._tick_streams(now)
         for stream in self._links.take_overdue(now):
             self._end_stream(stream, "the link was not set up in time")
         for id, wait in self._deadlines.take_due(now):
@@ -397,7 +359,7 @@ class ConsumerEnd:
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
         message = OpenHandoff(command.id, command.weights, command.remaining, source)
-        self._actions.append(SendMessage(stream, message))
+        self._send(stream, message)
 
     def _stream_to(self, producer: int) -> int | None:
         """Return the stream to an announced producer, or None."""
@@ -413,7 +375,7 @@ class ConsumerEnd:
         attempt.grant(command)
         rate = self._streams[attempt.stream].gib_per_s if command.room_tokens else 0.0
         grant = GrantHandoff(command.id, command.prefix_tokens, command.room_tokens, rate)
-        self._actions.append(SendMessage(attempt.stream, grant))
+        self._send(attempt.stream, grant)
         if command.room_tokens:
             self._expect(attempt, command)
 
@@ -434,8 +396,6 @@ class ConsumerEnd:
                 self._give_up(attempt, "the producer made no progress")
             case _Wait.RELEASED:
                 self._give_up(attempt, "the producer did not respond to Done")
-
-    # Ends of an attempt -------------------------------------------------------------------------
 
     def _finish(self, attempt: ConsumerHandoff) -> None:
         # In this order: the engine must hold the pages for its request before the "read" hold ends.
@@ -465,7 +425,7 @@ class ConsumerEnd:
         self._leave(attempt, HandoffStatus.FAILED)
 
     def _send_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
-        self._actions.append(SendMessage(attempt.stream, CancelHandoff(attempt.id, reason)))
+        self._send(attempt.stream, CancelHandoff(attempt.id, reason))
 
     def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
         attempt.to(end)
@@ -479,8 +439,6 @@ class ConsumerEnd:
         """Report ReadsEndedEvent if an attempt has ended and no byte of it can land any more."""
         if id not in self._attempts:
             self._actions += self._links.settle(id)
-
-    # Links and streams --------------------------------------------------------------------------
 
     def _open_link(self, stream: int, now: float) -> None:
         self._actions.append(self._links.open(stream, now))
@@ -497,11 +455,7 @@ class ConsumerEnd:
             num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
             connecting = not self._links.is_up(stream)
             heartbeat = Heartbeat(self._heartbeats.sequence(stream), num_open, connecting)
-            self._actions.append(SendMessage(stream, heartbeat))
-
-    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
-        self._actions.append(EndStream(stream, reason, refused))
-        self._forget_stream(stream, reason, may_return=not refused)
+            self._send(stream, heartbeat)
 
     def _forget_stream(
         self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
@@ -517,7 +471,3 @@ class ConsumerEnd:
                 attempt, reason, retryable=True, engine_died=computing, may_return=may_return
             )
         self._actions += self._links.stream_over(stream, reason)
-
-    def _taken(self) -> list[ConsumerAction]:
-        actions, self._actions = self._actions, []
-        return actions

@@ -16,10 +16,10 @@ from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
     HandoffKind,
-    HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
     OpenHandoff,
@@ -28,6 +28,7 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from kvtransfer.ports import (
+    AdmittedCommand,
     ClosedEvent,
     FailCommand,
     GrantedEvent,
@@ -35,20 +36,17 @@ from kvtransfer.ports import (
     OpenedEvent,
     ProducerCommand,
     PublishCommand,
-    QueuedCommand,
 )
 from kvtransfer.protocol.actions import (
-    EndStream,
     ExposePages,
     ProducerAction,
-    SendMessage,
     WithdrawPages,
 )
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
     HandoffStatus,
-    HeartbeatTimer,
     PageRanges,
+    ProtocolEnd,
     advance,
     earliest,
     granted,
@@ -78,8 +76,10 @@ class _Handoff:
     admitted: bool = False
 
 
-class ProducerEnd:
+class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
     """The state machine of all hand-offs that this node gives."""
+
+    peer = "consumer"
 
     def __init__(
         self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
@@ -89,17 +89,15 @@ class ProducerEnd:
             max_handoffs: limit of open hand-offs. Above it, an Open is answered by a retryable
                 Failed.
         """
+        super().__init__(config)
         self._tables = tables
         self._max_handoffs = max_handoffs
-        self._streams: dict[int, _Stream] = {}
         self._handoffs: dict[HandoffId, _Handoff] = {}
         self._ids: dict[int, HandoffId] = {}  # by serial
         self._next_serial = 1
         self._budgets: DeadlineTimer[HandoffId] = DeadlineTimer()
-        self._heartbeats = HeartbeatTimer(config)
-        self._actions: list[ProducerAction] = []
 
-    # State for the thread -----------------------------------------------------------------------
+    # State for the thread
 
     @property
     def num_open(self) -> int:
@@ -113,12 +111,6 @@ class ProducerEnd:
         """Return whether a consumer may be connecting to this node now."""
         return any(s.connecting and now < s.poll_until for s in self._streams.values())
 
-    def engine_moves(self, moving: bool) -> None:
-        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
-        self._heartbeats.moving = moving
-
-    # Inputs -------------------------------------------------------------------------------------
-
     def stream_up(self, stream: int, consumer: int, now: float) -> list[ProducerAction]:
         """Add a new stream on which `consumer` (an instance) has sent Hello."""
         for old, peer in list(self._streams.items()):
@@ -126,27 +118,6 @@ class ProducerEnd:
                 self._end_stream(old, "the consumer has opened another stream")
         self._streams[stream] = _Stream(consumer, poll_until=now + POLL_S)
         self._heartbeats.start(stream, now)
-        return self._taken()
-
-    def stream_down(self, stream: int, reason: str) -> list[ProducerAction]:
-        """Remove an ended stream. No effect if this node has ended it."""
-        if stream in self._streams:
-            self._forget_stream(stream, reason)
-        return self._taken()
-
-    def end_streams(self, reason: str) -> list[ProducerAction]:
-        """End all streams. New ones may follow."""
-        for stream in tuple(self._streams):
-            self._end_stream(stream, reason)
-        return self._taken()
-
-    def received(self, stream: int, message: AnyMessage, now: float) -> list[ProducerAction]:
-        """Handle a message from the consumer. Messages on an ended stream are dropped."""
-        if stream in self._streams:
-            try:
-                self._receive(stream, message, now)
-            except ProtocolViolation as violation:
-                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
         return self._taken()
 
     def command(self, command: ProducerCommand) -> list[ProducerAction]:
@@ -161,7 +132,7 @@ class ProducerEnd:
         if id is not None:
             handoff = self._handoffs[id]
             match command:
-                case QueuedCommand():
+                case AdmittedCommand():
                     self._admit(handoff, command)
                 case PublishCommand():
                     self._publish(handoff, command)
@@ -178,17 +149,10 @@ class ProducerEnd:
         """Handle expired deadlines and due heartbeats. Call it at `next_deadline`, after all
         input.
         """
-        due = self._heartbeats.take_due(now)
-        for stream in due.heartbeats:
-            heartbeat = Heartbeat(self._heartbeats.sequence(stream), self._num_open_on(stream))
-            self._actions.append(SendMessage(stream, heartbeat))
-        for stream in due.silent:
-            self._end_stream(stream, "the consumer missed too many heartbeats")
+        self._tick_streams(now)
         for id in self._budgets.take_due(now):
             self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
         return self._taken()
-
-    # Messages -----------------------------------------------------------------------------------
 
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
@@ -221,7 +185,7 @@ class ProducerEnd:
             raise ProtocolViolation(f"a second Open of {id}")
         if len(self._handoffs) >= self._max_handoffs:
             reason = f"{self._max_handoffs} hand-offs are open here"
-            self._actions.append(SendMessage(stream, HandoffFailed(id, reason, retryable=True)))
+            self._send(stream, HandoffFailed(id, reason, retryable=True))
             return
         source = message.source
         handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
@@ -236,7 +200,7 @@ class ProducerEnd:
         handoff = self._known(stream, message.id)
         if handoff is None:
             gone = HandoffFailed(message.id, "the producer gave up the hand-off", retryable=True)
-            self._actions.append(SendMessage(stream, gone))
+            self._send(stream, gone)
             return
         if handoff.ranges is not None:
             raise ProtocolViolation(f"a second Grant of {message.id}")
@@ -254,11 +218,11 @@ class ProducerEnd:
     def _finish(self, stream: int, message: ReadsDone) -> None:
         handoff = self._known(stream, message.id)
         if handoff is None:
-            self._actions.append(SendMessage(stream, PagesReleased(message.id, held=False)))
+            self._send(stream, PagesReleased(message.id, held=False))
             return
         if handoff.ranges is None or not handoff.ranges.complete:
             raise ProtocolViolation(f"Done of {message.id} before its last Ready")
-        self._actions.append(SendMessage(stream, PagesReleased(message.id, held=True)))
+        self._send(stream, PagesReleased(message.id, held=True))
         self._drop(handoff, HandoffStatus.SUCCESS, "the consumer has all pages")
 
     def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
@@ -268,8 +232,6 @@ class ProducerEnd:
             raise ProtocolViolation(f"{id} is an attempt of another stream")
         return handoff
 
-    # Commands -----------------------------------------------------------------------------------
-
     def _granted(self, handoff: _Handoff) -> PageRanges:
         """Return the hand-off's ranges. Nothing is sent before the grant, because the consumer has
         no pages yet (rule 8).
@@ -278,13 +240,13 @@ class ProducerEnd:
             raise EngineFault(f"{handoff.id} was admitted or published before its grant")
         return handoff.ranges
 
-    def _admit(self, handoff: _Handoff, command: QueuedCommand) -> None:
+    def _admit(self, handoff: _Handoff, command: AdmittedCommand) -> None:
         self._granted(handoff)
         if handoff.admitted:
             raise EngineFault(f"{handoff.id} was admitted twice")
         handoff.admitted = True
-        queued = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
-        self._actions.append(SendMessage(handoff.stream, queued))
+        queued = HandoffAdmitted(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._send(handoff.stream, queued)
 
     def _publish(self, handoff: _Handoff, command: PublishCommand) -> None:
         ranges = self._granted(handoff)
@@ -310,15 +272,13 @@ class ProducerEnd:
             command.prompt_logprobs,
             token_ids=command.token_ids,
         )
-        self._actions.append(SendMessage(handoff.stream, ready))
-
-    # Ends ---------------------------------------------------------------------------------------
+        self._send(handoff.stream, ready)
 
     def _fail(
         self, handoff: _Handoff, reason: str, *, retryable: bool, retry_after_s: float = 0.0
     ) -> None:
         failed = HandoffFailed(handoff.id, reason, retryable, retry_after_s)
-        self._actions.append(SendMessage(handoff.stream, failed))
+        self._send(handoff.stream, failed)
         self._drop(handoff, HandoffStatus.FAILED, reason)
 
     def _drop(self, handoff: _Handoff, end: HandoffStatus, reason: str) -> None:
@@ -329,19 +289,14 @@ class ProducerEnd:
         held = end is HandoffStatus.SUCCESS
         self._actions.append(ClosedEvent(handoff.serial, handoff.id, held, reason))
 
-    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
-        self._actions.append(EndStream(stream, reason, refused))
-        self._forget_stream(stream, reason)
-
-    def _forget_stream(self, stream: int, reason: str) -> None:
+    def _forget_stream(
+        self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
+    ) -> None:
         for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
             self._drop(handoff, HandoffStatus.FAILED, reason)
         self._heartbeats.stop(stream)
         del self._streams[stream]
 
-    def _num_open_on(self, stream: int) -> int:
-        return sum(handoff.stream == stream for handoff in self._handoffs.values())
-
-    def _taken(self) -> list[ProducerAction]:
-        actions, self._actions = self._actions, []
-        return actions
+    def _heartbeat(self, stream: int) -> None:
+        num_open = sum(handoff.stream == stream for handoff in self._handoffs.values())
+        self._send(stream, Heartbeat(self._heartbeats.sequence(stream), num_open))

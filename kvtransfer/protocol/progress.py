@@ -1,5 +1,5 @@
-"""Parts of the state machines of both ends: hand-off states, published ranges, deadlines and
-heartbeats.
+"""Parts of the state machines of both ends: hand-off states, published ranges, deadlines,
+heartbeats and streams.
 
 Both ends use the same states:
 
@@ -17,16 +17,18 @@ not.
 """
 
 import heapq
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables, num_pages_of
-from kvtransfer.messages import HandoffKind
+from kvtransfer.messages import AnyMessage, HandoffKind
 from kvtransfer.ports import PIECES, TablePages
+from kvtransfer.protocol.actions import EndStream, SendMessage
 
 
 class HandoffStatus(Enum):
@@ -306,6 +308,88 @@ class HeartbeatTimer:
 
     def next_deadline(self) -> float | None:
         return earliest((self._next.next(), self._silence.next()))
+
+
+StreamT = TypeVar("StreamT")
+Action = TypeVar("Action")
+Actions: TypeAlias = list[Action | SendMessage | EndStream]
+
+
+class ProtocolEnd(Generic[StreamT, Action]):
+    """The streams of either end, with their heartbeats, and the actions that are not returned yet.
+
+    Each input returns the actions to carry out in order. A subclass handles messages (`_receive`)
+    and the end of a stream (`_forget_stream`).
+    """
+
+    peer: ClassVar[str]  # role of the other node
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._streams: dict[int, StreamT] = {}
+        self._heartbeats = HeartbeatTimer(config)
+        self._actions: Actions[Action] = []
+
+    def engine_moves(self, moving: bool) -> None:
+        """Set whether the engine makes progress. Heartbeats are sent only then (rule 7)."""
+        self._heartbeats.moving = moving
+
+    def stream_down(
+        self, stream: int, reason: str, *, engine_died: bool = False
+    ) -> Actions[Action]:
+        """Remove an ended stream. No effect if this node has ended it.
+
+        Args:
+            engine_died: whether the peer's frontend reports that its engine died.
+        """
+        if stream in self._streams:
+            self._forget_stream(stream, reason, engine_died=engine_died)
+        return self._taken()
+
+    def end_streams(self, reason: str) -> Actions[Action]:
+        """End all streams. New ones may follow."""
+        for stream in tuple(self._streams):
+            self._end_stream(stream, reason)
+        return self._taken()
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> Actions[Action]:
+        """Handle a message of the peer. Messages on an ended stream are dropped."""
+        if stream in self._streams:
+            try:
+                self._receive(stream, message, now)
+            except ProtocolViolation as violation:
+                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
+        return self._taken()
+
+    @abstractmethod
+    def _receive(self, stream: int, message: AnyMessage, now: float) -> None: ...
+
+    @abstractmethod
+    def _forget_stream(
+        self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
+    ) -> None: ...
+
+    @abstractmethod
+    def _heartbeat(self, stream: int) -> None:
+        """Send a heartbeat."""
+
+    def _tick_streams(self, now: float) -> None:
+        """Send due heartbeats, and end streams whose peer is silent."""
+        due = self._heartbeats.take_due(now)
+        for stream in due.heartbeats:
+            self._heartbeat(stream)
+        for stream in due.silent:
+            self._end_stream(stream, f"the {self.peer} missed too many heartbeats")
+
+    def _send(self, stream: int, message: AnyMessage) -> None:
+        self._actions.append(SendMessage(stream, message))
+
+    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
+        self._actions.append(EndStream(stream, reason, refused))
+        self._forget_stream(stream, reason, may_return=not refused)
+
+    def _taken(self) -> Actions[Action]:
+        actions, self._actions = self._actions, []
+        return actions
 
 
 def earliest(times: Iterable[float | None]) -> float | None:

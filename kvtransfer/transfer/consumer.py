@@ -16,7 +16,7 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
-from kvtransfer.frontend_messages import PairOpened
+from kvtransfer.frontend_messages import LocalHello, PairEnd, PairOpened, PairSend
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import CompletedEvent, ConsumerCommand, ConsumerEvent, FailedEvent
@@ -39,7 +39,6 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkUp,
     PageLink,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
@@ -109,13 +108,17 @@ class ReadMetrics:
 LINK_END_S = 2.0  # for the link threads at the end of the process
 
 
-@dataclass(slots=True)
-class _Opening:
-    """A link that is not up yet."""
+@dataclass(slots=True, eq=False)
+class _StreamLink:
+    """The link of a stream, over the first backend that works. It outlives its stream while it
+    closes.
+    """
 
-    backend: str  # backend being tried; "": none is left
-    untried: deque[str]
-    reasons: list[str] = field(default_factory=list)  # why the earlier paths failed
+    untried: deque[str]  # backends
+    reasons: list[str] = field(default_factory=list)  # why the earlier backends failed
+    backend: str = ""  # "": none is left
+    path: str = ""  # "": not up yet
+    link: PageLink = field(init=False)
 
 
 class ConsumerSide:
@@ -149,29 +152,26 @@ class ConsumerSide:
         self._meter = meter
         self._sums = sums
         self._log = ThrottledLog(log, Throttle())
-        self._paths: dict[PageLink, str] = {}  # paths of links that are up
         self._peers: dict[int, PairHello] = {}  # by stream
-        self._links: dict[int, PageLink] = {}  # by stream; a closing link outlives its stream
-        self._streams: dict[PageLink, int] = {}
-        self._opening: dict[int, _Opening] = {}  # by stream
-        self._link_events: deque[LinkEvent] = deque()
+        self._links: dict[int, _StreamLink] = {}  # by stream
+        self._link_events: deque[tuple[int, LinkEvent]] = deque()  # with their streams
         # Streams whose links must close, each with the reason.
         self._distrusted: list[tuple[int, str]] = []
 
     def start(self) -> None:
-        self._outlet.local_hello(self._hello)
+        self._outlet.send(LocalHello(self._hello))
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
         try:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=lasts(self._hello, hello))
+            self._outlet.send(PairEnd(stream, str(mismatch), lasts(self._hello, hello)))
             return
         try:
             self._opener.check(hello)
         except LayoutMismatch as mismatch:
-            self._outlet.end(stream, str(mismatch), refused=True)
+            self._outlet.send(PairEnd(stream, str(mismatch), True))
             return
         self._peers[stream] = hello
         there, here = hello.regions[0], self._hello.regions[0]
@@ -188,7 +188,7 @@ class ConsumerSide:
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
-            self._outlet.local_hello(hello)
+            self._outlet.send(LocalHello(hello))
             self.end_pairs(OTHER_WEIGHTS)
 
     def end_pairs(self, reason: str) -> None:
@@ -198,7 +198,7 @@ class ConsumerSide:
     @property
     def has_links(self) -> bool:
         """Return whether bytes may still land."""
-        return bool(self._streams)
+        return bool(self._links)
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._peers.pop(stream, None)
@@ -214,99 +214,91 @@ class ConsumerSide:
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
         while self._link_events:
-            self._link_event(self._link_events.popleft(), now)
-        for stream, link in list(self._links.items()):
-            deadline = link.deadline
+            self._link_event(*self._link_events.popleft(), now)
+        for stream, state in list(self._links.items()):
+            deadline = state.link.deadline
             if deadline is not None and deadline <= now:
                 self._carry_out(self._end.read_late(stream, now))
-                link.expire(now)
+                state.link.expire(now)
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
         self._meter.in_flight = self._end.num_reads
 
     def next_deadline(self) -> float | None:
-        links = [link.deadline for link in self._links.values()]
+        links = [state.link.deadline for state in self._links.values()]
         return earliest((self._end.next_deadline(), *links))
 
     def close(self) -> None:
-        for link in self._streams:
+        links = [state.link for state in self._links.values()]
+        for link in links:
             link.close("this node is shutting down")
-        for link in self._streams:
+        for link in links:
             if not link.join(LINK_END_S):
                 log.warning("link thread did not stop %s", kv(producer=f"{link.producer:016x}"))
 
-    # Links --------------------------------------------------------------------------------------
-
-    def _link_event(self, event: LinkEvent, now: float) -> None:
-        stream = self._streams[event.link]
+    def _link_event(self, stream: int, event: LinkEvent, now: float) -> None:
+        state = self._links[stream]
         match event:
             case LinkUp(_, path, gib_per_s, members):
                 self._log.info("link up", stream=stream, path=path, gib_per_s=gib_per_s)
-                del self._opening[stream]
-                self._paths[event.link] = path
+                state.path = path
                 several = members if len(members) > 1 else ()
                 self._carry_out(self._end.link_up(stream, path, gib_per_s, several))
             case RateMeasured(_, gib_per_s):
                 self._carry_out(self._end.rate_measured(stream, gib_per_s))
-            case ReadEnded(link, refused=refused):
-                self._meter.ended(self._paths[link], event)
+            case ReadEnded(refused=refused):
+                self._meter.ended(state.path, event)
                 self._carry_out(self._end.read_ended(stream, refused, now))
-            case LinkClosed(link, reason):
+            case LinkClosed(_, reason):
                 self._log.info("link closed", stream=stream, reason=reason)
-                del self._streams[link], self._links[stream]
-                self._paths.pop(link, None)
-                self._link_closed(stream, reason, now)
+                del self._links[stream]
+                self._link_closed(stream, state, reason, now)
 
-    def _link_closed(self, stream: int, reason: str, now: float) -> None:
-        opening = self._opening.get(stream)
-        if opening is not None:
-            opening.reasons.append(f"{opening.backend or 'no path'}: {reason}")
-            if opening.untried and stream in self._peers:
-                self._try_next_path(stream, opening)
+    def _link_closed(self, stream: int, state: _StreamLink, reason: str, now: float) -> None:
+        if not state.path:
+            state.reasons.append(f"{state.backend or 'no path'}: {reason}")
+            if state.untried and stream in self._peers:
+                self._try_next_backend(stream, state)
                 return
-            del self._opening[stream]
-            reason = "; ".join(opening.reasons)
+            reason = "; ".join(state.reasons)
         self._carry_out(self._end.link_closed(stream, reason, now))
 
     def _open_link(self, stream: int) -> None:
         offered = dict.fromkeys(path.backend for path in self._peers[stream].paths)
         usable = deque(name for name in offered if name in self._backends)
-        self._opening[stream] = _Opening("", usable)
-        self._try_next_path(stream, self._opening[stream])
+        self._try_next_backend(stream, _StreamLink(usable))
 
-    def _try_next_path(self, stream: int, opening: _Opening) -> None:
-        opening.backend = opening.untried.popleft() if opening.untried else ""
-        link = self._opener.open(self._peers[stream], opening.backend, self._notify)
-        self._links[stream] = link
-        self._streams[link] = stream
+    def _try_next_backend(self, stream: int, state: _StreamLink) -> None:
+        def notify(event: LinkEvent) -> None:
+            """Queue an event. Called on a link's thread."""
+            self._link_events.append((stream, event))
+            self._wake()
 
-    def _notify(self, event: LinkEvent) -> None:
-        """Queue an event. Called on a link's thread."""
-        self._link_events.append(event)
-        self._wake()
+        state.backend = state.untried.popleft() if state.untried else ""
+        state.link = self._opener.open(self._peers[stream], state.backend, notify)
+        self._links[stream] = state
 
     def _carry_out(self, actions: Sequence[ConsumerAction]) -> None:
         for action in actions:
             match action:
                 case SendMessage(stream, message):
-                    self._outlet.send(stream, message)
+                    self._outlet.send(PairSend(stream, message))
                 case EndStream(stream, reason, refused):
                     self._peers.pop(stream, None)
-                    self._outlet.end(stream, reason, refused=refused)
+                    self._outlet.send(PairEnd(stream, reason, refused))
                 case OpenLink(stream):
                     self._open_link(stream)
                 case CloseLink(stream, reason):
                     if stream in self._links:
-                        self._links[stream].close(reason)
-                case StartRead(stream, id, source_pages, destination_pages, spans):
+                        self._links[stream].link.close(reason)
+                case StartRead(stream, id, pages):
                     # A link that has just broken rejects the read. Its LinkClosed is on the way,
                     # and ends all its reads.
-                    pages = PagesToRead(source_pages, destination_pages, spans)
                     with contextlib.suppress(TransferError):
-                        self._links[stream].post(id, pages)
+                        self._links[stream].link.post(id, pages)
                 case ExpectPages(stream, destination_pages):
                     if stream in self._links:
-                        self._links[stream].expect(destination_pages)
+                        self._links[stream].link.expect(destination_pages)
                 case ConfirmRead(stream, held, sums):
                     self._confirm(stream, held, sums)
                 case event:
@@ -319,11 +311,17 @@ class ConsumerSide:
         if not wrong:
             self._outlet.emit(held)
             return
-        link = self._links.get(stream)
-        path = self._paths.get(link, "unknown") if link else "unknown"
+        state = self._links.get(stream)
+        path = state.path if state is not None else ""
         log.error(
             "checksum mismatch of pages read %s",
-            kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
+            kv(
+                id=held.id,
+                stream=stream,
+                path=path or "unknown",
+                wrong=len(wrong),
+                compared=len(sums),
+            ),
         )
         reason = f"{len(wrong)} of {len(sums)} compared pages differ from what was published"
         self._outlet.emit(FailedEvent(held.id, reason, retryable=True))

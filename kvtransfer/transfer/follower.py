@@ -26,6 +26,7 @@ from common.errors import ServingError, TransferError
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.pairing import region_of
+from kvtransfer.ports import PagesToRead
 from kvtransfer.rank_messages import (
     CloseRankLink,
     DismissConsumer,
@@ -49,7 +50,6 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkUp,
     PageLink,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
@@ -148,7 +148,7 @@ class FollowerTransfer:
         """End the thread, and all links and paths."""
         self._work.put(self._end)
 
-    # On the transfer thread -----------------------------------------------------------------------
+    # On the transfer thread
 
     def _run(self) -> None:
         looked = time.monotonic()
@@ -314,7 +314,7 @@ class FollowerTransfer:
         if state.closed is not None:
             state.closed()
 
-    # On a link's thread ---------------------------------------------------------------------------
+    # On a link's thread
 
     def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:

@@ -15,14 +15,14 @@ Until then, the job's destination pages must not be released.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, Moves, ReadRefused
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import PIECES, STATE, LinkMember, TablePages
+from kvtransfer.ports import PIECES, STATE, LinkMember, PagesToRead
 
 GIB = 1 << 30
 LEAST_BYTES = 1 << 20  # a shorter read measures the round trip, not the rate
@@ -127,7 +127,7 @@ class PageLink(Protocol):
 
     producer: int
 
-    def post(self, handoff: HandoffId, pages: "PagesToRead") -> None: ...
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None: ...
 
     def expect(self, destination_pages: Ints) -> None: ...
 
@@ -139,26 +139,6 @@ class PageLink(Protocol):
     def close(self, reason: str) -> None: ...
 
     def join(self, timeout_s: float) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagesToRead:
-    """The pages of one read, see StartRead."""
-
-    source: Ints
-    destination: Ints
-    spans: tuple[TablePages, ...]
-
-    def by_table(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield (table, source pages, destination pages). The state comes last, as the table after
-        the last one. `spans` does not list it."""
-        start = 0
-        for table, num_pages in self.spans:
-            some = slice(start, start + num_pages)
-            yield table, self.source[some], self.destination[some]
-            start += num_pages
-        if len(self.source) > start:
-            yield STATE, self.source[start:], self.destination[start:]
 
 
 class LinkBytes:
@@ -327,7 +307,7 @@ class Link:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # On the link's thread ------------------------------------------------------------------------
+    # On the link's thread
 
     def _run(self) -> None:
         reason = "fault in the link's thread"

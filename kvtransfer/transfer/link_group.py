@@ -16,14 +16,13 @@ from functools import partial
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import LinkMember, PagesToRead
 from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
     LinkUp,
     Notify,
     PageLink,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
@@ -126,7 +125,7 @@ class LinkGroup:
         joined = [member.link.join(max(0.0, until - time.monotonic())) for member in self._members]
         return all(joined)
 
-    # On a member's thread ------------------------------------------------------------------------
+    # On a member's thread
 
     def _take(self, number: int, event: LinkEvent) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferErro
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
-from kvtransfer.ports import PIECES, STATE, TablePages
+from kvtransfer.ports import PIECES, STATE, PagesToRead, TablePages
 from kvtransfer.rank_messages import (
     MOST_BYTES,
     MOST_PAGES,
@@ -44,7 +44,6 @@ from kvtransfer.transfer.link import (
     LinkUp,
     Notify,
     PageLink,
-    PagesToRead,
     ReadEnded,
 )
 from kvtransfer.transfer.link_group import LinkGroup
@@ -262,7 +261,7 @@ class FollowersLink:
     def join(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
 
-    # On the thread that takes the replies ---------------------------------------------------------
+    # On the thread that takes the replies
     # Events are sent with the lock released, because a group of links calls this one with its own.
 
     def _opened(self, asked: Replies) -> None:

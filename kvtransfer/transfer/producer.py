@@ -18,7 +18,7 @@ from common.errors import LayoutMismatch
 from common.logs import Throttle, ThrottledLog
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints
-from kvtransfer.frontend_messages import PairOpened
+from kvtransfer.frontend_messages import PairEnd, PairOpened, PairSend, PeerHello
 from kvtransfer.messages import (
     AnyMessage,
     HandoffFailed,
@@ -144,7 +144,7 @@ class ProducerSide:
         self._sums = sums
         self._wake = wake
         self._admissions = ConsumerAdmissions(offers, wake)
-        self._held = HeldMessages(outlet.send)
+        self._held = HeldMessages(lambda stream, message: outlet.send(PairSend(stream, message)))
         self._unconsumed = UnconsumedEvents(max_unconsumed_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._consumers: dict[int, NodeShape] = {}  # by stream
@@ -159,7 +159,7 @@ class ProducerSide:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:
             refused = lasts(self._hello, hello)
-            self._outlet.end(stream, str(mismatch), refused=refused)
+            self._outlet.send(PairEnd(stream, str(mismatch), refused))
             return
         for old in self._admissions.streams_of(hello.instance):
             self._reject(old, "the consumer has opened another stream")
@@ -218,7 +218,7 @@ class ProducerSide:
     def _answer_ready(self, now: float) -> None:
         for consumer in self._admissions.take_ready(now):
             hello = msgspec.structs.replace(self._hello, paths=consumer.paths)
-            self._outlet.answer_hello(consumer.stream, hello)
+            self._outlet.send(PeerHello(consumer.stream, hello))
             self._carry_out(self._end.stream_up(consumer.stream, consumer.instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
@@ -234,7 +234,7 @@ class ProducerSide:
 
     def _reject(self, stream: int, reason: str) -> None:
         """Reject a consumer whose Hello has not been answered."""
-        self._outlet.end(stream, reason, refused=False)
+        self._outlet.send(PairEnd(stream, reason, False))
         self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
@@ -262,7 +262,7 @@ class ProducerSide:
                 case SendMessage(stream, message):
                     self._held.send(stream, message)
                 case EndStream(stream, reason, refused):
-                    self._outlet.end(stream, reason, refused=refused)
+                    self._outlet.send(PairEnd(stream, reason, refused))
                     ended.append(stream)
                 case ExposePages(id, stream, pages, spans):
                     self._exposed.setdefault(id, []).append((stream, pages))

@@ -11,7 +11,7 @@ from typing import Any, cast
 from common.config import TransferConfig
 from common.errors import EngineFault, FailedPrecondition, ServingError
 from common.page_tables import PageTables
-from kvtransfer.frontend_messages import PairOpened
+from kvtransfer.frontend_messages import PairEnd, PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
@@ -60,7 +60,7 @@ class TransferSides:
     def opened(self, opening: PairOpened, now: float) -> None:
         if self._closing is not None:
             self._refused.add(opening.stream)
-            self._outlet.end(opening.stream, RELEASED, refused=False)
+            self._outlet.send(PairEnd(opening.stream, RELEASED, refused=False))
             return
         side = self._consumer if opening.as_consumer else self._publisher
         self._of_stream[opening.stream] = side

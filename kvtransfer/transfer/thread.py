@@ -18,17 +18,13 @@ from typing import Generic, Protocol, TypeVar
 from common.process.ipc import FrameSocket, PeerGone
 from kvtransfer.frontend_messages import (
     EngineHeartbeat,
-    LocalHello,
     PairClosed,
-    PairEnd,
     PairInput,
     PairMessage,
     PairOpened,
-    PairSend,
-    PeerHello,
+    PairOutput,
 )
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import PairHello
 
 log = logging.getLogger(__name__)
 
@@ -70,25 +66,10 @@ class EventOutlet(Generic[Event]):
     """The output of a side: messages to the frontend, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
-        self._frames = frames
+        self.send: Callable[[PairOutput], None] = frames.send
         self._events: deque[Event] = deque()
         self.num_emitted = 0  # events, counted on the transfer thread
         self.num_consumed = 0  # consumed events, counted on the engine thread
-
-    def local_hello(self, hello: PairHello) -> None:
-        self._frames.send(LocalHello(hello))
-
-    def answer_hello(self, stream: int, hello: PairHello) -> None:
-        self._frames.send(PeerHello(stream, hello))
-
-    def send(self, stream: int, message: AnyMessage) -> None:
-        self._frames.send(PairSend(stream, message))
-
-    def heartbeat(self, late_s: float) -> None:
-        self._frames.send(EngineHeartbeat(late_s))
-
-    def end(self, stream: int, reason: str, *, refused: bool) -> None:
-        self._frames.send(PairEnd(stream, reason, refused))
 
     def emit(self, event: Event) -> None:
         self.num_emitted += 1
@@ -161,7 +142,7 @@ class Transfer(Generic[Command, Event]):
         self._heartbeat_at = 0.0
         self._fault: BaseException | None = None
 
-    # The engine thread's port -------------------------------------------------------------------
+    # The engine thread's port
 
     def post(self, command: Command) -> None:
         self._commands.append(command)
@@ -174,8 +155,6 @@ class Transfer(Generic[Command, Event]):
         if self._fault is not None:
             raise self._fault
         return self._outlet.take()
-
-    # For the driver -----------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._frames.fileno()
@@ -208,7 +187,7 @@ class Transfer(Generic[Command, Event]):
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
             if moves:
-                self._outlet.heartbeat(late_s)
+                self._outlet.send(EngineHeartbeat(late_s))
         if self._outlet.has_events:
             self._wake_engine()
 

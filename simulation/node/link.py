@@ -18,14 +18,13 @@ from common.errors import LayoutMismatch, Overloaded, TransferError
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import LinkMember, PagesToRead
 from kvtransfer.transfer.link import (
     SLOWEST,
     LinkClosed,
     LinkUp,
     Notify,
     PageLink,
-    PagesToRead,
     ReadEnded,
 )
 from simulation.cost import StepCost

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.protocol.attempt import ConsumerLinks, LinkRead
+from kvtransfer.ports import PagesToRead
+from kvtransfer.protocol.attempt import ConsumerLinks
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import DeadlineTimer, HeartbeatTimer, ProducerPace
@@ -72,7 +73,7 @@ def _copier(kind: type) -> Copier | None:
         return lambda value: kind(value)
     if kind in _WITH_ATTRIBUTES:
         return _copy_attributes
-    if is_dataclass(kind) and kind is not LinkRead:
+    if is_dataclass(kind) and kind is not PagesToRead:
         return _Rebuilt(kind)
     return None
 

@@ -97,7 +97,7 @@ class LivePlan(NamedTuple):
         )
 
 
-# The source --------------------------------------------------------------------------------------
+# The source
 
 
 class Kv(Enum):
@@ -364,27 +364,18 @@ class SourceSide(SimulatedProducer):
             faults.append(("replay",))
         if any(d.paused_until < FOR_EVER for d in self.departures.in_progress.values()):
             faults.append(("pause is over",))
-        if self._end.next_deadline() is not None:
-            faults.append(("tick",))
-        return faults
-
-    def ids(self) -> set[HandoffId]:
-        waiting = {event.id for event in self.inbox if isinstance(event, OpenedEvent | ClosedEvent)}
-        return self._end._handoffs.keys() | waiting
+        return faults + self.ticks()
 
     def at_rest(self) -> bool:
-        held = self.beneath.lent or self.beneath.requests or len(self.departures)
+        leaving = self.departures.in_progress or self.departures._refused
+        held = self.beneath.lent or self.beneath.requests or leaving
         held = held or self.loans._asked or self.loans.exported
-        return not (self._end.num_open or self.exposed or held or self.departures._refused)
+        return not (self._end.num_open or self.exposed or held)
 
-    def react(self, given: Input) -> list[Output]:
-        # Serials of departures, loans and refusals are remembered by the engine alone.
-        known = self.departures.in_progress.keys() | self.departures._refused
-        known |= self.loans._asked.keys() | self.loans.exported.keys()
-        self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
-        outputs = super().react(given)
-        self.prompts = {}
-        return outputs
+    def _serials(self) -> set[int]:
+        """Return the serials of departures, loans and refusals."""
+        own = self.departures.in_progress.keys() | self.departures._refused
+        return own | self.loans._asked.keys() | self.loans.exported.keys()
 
     def _react(self, given: Input) -> list[Output]:
         match given:
@@ -497,7 +488,7 @@ def in_page(place: int, num_kv: int) -> int:
     return min(PAGE_SIZE, num_kv - place * PAGE_SIZE)
 
 
-# The target --------------------------------------------------------------------------------------
+# The target
 
 
 class TargetSide(SimulatedConsumer):

@@ -59,8 +59,6 @@ class Node:
         for end in self._all():
             end.react(("restart", self.instance))
 
-    # What is asked of it ------------------------------------------------------------------------
-
     def key(self) -> Hashable:
         return tuple(end.key() for end in self._all())
 

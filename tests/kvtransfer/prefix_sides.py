@@ -20,7 +20,7 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.host_cache import HostCache
-from kvtransfer.messages import HandoffId, Prefix
+from kvtransfer.messages import Prefix
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -35,10 +35,10 @@ from node.sharing.exports import SHARE, PrefixExports
 from node.sharing.fetches import PrefixFetches
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
+    ENDED,
     FREE,
     PAGE_SIZE,
     Input,
-    Job,
     Output,
     Plan,
     SimulatedConsumer,
@@ -47,7 +47,6 @@ from tests.kvtransfer.sides import (
 )
 from tests.kvtransfer.world import Simulation
 
-ENDED = Job("ended", 0, 0, 0, 0, ())
 OTHERS = "others"  # what whoever takes a page writes into it
 
 
@@ -205,7 +204,6 @@ NO_TIERS = CacheTiers(  # nothing changes there: never copied
 
 
 # The producer
-# ---------------------------------------------------------------------------------------
 
 
 def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
@@ -261,15 +259,10 @@ class LenderSide(SimulatedProducer):
         return super().key(), self.memory.key(), books
 
     def moves(self) -> list[Input]:
-        return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+        return self.waiting()
 
     def faults(self) -> list[Input]:
-        ticks: list[Input] = [("tick",)] if self._end.next_deadline() is not None else []
-        return [("evict",), *ticks]
-
-    def ids(self) -> set[HandoffId]:
-        waiting = {event.id for event in self.inbox if isinstance(event, OpenedEvent | ClosedEvent)}
-        return self._end._handoffs.keys() | waiting
+        return [("evict",), *self.ticks()]
 
     def at_rest(self) -> bool:
         lent = self.memory.pages.holds(PageHolder.PUBLICATION).any()
@@ -280,13 +273,12 @@ class LenderSide(SimulatedProducer):
         return tuple(self.memory.cells[page] for page in pages)
 
     def react(self, given: Input) -> list[Output]:
-        # Serials that loans know of are not used again.
-        known = [*self.loans._asked, *self.loans.exported]
-        self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
-        self.prompts = {}
         self.check()
         return outputs
+
+    def _serials(self) -> set[int]:
+        return {*self.loans._asked, *self.loans.exported}
 
     def check(self) -> None:
         self.memory.check(self.sharing_plan.namespaces)
@@ -318,7 +310,6 @@ class LenderSide(SimulatedProducer):
 
 
 # The consumer
-# --------------------------------------------------------------------------------------
 
 
 class FetcherSide(SimulatedConsumer):
@@ -363,14 +354,13 @@ class FetcherSide(SimulatedConsumer):
         return super().key(), self.memory.key(), under_way, over, fetches._next_number
 
     def moves(self) -> list[Input]:
-        moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
         jobs = enumerate(self.jobs)
-        return moves + [("begin", r) for r, job in jobs if job.state == "new" and self.producers]
+        begins = [("begin", r) for r, job in jobs if job.state == "new" and self.producers]
+        return self.waiting() + begins
 
     def faults(self) -> list[Input]:
-        faults: list[Input] = [("forget", r) for r, j in enumerate(self.jobs) if j.state == "open"]
-        ticks: list[Input] = [("tick",)] if self._end.next_deadline() is not None else []
-        return [("evict",), *faults, *ticks]
+        forgets = [("forget", r) for r, job in enumerate(self.jobs) if job.state == "open"]
+        return [("evict",), *forgets, *self.ticks()]
 
     def at_rest(self) -> bool:
         held = sum(
@@ -446,9 +436,6 @@ class PrefixSimulation(Simulation):
             lender = LenderSide(plan, config, instance, lender_memory(plan))
             nodes.append(Node(instance, producer=lender))
         super().__init__(nodes, [(0, int(each)) for each in plan.producers], plan.only_faults)
-
-
-# Two nodes that are both ------------------------------------------------------------------------
 
 
 class Peer(Node):

@@ -21,6 +21,8 @@ from common.requests.sampling import SamplingParams
 from kvtransfer import messages
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
+    AdmittedCommand,
+    AdmittedEvent,
     CancelCommand,
     ClosedEvent,
     CompletedEvent,
@@ -31,11 +33,10 @@ from kvtransfer.ports import (
     GrantedEvent,
     OpenCommand,
     OpenedEvent,
+    PagesToRead,
     ProducerDown,
     ProducerUp,
     PublishCommand,
-    QueuedCommand,
-    QueuedEvent,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.actions import (
@@ -134,7 +135,6 @@ class Plan:
 
 
 # The consumer and a decode node's engine
-# -----------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -174,6 +174,10 @@ class Side(ABC, Generic[E]):
     def waiting(self) -> list[Input]:
         """Moves that take what waits between the end and its engine."""
         return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+
+    def ticks(self) -> list[Input]:
+        """The next deadline passes, if there is one."""
+        return [("tick",)] if self._end.next_deadline() is not None else []
 
     def _posted(self, command: Any) -> list[Output]:
         if self._late:
@@ -266,9 +270,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
             if job.state in ("open", "granted"):
                 faults.append(("cancel", r))  # the simulation adds the next serial
                 faults.append(("stop", r))
-        if self._end.next_deadline() is not None:
-            faults.append(("tick",))
-        return faults
+        return faults + self.ticks()
 
     def live_streams(self) -> set[int]:
         return set(self._end._streams)
@@ -359,8 +361,8 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                     outputs.append(("open link", action.stream))
                 case CloseLink():
                     outputs.append(("close link", action.stream))
-                case StartRead(stream, id):
-                    outputs.append(("read", stream, id, *self._read_pages(action)))
+                case StartRead(stream, id, pages):
+                    outputs.append(("read", stream, id, *self._read_pages(pages)))
                 case ExpectPages():
                     pass
                 case event if self.plan.asynchronous:
@@ -369,9 +371,9 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                     self._take(event)
         return outputs
 
-    def _read_pages(self, read: StartRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _read_pages(self, read: PagesToRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the pages of a read in pairs, those of the state at the end."""
-        source, destination = read.source_pages.tolist(), read.destination_pages.tolist()
+        source, destination = read.source.tolist(), read.destination.tolist()
         num_paired = sum(span.num_pages for span in read.spans)
         state = source[num_paired:]
         num_state = len(destination) - num_paired
@@ -428,7 +430,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 self.producers[event.instance] = event.address
             case ProducerDown():
                 self.producers.pop(event.instance, None)
-            case QueuedEvent():
+            case AdmittedEvent():
                 pass
             case FirstTokenEvent():
                 r = self._current(event.id)
@@ -524,7 +526,6 @@ class SimulatedConsumer(Side[ConsumerEnd]):
 
 
 # The producer and a prefill node's engine
-# -----------------------------------------------------------
 
 
 class Prompt(NamedTuple):
@@ -576,10 +577,7 @@ class SimulatedProducer(Side[ProducerEnd]):
         return self.waiting() + [("publish", serial) for serial in waiting]
 
     def faults(self) -> list[Input]:
-        faults: list[Input] = [("fail", serial) for serial in self.prompts]
-        if self._end.next_deadline() is not None:
-            faults.append(("tick",))
-        return faults
+        return [("fail", serial) for serial in self.prompts] + self.ticks()
 
     def streams(self) -> set[int]:
         """Return the streams that the end remembers."""
@@ -609,11 +607,15 @@ class SimulatedProducer(Side[ProducerEnd]):
         # It never uses a serial twice. Here one is used again when nothing remembers it, which is
         # the same and keeps the number of states finite.
         under_way = {item.serial for item in (*self.inbox, *self.posts)}
-        used = self.prompts.keys() | self._end._ids.keys() | under_way
+        used = self._serials() | self._end._ids.keys() | under_way
         unused = next(serial for serial in itertools.count(1) if serial not in used)
         if self._end._next_serial != unused:
             self.end._next_serial = unused
         return outputs
+
+    def _serials(self) -> set[int]:
+        """Return the serials that the engine remembers."""
+        return set(self.prompts)
 
     def _react(self, given: Input) -> list[Output]:
         match given:
@@ -701,7 +703,7 @@ class SimulatedProducer(Side[ProducerEnd]):
                     self.cells[page] = "computing"
                 self.prompts[serial] = prompt._replace(admitted=True, pages=pages)
                 if self.plan.admits:
-                    outputs += self._posted(QueuedCommand(serial, prompt.num_tokens, 0))
+                    outputs += self._posted(AdmittedCommand(serial, prompt.num_tokens, 0))
         return outputs
 
     def _free(self, prompt: Prompt) -> list[int]:

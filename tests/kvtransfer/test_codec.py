@@ -30,9 +30,9 @@ from kvtransfer.messages import (
     CancelHandoff,
     Embeddings,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     Heartbeat,
     Live,
     OpenHandoff,
@@ -191,7 +191,7 @@ from_consumer = st.one_of(
     beats,
 )
 from_producer = st.one_of(
-    st.builds(HandoffQueued, ids, u32, u32),
+    st.builds(HandoffAdmitted, ids, u32, u32),
     readies(),
     st.builds(PagesReleased, ids, st.booleans()),
     st.builds(HandoffFailed, ids, text, st.booleans(), seconds),

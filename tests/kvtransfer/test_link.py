@@ -14,7 +14,7 @@ import pytest
 from common.errors import EngineFault, Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PagesToRead, TablePages
 from kvtransfer.transfer import link as link_module
 from kvtransfer.transfer.link import (
     Link,
@@ -23,7 +23,6 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkRate,
     LinkUp,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )

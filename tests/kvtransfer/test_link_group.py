@@ -13,12 +13,11 @@ import pytest
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PagesToRead, TablePages
 from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
     LinkUp,
-    PagesToRead,
     RateMeasured,
     ReadEnded,
 )

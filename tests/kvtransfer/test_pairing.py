@@ -143,9 +143,6 @@ def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path):
         compare(plain, theirs(fingerprint=fingerprint("int8")))
 
 
-# Producers that a message has named ---------------------------------------------------------------
-
-
 class Dialled:
     def __init__(self) -> None:
         self.now = 0.0

@@ -17,21 +17,21 @@ from kvtransfer.frontend_messages import PairInput, PairOpened, PairOutput, Pair
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     OpenHandoff,
     PagesReady,
     Prompt,
 )
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from kvtransfer.ports import (
+    AdmittedCommand,
     ClosedEvent,
     FailCommand,
     OpenedEvent,
     ProducerEvent,
     PublishCommand,
-    QueuedCommand,
 )
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
@@ -126,7 +126,7 @@ class Producer:
         return [
             (each.stream, type(each.message).__name__, getattr(each.message, "pages", ()))
             for each in sent
-            if isinstance(each.message, (PagesReady, HandoffFailed, HandoffQueued))
+            if isinstance(each.message, (PagesReady, HandoffFailed, HandoffAdmitted))
         ]
 
     def refused(self) -> list[HandoffFailed]:
@@ -161,9 +161,6 @@ def producer() -> Iterator[Producer]:
     front.close()
 
 
-# Messages that wait for all ranks ----------------------------------------------------------------
-
-
 # Seen failing with PagesReady sent at once, and with the wait for the first reply alone.
 def test_pages_are_ready_when_all_ranks_have_replied(producer: Producer) -> None:
     serial = producer.grant(CONSUMER)
@@ -182,14 +179,14 @@ def test_messages_of_a_stream_keep_their_order(producer: Producer) -> None:
     first = producer.grant(CONSUMER)
     second = producer.grant(CONSUMER)
     producer.publish(first, 9)
-    producer.publisher.command(QueuedCommand(second, 7, 0), 0.0)
+    producer.publisher.command(AdmittedCommand(second, 7, 0), 0.0)
     producer.publish(first, 5, last=True)
     producer.replies(2, 3)  # the second publication's
     assert producer.new_messages() == []
     producer.replies(0, 1)
     assert [(kind, pages) for _, kind, pages in producer.new_messages()] == [
         ("PagesReady", (9,)),
-        ("HandoffQueued", ()),
+        ("HandoffAdmitted", ()),
         ("PagesReady", (5,)),
     ]
 
@@ -249,7 +246,7 @@ def test_messages_without_a_wait_are_sent_at_once() -> None:
     assert [message for _, message in sent] == messages
 
 
-# Opens while the engine thread is in a step, and takes nothing ------------------------------------
+# Opens while the engine thread is in a step, and takes nothing
 
 
 # Seen failing with `UnconsumedEvents.fits` always true: nothing is refused.

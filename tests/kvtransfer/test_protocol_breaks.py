@@ -88,7 +88,7 @@ def _keeps_the_old_stream(self: ProducerEnd, stream: int, consumer: int, now: fl
     return actions
 
 
-def _drops_all_of_its_consumer(self: ProducerEnd, stream: int, reason: str) -> None:
+def _drops_all_of_its_consumer(self: ProducerEnd, stream: int, reason: str, **ended: bool) -> None:
     consumer = self._streams[stream].consumer
     for handoff in [each for each in self._handoffs.values() if each.id.instance == consumer]:
         self._drop(handoff, HandoffStatus.FAILED, reason)

@@ -14,9 +14,9 @@ from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     Heartbeat,
     Live,
     PagesReady,
@@ -27,6 +27,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.ports import (
     PIECES,
+    AdmittedEvent,
     CancelCommand,
     CompletedEvent,
     FailedEvent,
@@ -35,7 +36,6 @@ from kvtransfer.ports import (
     OpenCommand,
     ProducerDown,
     ProducerUp,
-    QueuedEvent,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.actions import (
@@ -83,7 +83,7 @@ def other_actions(actions: list[Any]) -> list[Any]:
 
 def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
     return [
-        (action.id, action.source_pages.tolist(), action.destination_pages.tolist())
+        (action.id, action.pages.source.tolist(), action.pages.destination.tolist())
         for action in actions
         if isinstance(action, StartRead)
     ]
@@ -134,8 +134,8 @@ def test_a_handoff_goes_from_open_to_held():
     (opened,) = sent(end.command(opening(), 0.0))
     assert opened.id == ID and opened.source == Prompt(make_spec(range(7)))
     assert end.command(grant(), 0.0) == [SendMessage(STREAM, GrantHandoff(ID, 0))]
-    admitted = end.received(STREAM, HandoffQueued(ID, 7, 20), 0.0)
-    assert admitted == [QueuedEvent(ID, 7, 20)]
+    admitted = end.received(STREAM, HandoffAdmitted(ID, 7, 20), 0.0)
+    assert admitted == [AdmittedEvent(ID, 7, 20)]
     assert reads(end.received(STREAM, FIRST, 0.0)) == [(ID, [9], [30])]
     last = end.received(STREAM, LAST, 0.0)
     assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have landed
@@ -302,7 +302,7 @@ def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
         granted.command(opening(id), 0.0)
         granted.command(grant(id, pages=pages), 0.0)
     for id in (ID, OTHER, done):
-        granted.received(STREAM, HandoffQueued(id, 7, 0), 0.0)
+        granted.received(STREAM, HandoffAdmitted(id, 7, 0), 0.0)
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, PagesReady(done, 0, 7, (1, 2), True, 42), 0.0)
     over = granted.stream_down(STREAM, "it has ended", engine_died=engine_died)
@@ -339,7 +339,7 @@ def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
 
 
 @pytest.mark.parametrize(
-    "admitted", [HandoffQueued(ID, 8, 0), HandoffQueued(ID, 7, POOL * PAGE_SIZE + 1)]
+    "admitted", [HandoffAdmitted(ID, 8, 0), HandoffAdmitted(ID, 7, POOL * PAGE_SIZE + 1)]
 )
 def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
     """Seen failing without either check: the stream goes on, and the producer is waited for."""
@@ -396,7 +396,7 @@ def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
 
 @pytest.mark.parametrize(
     "message",
-    [HandoffQueued(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
+    [HandoffAdmitted(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
     ids=lambda message: type(message).__name__,
 )
 def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
@@ -408,7 +408,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
     "message",
     [
         PagesReady(OTHER, 0, 4, (9,), False, None),
-        HandoffQueued(OTHER, 1, 1),
+        HandoffAdmitted(OTHER, 1, 1),
         PagesReady(ID, 4, 7, (5,), True, 42),
         PagesReady(ID, 0, 3, (9,), False, None),
         PagesReady(ID, 0, 4, (9, 5), False, None),
@@ -495,7 +495,7 @@ class TestDeadlines:
 
     def test_progress_is_awaited_from_admission_on(self, end: ConsumerEnd) -> None:
         assert end.next_deadline() == 100.0  # the producer's queue is not progress
-        end.received(STREAM, HandoffQueued(ID, 7, 0), 50.0)
+        end.received(STREAM, HandoffAdmitted(ID, 7, 0), 50.0)
         assert end.next_deadline() == 60.0
         end.received(STREAM, FIRST, 55.0)
         assert end.next_deadline() == 65.0
@@ -503,16 +503,16 @@ class TestDeadlines:
         assert sent(actions) == [CancelHandoff(ID, "the producer made no progress")]
 
     def test_a_producer_with_a_long_queue_has_longer(self, end: ConsumerEnd) -> None:
-        end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
+        end.received(STREAM, HandoffAdmitted(ID, 7, 1993), 0.0)
         assert end.next_deadline() == 50.0
 
     def test_a_producer_that_was_fast_has_less_time(self, end: ConsumerEnd) -> None:
-        end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
+        end.received(STREAM, HandoffAdmitted(ID, 7, 1993), 0.0)
         end.received(STREAM, FIRST, 0.0)
         end.received(STREAM, LAST, 0.2)
         end.command(opening(OTHER), 1.0)
         end.command(grant(OTHER), 1.0)
-        end.received(STREAM, HandoffQueued(OTHER, 7, 1993), 1.0)
+        end.received(STREAM, HandoffAdmitted(OTHER, 7, 1993), 1.0)
         assert end.next_deadline() == pytest.approx(41.2)
 
     def test_the_budget_ends_it_for_every_producer(self, end: ConsumerEnd) -> None:
@@ -589,7 +589,6 @@ def test_a_link_that_cannot_be_opened_ends_the_stream():
 
 
 # A state with other pages at the producer
-# ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -610,9 +609,9 @@ def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     unlike.received(STREAM, PagesReady(ID, 0, 4, (1, 2), False, None), 0.0)
     last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, 42, sums=((1, 9), (4, 1)))
     read = next(a for a in unlike.received(STREAM, last, 0.0) if isinstance(a, StartRead))
-    assert read.source_pages.tolist() == [3, 4, 5, 6, 7]
-    assert read.destination_pages.tolist() == [31, 41, 50, 51]
-    assert read.spans == ((0, 1), (1, 1))
+    assert read.pages.source.tolist() == [3, 4, 5, 6, 7]
+    assert read.pages.destination.tolist() == [31, 41, 50, 51]
+    assert read.pages.spans == ((0, 1), (1, 1))
     for _ in range(2):
         unlike.read_ended(STREAM, "", 0.0)
     (confirm, *_) = unlike.received(STREAM, PagesReleased(ID, True), 0.0)
@@ -632,4 +631,4 @@ def test_pieces_of_weights_are_no_pages_of_a_table(unlike):
     unlike.command(grant(pages=(30, 31)), 0.0)
     ready = unlike.received(STREAM, PagesReady(ID, 0, 2, (1, 2), True, None), 0.0)
     read = next(a for a in ready if isinstance(a, StartRead))
-    assert read.destination_pages.tolist() == [30, 31] and read.spans == ((PIECES, 2),)
+    assert read.pages.destination.tolist() == [30, 31] and read.pages.spans == ((PIECES, 2),)

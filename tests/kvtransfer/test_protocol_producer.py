@@ -13,9 +13,9 @@ from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffQueued,
     Heartbeat,
     OpenHandoff,
     PagesReady,
@@ -24,12 +24,12 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from kvtransfer.ports import (
+    AdmittedCommand,
     ClosedEvent,
     FailCommand,
     GrantedEvent,
     OpenedEvent,
     PublishCommand,
-    QueuedCommand,
 )
 from kvtransfer.protocol.actions import EndStream, ExposePages, SendMessage, WithdrawPages
 from kvtransfer.protocol.producer import POLL_S, ProducerEnd
@@ -85,7 +85,7 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert isinstance(opened, OpenedEvent)
     assert opened.source == Prompt(make_spec(range(7)))
     assert end.received(STREAM, GrantHandoff(ID, 0), 0.0) == [GrantedEvent(SERIAL, 0)]
-    assert sent(end.command(QueuedCommand(SERIAL, 7, 20))) == [HandoffQueued(ID, 7, 20)]
+    assert sent(end.command(AdmittedCommand(SERIAL, 7, 20))) == [HandoffAdmitted(ID, 7, 20)]
     exposed, reported = end.command(publish(0, 4, [9]))
     assert isinstance(exposed, ExposePages)  # readable before the consumer knows of it
     assert reported == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
@@ -109,7 +109,7 @@ def test_a_handoff_of_no_pages_is_held(end):
 
 # Rule 8. Seen failing, each, without the call of _granted.
 @pytest.mark.parametrize(
-    "command", [QueuedCommand(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
+    "command", [AdmittedCommand(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
 )
 def test_an_engine_that_computes_before_the_grant_is_at_fault(end, command):
     end.received(STREAM, opening(), 0.0)
@@ -291,9 +291,9 @@ def test_a_producer_polls_for_a_limited_time_each_time_that_a_consumer_connects(
 
 # Seen failing with `admitted` never set.
 def test_an_engine_that_admits_twice_is_at_fault(granted):
-    granted.command(QueuedCommand(SERIAL, 7, 0))
+    granted.command(AdmittedCommand(SERIAL, 7, 0))
     with pytest.raises(EngineFault, match="admitted twice"):
-        granted.command(QueuedCommand(SERIAL, 7, 0))
+        granted.command(AdmittedCommand(SERIAL, 7, 0))
 
 
 # Seen failing with all hand-offs counted for each stream.

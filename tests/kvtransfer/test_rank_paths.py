@@ -26,10 +26,18 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import LayerState, PagedKV, PagedLatent, RecurrentState, StateCells
 from kvtransfer import data_paths
 from kvtransfer.backends.base import Ints, PagePool, TransferBackend
-from kvtransfer.frontend_messages import PairOpened
+from kvtransfer.frontend_messages import PairEnd, PairOpened
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, region_of
-from kvtransfer.ports import PIECES, STATE, ClosePairs, OpenPairs, TablePages, tables_of
+from kvtransfer.ports import (
+    PIECES,
+    STATE,
+    ClosePairs,
+    OpenPairs,
+    PagesToRead,
+    TablePages,
+    tables_of,
+)
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.rank_messages import (
@@ -55,7 +63,6 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkUp,
     PageLink,
-    PagesToRead,
     ReadEnded,
 )
 from kvtransfer.transfer.node_paths import Replies, start_ranks
@@ -893,10 +900,8 @@ class Refusals:
     """The outlet of a side that ends streams."""
 
     def __init__(self) -> None:
-        self.ended: list[tuple[int, str, bool]] = []
-
-    def end(self, stream: int, reason: str, *, refused: bool) -> None:
-        self.ended.append((stream, reason, refused))
+        self.ended: list[PairEnd] = []
+        self.send = self.ended.append
 
 
 LONG = b"x" * (200 << 10)
@@ -968,10 +973,10 @@ def test_a_hello_that_cannot_be_true_ends_the_pair(make: Make, lie: str) -> None
     hello = msgspec.structs.replace(rig.hello, **change(rig.hello))
     asked = len(rig.consumer.jobs.asked)
     side.opened(PairOpened(STREAM, hello, as_consumer=True), 0.0)
-    ((stream, reason, refused),) = outlet.ended
-    assert (stream, refused) == (STREAM, True)
-    assert expected in reason
-    assert len(reason) < 1000
+    (end,) = outlet.ended
+    assert (end.stream, end.refused) == (STREAM, True)
+    assert expected in end.reason
+    assert len(end.reason) < 1000
     assert len(rig.consumer.jobs.asked) == asked
 
 

@@ -22,13 +22,13 @@ from kvtransfer.backends.tcp.wire import (
     TcpDescription,
 )
 from kvtransfer.messages import HandoffId
+from kvtransfer.ports import PagesToRead
 from kvtransfer.transfer.link import (
     Link,
     LinkBytes,
     LinkClosed,
     LinkEvent,
     LinkUp,
-    PagesToRead,
 )
 from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend, scattered

@@ -356,7 +356,6 @@ class Simulation:
         wanted = all(link.stream in nodes[link.consumer].live_streams() for link in world.links)
         return wanted and all(node.at_rest() for node in nodes)
 
-    # Names ------------------------------------------------------------------------------------
     # The nodes never use one twice. Here one is used again when nothing remembers it, which is
     # the same and keeps the number of states finite.
 

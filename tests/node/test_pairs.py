@@ -78,7 +78,7 @@ class Transfer:
         ours, theirs = socket_pair()
         self.metrics = NodeMetrics("decode")
         self.beats = asyncio.Event()
-        self.streams = PairStreams(theirs, self.metrics, on_heartbeat=self.beats.set)
+        self.streams = PairStreams(theirs, self.metrics)
         self._socket = ours
         self._inbox: asyncio.Queue[PairInput] = asyncio.Queue()
         self._connection: FrameConnection[PairInput] = FrameConnection(

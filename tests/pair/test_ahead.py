@@ -66,7 +66,7 @@ def test_a_prompt_is_computed_while_it_waits_for_pages(model, grants, architectu
         (node,) = rig.prefill
         waiting = _until_it_waits(rig)
         _until_ahead(rig, len(WAITING))
-        rig.until(lambda: not node.role._ahead.busy, "it is computed")
+        rig.until(lambda: not node.role._ahead.current, "it is computed")
         assert node.pages("request") == node.pages("step") == 0
         assert node.pages("cache") >= known.tables(16).pages_for(len(WAITING)) // 2
         computed = node.count("prompt_tokens") - node.count("cached_tokens")
@@ -108,8 +108,8 @@ def test_other_prompts_go_first(known, grants):
         )
         rig.until(lambda: node.router.pooled, "the other one has its vector", node)
         assert node.count("tokens_ahead") < len(WAITING)
-        rig.until(lambda: node.role._ahead.busy, "it goes on", node)
-        rig.until(lambda: not node.role._ahead.busy, "it is computed", node)
+        rig.until(lambda: node.role._ahead.current, "it goes on", node)
+        rig.until(lambda: not node.role._ahead.current, "it is computed", node)
         grants.release()
         rig.run()
         known.check(*rig.asked)
@@ -140,7 +140,7 @@ def test_no_more_than_half_the_pool_is_computed_ahead(known, grants):
         small = rig.ask(prompt(100, 4), 2)
         rig.until(lambda: node.queue("bootstrap") == 3, "all wait")
         _until_ahead(rig, len(WAITING) + 100)
-        rig.until(lambda: not node.role._ahead.busy, "nothing more is computed", node)
+        rig.until(lambda: not node.role._ahead.current, "nothing more is computed", node)
         assert node.count("tokens_ahead") == len(WAITING) + 100
         grants.release()
         rig.run()
@@ -152,7 +152,7 @@ def test_what_the_cache_cannot_give_is_not_computed_ahead(known, grants, options
     with _rig(known) as rig:
         (node,) = rig.prefill
         _until_it_waits(rig, **options)
-        rig.let_time_pass(rig.prefill[0].role._ahead.wait_s(0.0))
+        rig.let_time_pass(rig.prefill[0].role._may_begin_ahead)
         for _ in range(4):
             rig.turn()
         assert node.count("tokens_ahead") == 0

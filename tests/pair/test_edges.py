@@ -7,7 +7,7 @@ from engine.batch.request import FinishReason
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,
-    HandoffQueued,
+    HandoffAdmitted,
     OpenHandoff,
     PagesReady,
     ReadsDone,
@@ -119,7 +119,9 @@ def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(know
                 rig.until_free()
                 assert asked.cached_tokens == cached
                 assert [said.prefix_tokens for said in rig.wires.said(GrantHandoff)] == [cached]
-                assert [said.compute_tokens for said in rig.wires.said(HandoffQueued)] == [computed]
+                assert [said.compute_tokens for said in rig.wires.said(HandoffAdmitted)] == [
+                    computed
+                ]
 
 
 def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known):

@@ -12,8 +12,8 @@ from engine.batch.request import FinishReason
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,
+    HandoffAdmitted,
     HandoffFailed,
-    HandoffQueued,
     Heartbeat,
     OpenHandoff,
     PagesReady,
@@ -40,7 +40,7 @@ IMPATIENT = TransferConfig(
 KINDS = (
     OpenHandoff,
     GrantHandoff,
-    HandoffQueued,
+    HandoffAdmitted,
     PagesReady,
     ReadsDone,
     PagesReleased,

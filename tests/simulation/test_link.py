@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from common.errors import TransferError
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
-from kvtransfer.transfer.link import LinkClosed, LinkUp, PagesToRead, ReadEnded
+from kvtransfer.ports import PagesToRead
+from kvtransfer.transfer.link import LinkClosed, LinkUp, ReadEnded
 from simulation.cost import StepCost
 from simulation.node.link import BACKEND, ReadPort, SimLinks
 from simulation.node.pools import SharedPool, pool_directory

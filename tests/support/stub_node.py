@@ -4,7 +4,6 @@ As a prefill node, it has only the services that all nodes have.
 """
 
 import sys
-import time
 from functools import partial
 
 from common.config import DecodeConfig
@@ -24,14 +23,10 @@ def parts(front: NodeFrontend) -> RoleServices:
         on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 
-    def heartbeat(late_s: float) -> None:
-        front.supervision.heartbeat(time.monotonic(), late_s)
-        serve.heartbeat(late_s)
-
-    streams = PairStreams(front.transfer_socket, front.metrics, on_heartbeat=heartbeat)
+    streams = PairStreams(front.transfer_socket, front.metrics)
     return RoleServices(
         services=[serve.register],
-        background=[streams.run],
+        background=[partial(streams.run, serve.heartbeat)],
         step=serve.step,
         on_quarantine=serve.on_quarantine,
         moved=serve.moved,
@@ -48,7 +43,7 @@ def other(role: str) -> RoleProgram:
 
 
 def bare(front: NodeFrontend) -> RoleServices:
-    streams = PairStreams(front.transfer_socket, front.metrics, on_heartbeat=lambda late_s: None)
+    streams = PairStreams(front.transfer_socket, front.metrics)
     return RoleServices(services=[], background=[streams.run], end=streams.close_all)
 
 

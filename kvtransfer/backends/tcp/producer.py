@@ -161,7 +161,7 @@ class TcpAcceptor:
             raise EngineFault("the acceptor thread of a tcp producer does not stop")
         self._listener.close()  # only here: the thread may end before the shutdown above
 
-    # On the acceptor's thread --------------------------------------------------------------------
+    # On the acceptor's thread
 
     def _run(self) -> None:
         while not self._shut:
@@ -330,7 +330,7 @@ class TcpProducer:
                     "a thread of a tcp producer does not stop, so its pool is still in use"
                 )
 
-    # On the acceptor's thread ---------------------------------------------------------------------
+    # On the acceptor's thread
 
     def _admit(self, connection: socket.socket, host: str, introduction: bytes) -> None:
         """Authenticate a new connection, and serve it on a thread of its own."""
@@ -353,7 +353,7 @@ class TcpProducer:
             channel.close()
             raise
 
-    # On a thread of the connection ----------------------------------------------------------------
+    # On a thread of the connection
 
     def _serve(self, channel: TcpChannel, consumer: int, host: str, seal: bytes) -> None:
         try:

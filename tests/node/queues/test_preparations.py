@@ -1,5 +1,7 @@
 """Requests on their way through the lines of what they need before their turn."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from common.errors import InvalidRequest
@@ -152,7 +154,7 @@ def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
 
 
 def test_deadlines_of_all_queues_of_a_role_are_checked_at_intervals(preparations, lines):
-    scheduled = PreparationStages(Backlog(), Needs("d"))
+    scheduled = Mock(**{"expired.return_value": [], "scheduler.holds_rows": False})
     queues = RequestQueues(scheduled, preparations)
 
     def ended(now):
@@ -162,4 +164,8 @@ def test_deadlines_of_all_queues_of_a_role_are_checked_at_intervals(preparations
     assert ended(5.1) == [1]
     preparations.put(a_state(2, "a", deadline=5.0))
     assert ended(5.1 + DEADLINE_CHECK_S / 2) == []
+    assert scheduled.expired.call_count == 1
+    scheduled.scheduler.holds_rows = True  # its rows are released in each poll, deadlines wait
+    assert ended(5.1 + DEADLINE_CHECK_S / 2) == []
+    assert scheduled.expired.call_count == 2
     assert ended(5.1 + DEADLINE_CHECK_S) == [2]

@@ -85,7 +85,7 @@ class Rig:
         return opening.id
 
     def outcome(self, name: str) -> int:
-        return self.reads.counters()[f"embedding_reads/{name}"]
+        return self.reads.counts[f"embedding_reads/{name}"]
 
     @property
     def num_held(self) -> int:
@@ -111,7 +111,7 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
     assert sorted(rig.reads.take_over()) == [1, 2]
-    assert not rig.reads.busy and rig.num_held == 0 and rig.outcome("completed") == 1
+    assert not rig.reads.landing and rig.num_held == 0 and rig.outcome("completed") == 1
 
 
 def test_a_request_knows_when_its_images_were_read_and_how_many(rig: Rig) -> None:
@@ -170,7 +170,7 @@ def test_a_lost_read_keeps_its_pages_until_nothing_can_land(rig: Rig) -> None:
     assert rig.reads.take_over() == [1] and rig.num_held == 2
     rig.reads.take(ReadsEndedEvent(id))
     rig.reads.poll()
-    assert rig.num_held == 0 and not rig.reads.busy
+    assert rig.num_held == 0 and not rig.reads.landing
 
 
 def test_a_late_encode_node_is_cancelled(rig: Rig) -> None:
@@ -194,7 +194,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
     assert isinstance(cancel, CancelCommand) and cancel.id == id
     rig.reads.take(ReadsEndedEvent(id))
     rig.reads.poll()
-    assert rig.num_held == 0 and not rig.reads.busy
+    assert rig.num_held == 0 and not rig.reads.landing
 
 
 def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:

@@ -31,7 +31,7 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PagesToRead, TablePages
 from kvtransfer.rank_messages import (
     OfferPaths,
     PublishPages,
@@ -40,7 +40,7 @@ from kvtransfer.rank_messages import (
     encode,
 )
 from kvtransfer.transfer.follower import FollowerTransfer
-from kvtransfer.transfer.link import LinkEvent, LinkUp, PageLink, PagesToRead, ReadEnded
+from kvtransfer.transfer.link import LinkEvent, LinkUp, PageLink, ReadEnded
 from kvtransfer.transfer.node_paths import start_ranks
 from kvtransfer.transfer.rank_paths import paths_of_rank
 from tools.bench.support.record import ROOT

@@ -259,7 +259,6 @@ def _connected(
 
 
 # The producer's process
-# ----------------------------------------------------------------------------
 
 
 class _Served(msgspec.Struct):

@@ -45,6 +45,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.update import WeightUpdater
 from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.ports import (
+    AdmittedEvent,
     ClosedEvent,
     CompletedEvent,
     FirstTokenEvent,
@@ -56,7 +57,6 @@ from kvtransfer.ports import (
     OpenedEvent,
     ProducerUp,
     PublishCommand,
-    QueuedEvent,
     ReadsEndedEvent,
     TransferPort,
 )
@@ -289,7 +289,7 @@ def consumer(load: Load) -> dict[str, Any]:
             raise RuntimeError(f"the consumer did not open and grant: {port.posted}")
         descriptors = len(granted.destination_pages)
         port.posted.clear()
-        port.waiting = [QueuedEvent(opened.id, load.num_tokens, 0)]
+        port.waiting = [AdmittedEvent(opened.id, load.num_tokens, 0)]
         clock.run("admitted", role.poll)
         port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)

@@ -27,6 +27,7 @@ from kvtransfer.pairing import PairHello, region_of
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
+    AdmittedEvent,
     CompletedEvent,
     ConsumerCommand,
     ConsumerEvent,
@@ -35,7 +36,6 @@ from kvtransfer.ports import (
     Ints,
     OpenCommand,
     ProducerUp,
-    QueuedEvent,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
@@ -104,13 +104,13 @@ class Watcher:
                 case FirstTokenEvent():
                     token = event.token
                 case (
-                    QueuedEvent() | CompletedEvent() | ReadsEndedEvent()
+                    AdmittedEvent() | CompletedEvent() | ReadsEndedEvent()
                 ):  # the last one belongs to the previous hand-off
                     pass
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
         first_at = at[FirstTokenEvent]
-        return Watched(first_at - at[QueuedEvent], at[CompletedEvent] - first_at, token)
+        return Watched(first_at - at[AdmittedEvent], at[CompletedEvent] - first_at, token)
 
 
 @contextlib.asynccontextmanager
@@ -139,7 +139,7 @@ async def watching(
         wake_engine=note,
     )
     metrics = NodeMetrics("decode")
-    streams = PairStreams(front_socket, metrics, on_heartbeat=lambda late_s: None)
+    streams = PairStreams(front_socket, metrics)
     dialer = PairDialer(streams, metrics)
     dialer.dial(frozenset({address}))
     transfer.start()
