@@ -137,7 +137,7 @@ class Engine:
         return self.core.cache
 
     @property
-    def tiers(self) -> CacheTiers:
+    def tiers(self) -> CacheTiers | None:
         return self.core.tiers
 
     @property
@@ -221,7 +221,7 @@ class Engine:
         if not self.shape.tier_pages:
             num_pages = _affordable_host_pages(config, self.shape, self.loaded.share)
             backend = _with_ranks(backend.with_host_pages(num_pages), self.loaded)
-            core = core.with_host_pages(backend.shape, backend.copier)
+            core = core.with_host_pages(backend.shape)
         recorder = _recorder(config, device)
         try:
             runner = self.runner.with_host_pool(backend.host_pool, recorder)
@@ -251,7 +251,8 @@ class Engine:
         self.guides.close()
         self.loader.close()
         self.copier.close()
-        self.tiers.close()
+        if self.tiers is not None:
+            self.tiers.close()
         if self.core.encoder is not None:
             self.core.encoder.close()
         self.weights.close()

@@ -174,7 +174,7 @@ class NodeRuntime:
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.notify = channel.wake
         weights = _make_weights(engine, start, transfer)
-        fixed = "" if engine.group is None else _IN_A_GROUP
+        fixed, tiers = "" if engine.group is None else _IN_A_GROUP, engine.tiers
         operations = EngineOperations(engine.weights, weights, memory, profiler, why_fixed=fixed)
 
         def switch(role: str) -> None:
@@ -186,7 +186,8 @@ class NodeRuntime:
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(
-                *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
+                *(clock.meter, clock.compiles, reads),
+                *(() if tiers is None else (TierMeter(tiers, kv.page_bytes),)),
                 *(
                     weights,
                     AdapterMeter(engine.adapters),

@@ -139,6 +139,11 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_available(self) -> int:
+        """Number of free pages and of pages that only a cache holds, which can evict them."""
+        return len(self._free) + self.num_evictable
+
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate free pages and hold them for `holder`. All or nothing. Never evicts."""
         if num_pages > len(self._free):

@@ -256,9 +256,8 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `allocate` can return: free pages and pages that only the tree
-        holds."""
-        return self._pool.num_free + self._pool.num_evictable
+        """Number of pages that `allocate` can return."""
+        return self._pool.num_available
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate as PageAllocator.allocate does, evicting if needed. Evicts nothing if it

@@ -163,7 +163,7 @@ class PrefixSharing:
         page_bytes: int,
         cache: PrefixCache,
         pages: PageAllocator,
-        tiers: CacheTiers,
+        tiers: CacheTiers | None,
         tables: PageTables,
         weights: SharedWeights,
     ) -> None:
@@ -194,14 +194,15 @@ class PrefixSharing:
     @property
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
-        reads = self.fetches.busy or self._weights.busy or self._tiers.busy
-        return bool(reads or len(self.exports))
+        reads = self.fetches.busy or self._weights.busy
+        return bool(reads or len(self.exports) or (self._tiers is not None and self._tiers.busy))
 
     def poll(self) -> None:
         """Finish loads from offload tiers and saves to them. Called in each turn of the engine
         loop, before prepared requests are scheduled.
         """
-        self._tiers.poll()
+        if self._tiers is not None:
+            self._tiers.poll()
 
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
@@ -214,6 +215,13 @@ class PrefixSharing:
     def counters(self) -> dict[str, int]:
         parts = self.exports, self.fetches, self.ways, self.corrupt_prefixes
         return {name: number for part in parts for name, number in part.counters().items()}
+
+    def _num_below(self, request: Request) -> int:
+        """Return the number of prompt tokens that offload tiers of this node have."""
+        if self._tiers is None:
+            return 0
+        way = self._tiers.way(request.token_ids[:-1], request.namespace)
+        return 0 if way is None else len(way.token_ids)
 
     def fetch(
         self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float
@@ -228,8 +236,7 @@ class PrefixSharing:
         """
         if not hints or len(request.reusable_tokens) < len(request.token_ids) - 1:
             return False
-        way = self._tiers.way(request.token_ids[:-1], request.namespace)
-        below = 0 if way is None else len(way.token_ids)
+        below = self._num_below(request)
         return self.fetches.start(
             request.key,
             request.token_ids,

@@ -118,7 +118,7 @@ class SimRuntime:
     ) -> "SimRuntime":
         """Make the parts. Takes ownership of `transfer_socket`."""
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
-        reads, driver = ReadMetrics(), TransferDriver()
+        reads, driver, tiers = ReadMetrics(), TransferDriver(), parts.core.tiers
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
         transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
             frames,
@@ -136,7 +136,7 @@ class SimRuntime:
                 clock.meter,
                 reads,
                 parts.runner,
-                TierMeter(parts.core.tiers, parts.page_bytes),
+                *(() if tiers is None else (TierMeter(tiers, parts.page_bytes),)),
             ),
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
@@ -149,7 +149,7 @@ class SimRuntime:
             page_bytes=parts.page_bytes,
             cache=parts.core.cache,
             pages=parts.core.pages,
-            tiers=parts.core.tiers,
+            tiers=tiers,
             tables=parts.core.shape.tables,
             weights=UnsharedWeights(transfer),
         )

@@ -879,7 +879,7 @@ def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: 
     try:
         first.add(LONG_PROMPT, sampling=sampled())
         first.run()
-        poll_until(first, lambda: len(first.engine.tiers.files.cache) >= 4)
+        poll_until(first, lambda: len(first.engine.tiers.files.cache.index) >= 4)
         poll_until(first, lambda: not first.engine.tiers.busy)
     finally:
         first.close()

@@ -18,8 +18,6 @@ from common.requests.namespace import Namespace
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.cache_tiers import CacheTiers
-from engine.offload.host_cache import HostCache
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     ClosedEvent,
@@ -198,12 +196,6 @@ def _tokens(count: int) -> Any:
     return np.arange(count, dtype=np.int32)
 
 
-_MEMORY = Memory(1, PageTables(PAGE_SIZE))
-NO_TIERS = CacheTiers(  # nothing changes there: never copied
-    HostCache(0), enabled=False, cache=_MEMORY.cache, pages=_MEMORY.pages, tables=_MEMORY.tables
-)
-
-
 # The producer
 # ---------------------------------------------------------------------------------------
 
@@ -239,7 +231,7 @@ class LenderSide(SimulatedProducer):
             enabled=True,
             cache=self.memory.cache,
             pages=self.memory.pages,
-            tiers=NO_TIERS,
+            tiers=None,
             tables=plan.tables,
             port=self.port,
         )
@@ -249,7 +241,6 @@ class LenderSide(SimulatedProducer):
         twin = super().fork()
         assert isinstance(twin, LenderSide)
         copied = {} if copied is None else copied
-        copied[id(NO_TIERS)] = NO_TIERS
         mine = (self.memory, self.port, self.loans)
         twin.memory, twin.port, twin.loans = copy.deepcopy(mine, copied)
         return twin
