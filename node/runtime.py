@@ -20,7 +20,7 @@ from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop, Lateness, StepClock
 from engine.loop.rebalancing import RebalancingRole
 from engine.loop.watchdog import Watchdog, end_process, report_stall
-from engine.memory_release import MemoryOccupation, memory_of
+from engine.memory_release import MemoryOccupation
 from engine.meters import (
     AdapterMeter,
     ExpertMeter,
@@ -354,14 +354,13 @@ def _make_memory(
     engine: Engine, start: EngineStart[C], peers: PageAccess, pinned: str
 ) -> MemoryOccupation:
     """Return the access to releasable memory. Memory in a region is isolated, not pinned."""
-    kv, host_pool, is_region = engine.pool, engine.host_pool, engine.pool.region is not None
+    is_region = engine.pool.region is not None
     return MemoryOccupation(
         engine.weights,
         engine.pages,
-        memory_of(kv, host_pool, start.config.engine.parallel.ranks_per_host),
+        engine.page_memory,
         "" if is_region else pinned,
         start.channel.wake,
-        engine.other_pools,
         peers if is_region else None,
     )
 

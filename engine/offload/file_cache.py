@@ -79,11 +79,6 @@ def packed(record: PageRecord, slot: int) -> bytes:
     return _SUM.pack(xxh3_64_intdigest(body, seed=slot)) + body
 
 
-def record_of(data: bytes) -> PageRecord:
-    """Return a record from the bytes of `packed`, without verifying its checksum."""
-    return PageRecord(*_BODY.unpack(data[_SUM.size :]))
-
-
 def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
     """Yield slots and records of an index without its header. Invalid records are left out."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):

@@ -48,6 +48,7 @@ from engine.ranks.messages import (
     MeasureRank,
     Ping,
     RankFailed,
+    RankJob,
     RankLoaded,
     RankMeasured,
     RankReady,
@@ -354,13 +355,12 @@ class Followers:
 
     def ask(
         self,
-        make: Callable[[int], Job],
+        job: Job,
         on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
         """Make all followers do a job. Any thread. Requires `watch`.
 
         Args:
-            make: returns the job, given its number.
             on_done: called with the future by the thread that receives the replies. Unlike a
                 callback that is added later, it never runs inside this call. If it raises, the node
                 ends.
@@ -369,7 +369,7 @@ class Followers:
         """
         number, asked = next(self._numbers), _AskedJob(len(self._followers), on_done)
         self._jobs[number] = asked
-        self._queue.put(_encoder.encode(make(number)))
+        self._queue.put(_encoder.encode(RankJob(number, job)))
         return asked.future
 
     def states(self) -> Mapping[int, RankState]:
