@@ -16,7 +16,7 @@ from common.requests.images import Image
 from engine.batch.batch import Ints
 from engine.batch.limits import RequestLimits
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.pages import AscendingRuns, FreeList, PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_tier import PageStore
@@ -128,7 +128,7 @@ class EngineCore:
         *,
         store: PageStore | None = None,
         speculator: Speculator | None = None,
-        lifo: bool = False,
+        free_list: Callable[[int], FreeList] = AscendingRuns,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Create an empty core.
@@ -136,12 +136,12 @@ class EngineCore:
         Args:
             copier: copies pages to host memory and back. None: there are no offload tiers.
             store: files of the file tier.
-            lifo: whether freed pages are reused first, which exposes premature releases.
+            free_list: see PageAllocator.
         """
         tables = shape.tables
         kept = tables.windows, tables.state_pages
         table = SlotTable(config.scheduler.num_slots, shape.context_length, tables.page_size, *kept)
-        pages = PageAllocator(shape.num_pages, lifo=lifo)
+        pages = PageAllocator(shape.num_pages, free_list)
         enabled = config.cache.prefix_cache
         most = config.cache.max_cached_pages
         cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled, max_pages=most)

@@ -24,6 +24,7 @@ from engine.offload.page_files import (
     SlotWrite,
 )
 from engine.ranks import Share
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MOST_PAGES,
     ClearSlots,
@@ -33,7 +34,7 @@ from engine.ranks.messages import (
     ReadSlots,
     WriteSlots,
 )
-from engine.ranks.processes import Followers, JobFailed
+from engine.ranks.processes import Followers
 
 OPEN_S = 60.0
 T = TypeVar("T")
@@ -181,9 +182,12 @@ class RankFiles:
                 self._open(job)
                 reply(b"")
             case WriteSlots(writes=writes):
-                self._write(writes, reply)
+                self._write(
+                    [SlotWrite(slot, page, PageRecord(*record)) for slot, page, record in writes],
+                    reply,
+                )
             case ReadSlots(reads=reads, identities=identities):
-                self._read(reads, identities, reply)
+                self._read([SlotRead(*each) for each in reads], identities, reply)
             case EraseSlots(slots=slots):
                 self._opened.erase(slots)
                 reply(b"")

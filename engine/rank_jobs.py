@@ -9,14 +9,17 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import torch
 
-from common.errors import EngineFault, InvalidRequest, ServingError
+from common.config import EngineConfig
+from common.errors import ConfigError, EngineFault, InvalidRequest, ServingError
 from common.process.resources import resident_bytes
 from common.requests.namespace import AdapterId, WeightsId
 from engine.adapters.library import AdapterSource
@@ -24,9 +27,11 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.memory_release import PageMemory, memory_of
+from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
 from engine.rank_files import RankFiles, when_all
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     MOST_PAGES,
@@ -49,21 +54,20 @@ from engine.ranks.messages import (
     TransferJob,
     WriteSlots,
 )
-from engine.ranks.processes import Followers, JobFailed
+from engine.ranks.processes import Followers
 from engine.runner.copier import Copier, PageCopier, PageCopy
 from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
+from engine.update import WeightSource
+from kernels.cuda.virtual_memory import Region
 
 _READ_S = 600.0  # seconds for an adapter on a slow disk
 _MEMORY_S = 60.0  # seconds until all ranks have released or allocated their pages
 _MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # the slots in one MoveExperts
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-# Rank 0 -----------------------------------------------------------------------------------------
 
 
 class AdaptersOfRanks:
@@ -186,23 +190,57 @@ class MemoryOfRanks:
         self._followers.ask(RestorePools()).result(_MEMORY_S)
 
 
-# A follower -------------------------------------------------------------------------------------
+@dataclass(slots=True, eq=False)
+class RankWeights:
+    """The weights of a rank.
 
+    Attributes:
+        compares: whether the files must be compared with rank 0's, because they are on another
+            host.
+        region: see LoadedModel.
+    """
 
-class RankWeights(Protocol):
-    """The weights of this rank."""
+    config: EngineConfig
+    served: LoadableModel
+    source: WeightSource
+    model: Model
+    share: Share
+    compares: bool
+    region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
         """Replace the weights by those of a directory of the same model."""
-        ...
+        config = self.config
+        there = open_checkpoint(directory, config.model_backend, config.speculative)
+        if self.compares and content(stored_of(there, directory)) != weights:
+            host = socket.gethostname()
+            raise ConfigError(f"{directory} on {host} has other weights than on the first host")
+        source = WeightSource.of(directory, there)
+        if self.region is not None:
+            self.region.map()
+        there.refill(self.model, config.quantize, self.share)
+        self.source = source
+        self._settle()
 
     def drain(self) -> None:
         """Return the memory of the weights to the operating system."""
-        ...
+        self.served.drain(self.model)
+        if self.region is not None:
+            self.region.release()
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots, by layer."""
-        ...
+        if self.compares and not self.source.is_unchanged:
+            raise ConfigError(
+                f"{self.source.directory}: the files have changed since they were read"
+            )
+        servable, quantize = self.source.servable, self.config.quantize
+        servable.move_experts(self.model, moves, quantize, self.share)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
 
 class JobReply(Protocol):

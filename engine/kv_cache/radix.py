@@ -33,6 +33,7 @@ from engine.kv_cache.radix_nodes import (
     TreePages,
     TreeStates,
     TreeWindows,
+    last_within,
     page_keys,
     present,
 )
@@ -168,7 +169,7 @@ class PrefixCache:
         while True:
             if self._states:
                 num_pages, state = self._states.deepest(path, num_pages)
-            within = self._windows.last_resumable(pages[:, :num_pages])
+            within = last_within(self._windows.tables, pages[:, :num_pages])
             if within == num_pages:
                 return num_pages, state
             num_pages = within

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from common.distribution import HistogramCounts
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
@@ -287,32 +286,23 @@ class CacheTiers:
             then()
 
 
-class TierMeter:
-    """The metrics of the offload tiers. Engine thread only. See Meter."""
-
-    def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
-        self._tiers = tiers
-        self._page_bytes = page_bytes
-
-    def gauges(self) -> Mapping[str, float]:
-        tiers, host, files = self._tiers, self._tiers.host, self._tiers.files
-        gauges: dict[str, float] = {
-            "tier_pages/host": host.num_cached,
-            "total_tier_tokens/host": tiers.host_tokens,
-            "total_tier_bytes/saved": tiers.saves.num_pages * self._page_bytes,
-            "total_tier_bytes/brought": tiers.brought_pages * self._page_bytes,
-            "total_tier_evicted/host": host.index.num_evicted,
-        }
-        if files is None:
-            return gauges
-        return gauges | {
-            "tier_pages/file": files.cache.num_filled,
-            "total_tier_tokens/file": tiers.file_tokens,
-            "total_tier_bytes/written": files.num_written * self._page_bytes,
-            "total_tier_bytes/read": files.num_read * self._page_bytes,
-            "total_tier_evicted/file": files.cache.index.num_evicted,
-            **{f"total_tier_faults/{each.value}": files.faults[each] for each in FileFault},
-        }
-
-    def distributions(self) -> Mapping[str, HistogramCounts]:
-        return {}
+def tier_gauges(tiers: CacheTiers, page_bytes: int) -> Mapping[str, float]:
+    """Return the metrics of the tiers by internal name. O(host pages)."""
+    host, files = tiers.host, tiers.files
+    gauges: dict[str, float] = {
+        "tier_pages/host": host.num_cached,
+        "total_tier_tokens/host": tiers.host_tokens,
+        "total_tier_bytes/saved": tiers.saves.num_pages * page_bytes,
+        "total_tier_bytes/brought": tiers.brought_pages * page_bytes,
+        "total_tier_evicted/host": host.index.num_evicted,
+    }
+    if files is None:
+        return gauges
+    return gauges | {
+        "tier_pages/file": files.cache.num_filled,
+        "total_tier_tokens/file": tiers.file_tokens,
+        "total_tier_bytes/written": files.num_written * page_bytes,
+        "total_tier_bytes/read": files.num_read * page_bytes,
+        "total_tier_evicted/file": files.cache.index.num_evicted,
+        **{f"total_tier_faults/{each.value}": files.faults[each] for each in FileFault},
+    }

@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engine.offload.page_files import SlotRead, SlotWrite
-
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
 MOST_PAGES = 4096  # pages per CopyPages or EraseSlots
 _ITEM_BYTES = {"int32": 4, "int64": 8}
@@ -179,18 +177,21 @@ class OpenPageFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int
 
 
+_Record: TypeAlias = tuple[bytes, int, int, int, int, int]  # see PageRecord
+
+
 class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Write host pages into slots. The result has one byte per page: 0, or the number of its
     error."""
 
-    writes: Sequence[SlotWrite]
+    writes: Sequence[tuple[int, int, _Record]]  # see SlotWrite
 
 
 class ReadSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read slots into host pages, if the slots have records with these identities. The result is as
     for WriteSlots."""
 
-    reads: Sequence[SlotRead]
+    reads: Sequence[tuple[int, int]]  # see SlotRead
     identities: Sequence[int]
 
 

@@ -45,8 +45,9 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.loop.rebalancing import RebalancingRole
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
-from engine.ranks.processes import Followers, JobFailed, PingTimer
+from engine.ranks.processes import Followers, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support import fork_server

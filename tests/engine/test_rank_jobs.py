@@ -18,15 +18,15 @@ import torch
 from common.config import EngineConfig
 from common.errors import EngineFault
 from common.requests.namespace import UNNAMED
-from engine.follower import PartWeights
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import open_checkpoint
 from engine.models.refill import relocated
 from engine.rank_files import FilesOfRanks
-from engine.rank_jobs import FollowerJobs, WeightsOfRanks
+from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
 from engine.ranks import WHOLE, Share
+from engine.ranks.job_queue import JobQueue
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CopyPages,
@@ -38,7 +38,7 @@ from engine.ranks.messages import (
     RestorePools,
     TransferJob,
 )
-from engine.ranks.processes import Followers, JobQueue
+from engine.ranks.processes import Followers
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
@@ -241,7 +241,7 @@ def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> N
     region = relocated(served.tensors(model), memory)
     source = WeightSource.of(directory, served)
     config = EngineConfig(model=str(directory))
-    weights = PartWeights(config, served, source, model, WHOLE, False, region)
+    weights = RankWeights(config, served, source, model, WHOLE, False, region)
     weights.drain()
     assert memory.mapped_bytes == 0
     weights.refill(directory, UNNAMED)

@@ -44,6 +44,7 @@ from tests.kvtransfer.sides import (
     require,
 )
 from tests.kvtransfer.world import Simulation
+from tests.support.lifo_pages import LifoFreeList
 
 ENDED = Job("ended", 0, 0, 0, 0, ())
 OTHERS = "others"  # what whoever takes a page writes into it
@@ -108,7 +109,7 @@ class Memory:
     cells: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(self.num_pages, lifo=True)
+        self.pages = PageAllocator(self.num_pages, LifoFreeList)
         tables = self.tables
         self.cache = PrefixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
         self.cells = [FREE] * self.num_pages

@@ -23,7 +23,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import CoreShape, EngineCore
-from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.pages import AscendingRuns, PageHolder
 from engine.loop.loop import EventLoop
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
@@ -40,6 +40,7 @@ from tests.support.fake_backend import (
     state_of,
 )
 from tests.support.fake_clock import FakeClock
+from tests.support.lifo_pages import LifoFreeList
 from tests.support.specs import make_request
 
 NUM_LAYERS = 8
@@ -125,7 +126,7 @@ class Rig:
             self.copier,
             store=self.store,
             speculator=given.speculator,
-            lifo=given.lifo,
+            free_list=LifoFreeList if given.lifo else AscendingRuns,
             clock=self.clock,
         )
         self.table, self.pages = self.core.table, self.core.pages
