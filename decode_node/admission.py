@@ -94,7 +94,7 @@ class PrefixLocations:
         shares: whether nodes fetch prefixes from each other. If not, there are no hints.
     """
 
-    def __init__(self, cache: PrefixCache, tiers: CacheTiers, *, shares: bool) -> None:
+    def __init__(self, cache: PrefixCache, tiers: CacheTiers | None, *, shares: bool) -> None:
         self._cache = cache
         self._tiers = tiers
         self._shares = shares
@@ -106,7 +106,7 @@ class PrefixLocations:
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
             return placement.prefix_hints
         wanted = request.token_ids, request.namespace
-        way = self._tiers.way(*wanted)
+        way = None if self._tiers is None else self._tiers.way(*wanted)
         num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
         if num_tokens < WORTH_NAMING_TOKENS:
             return placement.prefix_hints

@@ -428,13 +428,13 @@ def _make_queues(
     scheduled: SchedulerQueue[DecodeState],
     handoffs: IncomingHandoffs,
 ) -> DecodeQueues:
-    scheduler = scheduled.scheduler
+    scheduler, tiers = scheduled.scheduler, engine.core.tiers
     return DecodeQueues(
         preparing=PreparationStages(
             scheduled.backlog,
             GrammarQueue(engine.guides),
             AdapterQueue(engine.adapters),
-            TierLoadQueue(engine.core.tiers, lambda: scheduler.free_capacity().num_pages),
+            *(() if tiers is None else (TierLoadQueue(tiers, scheduler),)),
         ),
         paused=PausedQueue(scheduler),
         unpaired=UnpairedQueue(config.reconnect_wait_s),

@@ -60,7 +60,7 @@ class PageReservations:
         pages: PageAllocator,
         cache: PrefixCache,
         tables: PageTables,
-        tiers: CacheTiers,
+        tiers: CacheTiers | None,
         page_bytes: int,
     ) -> None:
         self._scheduler = scheduler
@@ -94,7 +94,8 @@ class PageReservations:
         if fresh is None:
             self._pages.drop(cached.ravel(), PageHolder.REQUEST)
             return None
-        self._tiers.used(token_ids[:prefix_tokens], namespace)
+        if self._tiers is not None:
+            self._tiers.used(token_ids[:prefix_tokens], namespace)
         self._pages.hold(fresh, PageHolder.READ)
         self.reads[handoff_id] = fresh
         if room_tokens:

@@ -26,7 +26,7 @@ from engine.load import (
     open_model,
     usable_bytes,
 )
-from engine.meters import VisionMetrics
+from engine.meters import image_gauges
 from engine.models import tokenizer_hash
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.encoder_thread import EncoderThread
@@ -255,11 +255,10 @@ def body(begin: Begin, first: StartRole) -> None:
         weights=loaded.weights,
         token_side=spec.image_token_side,
     )
-    meter = VisionMetrics(loaded.tower, encoder)
 
     def gauges() -> dict[str, float]:
         held = {f"pages_{name}": float(number) for name, number in pages.by_holder().items()}
-        return {**meter.gauges(), **held}
+        return {**image_gauges(loaded.tower, encoder), **held}
 
     transfer.start()
     channel.post(

@@ -30,6 +30,7 @@ from engine.load import LoadedModel, load, usable_bytes
 from engine.loop.loop import StepClock
 from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.watchdog import end_process
+from engine.memory_release import PageMemory, memory_of
 from engine.models import (
     Model,
 )
@@ -42,7 +43,7 @@ from engine.offload.file_tier import PageStore
 from engine.offload.page_files import FileThreads
 from engine.profiler import Profiler
 from engine.rank_files import FilesOfRanks, version_of_rank
-from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
+from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, MemoryOfRanks, WeightsOfRanks
 from engine.ranks import Share
 from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
 from engine.ranks.node_group import NodeGroup
@@ -137,7 +138,7 @@ class Engine:
         return self.core.cache
 
     @property
-    def tiers(self) -> CacheTiers:
+    def tiers(self) -> CacheTiers | None:
         return self.core.tiers
 
     @property
@@ -167,14 +168,16 @@ class Engine:
         """Make all other ranks do a part of hand-offs, see TransferJob and Followers.ask."""
         followers = self.loaded.followers
         assert followers is not None
-        steps = followers.steps_done
-        return followers.ask(lambda number: TransferJob(number, steps, body), on_done)
+        return followers.ask(TransferJob(followers.steps_done, body), on_done)
 
     @property
-    def other_pools(self) -> PoolsOfRanks | None:
-        """Pages of the other ranks. None: there are no other ranks."""
+    def page_memory(self) -> PageMemory:
+        """The memory of the pages of all ranks."""
         followers = self.loaded.followers
-        return None if followers is None else PoolsOfRanks(followers)
+        if followers is None:
+            return memory_of(self.pool, self.host_pool)
+        ranks_per_host = followers.parallel.ranks_per_host
+        return MemoryOfRanks(memory_of(self.pool, self.host_pool, ranks_per_host), followers)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -221,7 +224,7 @@ class Engine:
         if not self.shape.tier_pages:
             num_pages = _affordable_host_pages(config, self.shape, self.loaded.share)
             backend = _with_ranks(backend.with_host_pages(num_pages), self.loaded)
-            core = core.with_host_pages(backend.shape, backend.copier)
+            core = core.with_host_pages(backend.shape)
         recorder = _recorder(config, device)
         try:
             runner = self.runner.with_host_pool(backend.host_pool, recorder)
@@ -242,8 +245,7 @@ class Engine:
         may be in flight."""
         followers, num_pages = self.loaded.followers, self.host_pool.num_pages
         if followers is not None and not self.shape.tier_pages:
-            asked = followers.ask(lambda number: ReplaceHostPages(number, num_pages))
-            asked.result(EQUIP_S)
+            followers.ask(ReplaceHostPages(num_pages)).result(EQUIP_S)
 
     def close(self) -> None:
         """End the threads and processes of the engine and its parts, in order."""
@@ -251,7 +253,8 @@ class Engine:
         self.guides.close()
         self.loader.close()
         self.copier.close()
-        self.tiers.close()
+        if self.tiers is not None:
+            self.tiers.close()
         if self.core.encoder is not None:
             self.core.encoder.close()
         self.weights.close()

@@ -16,12 +16,10 @@ from common.requests.images import Image
 from engine.batch.batch import Ints
 from engine.batch.limits import RequestLimits
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.pages import AscendingRuns, FreeList, PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.file_cache import FileCache
 from engine.offload.file_tier import PageStore
-from engine.offload.host_cache import HostCache
 from engine.offload.saves import TierCopier
 from engine.speculative import Speculator
 
@@ -102,6 +100,8 @@ class EngineCore:
     """The state on which a scheduler works.
 
     Attributes:
+        host_pages: pages of host memory, for retracted requests and offload tiers.
+        tiers: None: there are no offload tiers.
         speculator: proposes drafts. None: no speculative decoding.
         clock: returns seconds, on the time scale of requests.
         encoder: None: the model has no image input.
@@ -112,7 +112,8 @@ class EngineCore:
     table: SlotTable
     pages: PageAllocator
     cache: PrefixCache
-    tiers: CacheTiers
+    host_pages: PageAllocator
+    tiers: CacheTiers | None = None
     speculator: Speculator | None = None
     clock: Callable[[], float] = time.monotonic
     encoder: InputEncoder | None = None
@@ -127,7 +128,7 @@ class EngineCore:
         *,
         store: PageStore | None = None,
         speculator: Speculator | None = None,
-        lifo: bool = False,
+        free_list: Callable[[int], FreeList] = AscendingRuns,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Create an empty core.
@@ -135,42 +136,26 @@ class EngineCore:
         Args:
             copier: copies pages to host memory and back. None: there are no offload tiers.
             store: files of the file tier.
-            lifo: whether freed pages are reused first, which exposes premature releases.
+            free_list: see PageAllocator.
         """
         tables = shape.tables
         kept = tables.windows, tables.state_pages
         table = SlotTable(config.scheduler.num_slots, shape.context_length, tables.page_size, *kept)
-        pages = PageAllocator(shape.num_pages, lifo=lifo)
+        pages = PageAllocator(shape.num_pages, free_list)
         enabled = config.cache.prefix_cache
         most = config.cache.max_cached_pages
         cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled, max_pages=most)
-        tiers = make_tiers(shape, pages, cache, copier, store)
-        return cls(shape, limits, table, pages, cache, tiers, speculator, clock)
+        host_pages, tiers = PageAllocator(shape.num_host_pages), None
+        if shape.tier_pages and enabled and copier is not None:
+            tiers = CacheTiers(host_pages, cache, pages, tables, copier, store)
+        return cls(shape, limits, table, pages, cache, host_pages, tiers, speculator, clock)
 
-    def with_host_pages(self, shape: CoreShape, copier: TierCopier) -> Self:
+    def with_host_pages(self, shape: CoreShape) -> Self:
         """Return this core with new host pages for retracted requests. There must be no offload
         tiers, and no request on the device."""
-        tiers = make_tiers(shape, self.pages, self.cache, copier)
-        return replace(self, shape=shape, tiers=tiers)
+        return replace(self, shape=shape, host_pages=PageAllocator(shape.num_host_pages))
 
-
-def make_tiers(
-    shape: CoreShape,
-    pages: PageAllocator,
-    cache: PrefixCache,
-    copier: TierCopier | None,
-    store: PageStore | None = None,
-) -> CacheTiers:
-    """Create the offload tiers of a prefix cache. For the arguments, see EngineCore.make."""
-    tables, index = shape.tables, None
-    if store is not None:
-        index = FileCache(store.num_slots, tables.width, store.found())
-    return CacheTiers(
-        HostCache(shape.num_host_pages, index),
-        enabled=shape.tier_pages > 0,
-        cache=cache,
-        pages=pages,
-        tables=tables,
-        copier=copier,
-        store=store,
-    )
+    def allocate_host(self, num_pages: int, holder: PageHolder) -> Ints | None:
+        """Allocate host pages, evicting from the offload tier if needed. All or nothing."""
+        host = self.host_pages if self.tiers is None else self.tiers.host
+        return host.allocate(num_pages, holder)

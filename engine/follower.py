@@ -9,20 +9,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
-import torch
 
 from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
-from common.requests.namespace import WeightsId
 from engine.adapters.adapters import shelf_of
 from engine.build import measured_room, pages_of
 from engine.footprint import largest_forward
@@ -36,11 +32,10 @@ from engine.load import (
     open_model,
     usable_bytes,
 )
-from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
+from engine.models import Model
 from engine.models.decoder import Decoder
-from engine.rank_jobs import FollowerJobs, TransferTaker
+from engine.rank_jobs import FollowerJobs, RankWeights, TransferTaker
 from engine.ranks import Share
-from engine.ranks.expert_placement import LayerSlots
 from engine.ranks.forking import forked
 from engine.ranks.meeting import meeting_of
 from engine.ranks.messages import (
@@ -64,7 +59,6 @@ from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
 from engine.update import WeightSource
-from kernels.cuda.virtual_memory import Region
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two shared memories
 
@@ -99,56 +93,6 @@ class FollowerStream:
 
     def close(self) -> None:
         self._stream.close()
-
-
-@dataclass(slots=True, eq=False)
-class PartWeights:
-    """The weights of a rank, see RankWeights.
-
-    Attributes:
-        compares: whether the files must be compared with rank 0's, because they are on another
-            host.
-        region: see LoadedModel.
-    """
-
-    config: EngineConfig
-    served: LoadableModel
-    source: WeightSource
-    model: Model
-    share: Share
-    compares: bool
-    region: Region | None = None
-
-    def refill(self, directory: Path, weights: WeightsId) -> None:
-        config = self.config
-        there = open_checkpoint(directory, config.model_backend, config.speculative)
-        if self.compares and content(stored_of(there, directory)) != weights:
-            host = socket.gethostname()
-            raise ConfigError(f"{directory} on {host} has other weights than on the first host")
-        source = WeightSource.of(directory, there)
-        if self.region is not None:
-            self.region.map()
-        there.refill(self.model, config.quantize, self.share)
-        self.source = source
-        self._settle()
-
-    def drain(self) -> None:
-        self.served.drain(self.model)
-        if self.region is not None:
-            self.region.release()
-
-    def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
-        if self.compares and not self.source.is_unchanged:
-            raise ConfigError(
-                f"{self.source.directory}: the files have changed since they were read"
-            )
-        servable, quantize = self.source.servable, self.config.quantize
-        servable.move_experts(self.model, moves, quantize, self.share)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
 
 def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
@@ -193,7 +137,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
-    weights = PartWeights(config, opened.servable, source, model, share, leads_host, region)
+    weights = RankWeights(config, opened.servable, source, model, share, leads_host, region)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

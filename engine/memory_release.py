@@ -25,11 +25,9 @@ from kernels.cpu.memory import give_back
 from kernels.cuda.driver import OutOfDeviceMemory
 from kernels.cuda.virtual_memory import Region
 
-_RANKS_S = 60.0  # seconds to wait for the other ranks
-
 
 class PageMemory(Protocol):
-    """The memory of the pages of a rank. Only one thread may use it at a time."""
+    """The memory of the pages of one or all ranks. Only one thread may use it at a time."""
 
     def release(self) -> None:
         """Return the memory to the system. Nothing may use the pages until `restore`."""
@@ -93,18 +91,6 @@ def memory_of(pool: KVPool, host_pool: HostPool, num_ranks: int = 1) -> PageMemo
     return HostMemory((pool.tensor, host_pool.tensor), num_ranks)
 
 
-class OtherPools(Protocol):
-    """The pages of the other ranks. The futures fail with EngineFault if a rank fails."""
-
-    def release(self) -> Future[Any]:
-        """Return their memory to the system."""
-        ...
-
-    def restore(self) -> Future[Any]:
-        """Allocate their memory again."""
-        ...
-
-
 class PeerAccess(Protocol):
     """The access of other nodes to the pages of this node, and of this node to theirs. Both calls
     block. Any thread may make them, one at a time."""
@@ -128,7 +114,6 @@ class MemoryOccupation:
     Args:
         pinned: reason why the memory of pages cannot be released. Empty: it can.
         notify: called by another thread when an operation is done.
-        others: pages of the other ranks. None: this process has all pages.
         peers: access of other nodes, which must end before pages are released. None: it may stay.
     """
 
@@ -139,10 +124,8 @@ class MemoryOccupation:
         memory: PageMemory,
         pinned: str,
         notify: Callable[[], None],
-        others: OtherPools | None = None,
         peers: PeerAccess | None = None,
     ) -> None:
-        self._others = others
         self._peers = peers
         self._weights = weights
         self._pages = pages
@@ -178,7 +161,7 @@ class MemoryOccupation:
         """Release the memory. Requires `check`. Raise Overloaded during a weight update."""
         if tag == WEIGHTS:
             return self._weights.give_back()
-        return self._begin(self._release)
+        return self._begin(self._memory.release)
 
     def take_again(self, tag: str) -> Future[Any]:
         """Reallocate the memory. Raise Overloaded during a weight update.
@@ -198,19 +181,11 @@ class MemoryOccupation:
         future.add_done_callback(lambda _: self._notify())
         return future
 
-    def _release(self) -> None:
-        others = None if self._others is None else self._others.release()
-        self._memory.release()
-        if others is not None:
-            others.result(_RANKS_S)
-
     def _restore(self) -> None:
         try:
             self._memory.restore()
-            if self._others is not None:
-                self._others.restore().result(_RANKS_S)
             if self._peers is not None:
                 self._peers.open()
         except ServingError as error:
-            self._release()
+            self._memory.release()
             raise FailedPrecondition(f"{KV_CACHE}: {error}") from error

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from common.errors import ConfigError, EngineFault
-from engine.offload.file_cache import RECORD_BYTES, PageRecord, packed, record_of
+from engine.offload.file_cache import PageRecord, packed
 from engine.offload.page_files import (
     FileFault,
     FileThreads,
@@ -24,6 +24,7 @@ from engine.offload.page_files import (
     SlotWrite,
 )
 from engine.ranks import Share
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MOST_PAGES,
     ClearSlots,
@@ -33,9 +34,10 @@ from engine.ranks.messages import (
     ReadSlots,
     WriteSlots,
 )
-from engine.ranks.processes import Followers, JobFailed
+from engine.ranks.processes import Followers
 
 OPEN_S = 60.0
+T = TypeVar("T")
 Faults = list[FileFault | None]
 _FAULTS: tuple[FileFault | None, ...] = (None, *FileFault)  # by number in replies
 
@@ -50,9 +52,6 @@ def version_of_rank(version: bytes, share: Share) -> bytes:
 def _identity(record: PageRecord) -> int:
     """Return a number that identifies the page of a record, independent of its bytes."""
     return xxh3_64_intdigest(packed(record._replace(checksum=0), 0))
-
-
-# Rank 0 -----------------------------------------------------------------------------------------
 
 
 class FilesOfRanks:
@@ -92,7 +91,7 @@ class FilesOfRanks:
         """
         where = str(self._own.directory), self._version, self._num_bytes
         try:
-            self._followers.ask(lambda number: OpenPageFiles(number, *where)).result(OPEN_S)
+            self._followers.ask(OpenPageFiles(*where)).result(OPEN_S)
         except JobFailed as error:
             raise ConfigError(str(error)) from error
 
@@ -102,61 +101,61 @@ class FilesOfRanks:
             yield slot, record
 
     def write(self, writes: Sequence[SlotWrite]) -> Future[Faults]:
-        slots = np.array([each.slot for each in writes], np.int64)
-        pages = np.array([each.host_page for each in writes], np.int32)
-        records = b"".join(packed(each.record, each.slot) for each in writes)
-        self._identities[slots] = [_identity(each.record) for each in writes]
-        lists = slots.tobytes(), pages.tobytes(), records
-        return self._joined(self._own.write(writes), lambda number: WriteSlots(number, *lists))
+        for each in writes:
+            self._identities[each.slot] = _identity(each.record)
+        return self._joined(self._own.write(writes), WriteSlots(writes))
 
     def read(self, reads: Sequence[SlotRead]) -> Future[Faults]:
-        slots = np.array([each.slot for each in reads], np.int64)
-        pages = np.array([each.host_page for each in reads], np.int32)
-        lists = slots.tobytes(), pages.tobytes(), self._identities[slots].tobytes()
-        return self._joined(self._own.read(reads), lambda number: ReadSlots(number, *lists))
+        identities = [int(self._identities[each.slot]) for each in reads]
+        return self._joined(self._own.read(reads), ReadSlots(reads, identities))
 
     def erase(self, slots: Sequence[int]) -> None:
         self._own.erase(slots)
         for start in range(0, len(slots), MOST_PAGES):
-            self._erase(np.array(slots[start : start + MOST_PAGES], np.int64).tobytes())
+            self._followers.ask(EraseSlots(slots[start : start + MOST_PAGES]))
 
     def clear(self) -> None:
         self._own.clear()
-        self._followers.ask(ClearSlots)
+        self._followers.ask(ClearSlots())
 
     def close(self) -> None:
         self._own.close()
 
-    def _erase(self, slots: bytes) -> None:
-        self._followers.ask(lambda number: EraseSlots(number, slots))
-
-    def _joined(self, own: Future[Faults], make: Callable[[int], FileJob]) -> Future[Faults]:
+    def _joined(self, own: Future[Faults], job: FileJob) -> Future[Faults]:
         """Return a future with the first error of each page on any rank."""
-        whole: Future[Faults] = Future()
-        asked = self._followers.ask(make)
-        left, lock = 2, threading.Lock()
+        asked = self._followers.ask(job)
 
-        def done(_: "Future[Any]") -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left:
-                    return
-            error = own.exception() or asked.exception()
-            if error is not None:
-                whole.set_exception(error)
-            else:
-                others = [[_FAULTS[number] for number in reply] for reply in asked.result()]
-                pages = zip(own.result(), *others, strict=True)
-                whole.set_result([next(filter(None, page), None) for page in pages])
-            self._notify()
+        def faults() -> Faults:
+            others = [[_FAULTS[number] for number in reply] for reply in asked.result()]
+            pages = zip(own.result(), *others, strict=True)
+            return [next(filter(None, page), None) for page in pages]
 
-        own.add_done_callback(done)
-        asked.add_done_callback(done)
+        whole = when_all([own, asked], faults)
+        whole.add_done_callback(lambda _: self._notify())
         return whole
 
 
-# A follower -------------------------------------------------------------------------------------
+def when_all(futures: Sequence[Future[Any]], result: Callable[[], T]) -> Future[T]:
+    """Return a future that completes when all others have, with the error of one of them, or with
+    `result()`."""
+    whole: Future[T] = Future()
+    left, lock = len(futures), threading.Lock()
+
+    def done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        error = next(filter(None, (each.exception() for each in futures)), None)
+        if error is None:
+            whole.set_result(result())
+        else:
+            whole.set_exception(error)
+
+    for each in futures:
+        each.add_done_callback(done)
+    return whole
 
 
 class RankFiles:
@@ -182,12 +181,15 @@ class RankFiles:
             case OpenPageFiles():
                 self._open(job)
                 reply(b"")
-            case WriteSlots():
-                self._write(job, reply)
-            case ReadSlots():
-                self._read(job, reply)
+            case WriteSlots(writes=writes):
+                self._write(
+                    [SlotWrite(slot, page, PageRecord(*record)) for slot, page, record in writes],
+                    reply,
+                )
+            case ReadSlots(reads=reads, identities=identities):
+                self._read([SlotRead(*each) for each in reads], identities, reply)
             case EraseSlots(slots=slots):
-                self._opened.erase(np.frombuffer(slots, np.int64).tolist())
+                self._opened.erase(slots)
                 reply(b"")
             case ClearSlots():
                 self._opened.clear()
@@ -208,28 +210,23 @@ class RankFiles:
             self._identities[slot] = _identity(record)
         self._files = FileThreads(files, lambda: None)
 
-    def _write(self, job: WriteSlots, reply: Callable[[bytes], None]) -> None:
-        slots = np.frombuffer(job.slots, np.int64).tolist()
-        pages = np.frombuffer(job.host_pages, np.int32).tolist()
-        parts = range(0, len(job.records), RECORD_BYTES)
-        records = [record_of(job.records[at : at + RECORD_BYTES]) for at in parts]
-        self._identities[slots] = [_identity(record) for record in records]
-        writes = list(map(SlotWrite, slots, pages, records))
+    def _write(self, writes: Sequence[SlotWrite], reply: Callable[[bytes], None]) -> None:
+        for each in writes:
+            self._identities[each.slot] = _identity(each.record)
         self._opened.write(writes).add_done_callback(lambda done: reply(_numbers(done.result())))
 
-    def _read(self, job: ReadSlots, reply: Callable[[bytes], None]) -> None:
-        slots = np.frombuffer(job.slots, np.int64)
-        pages = np.frombuffer(job.host_pages, np.int32)
-        same = self._identities[slots] == np.frombuffer(job.identities, np.uint64)
-        reads = list(map(SlotRead, slots[same].tolist(), pages[same].tolist()))
-        faults: Faults = [None if each else FileFault.DAMAGED for each in same]
+    def _read(
+        self, reads: Sequence[SlotRead], identities: Sequence[int], reply: Callable[[bytes], None]
+    ) -> None:
+        pairs = zip(reads, identities, strict=True)
+        same = [int(self._identities[each.slot]) == identity for each, identity in pairs]
 
         def done(future: Future[Faults]) -> None:
-            for place, fault in zip(np.flatnonzero(same), future.result(), strict=True):
-                faults[place] = fault
-            reply(_numbers(faults))
+            found = iter(future.result())
+            reply(_numbers([next(found) if each else FileFault.DAMAGED for each in same]))
 
-        self._opened.read(reads).add_done_callback(done)
+        wanted = [each for each, is_same in zip(reads, same, strict=True) if is_same]
+        self._opened.read(wanted).add_done_callback(done)
 
 
 def _numbers(faults: Faults) -> bytes:

@@ -6,28 +6,32 @@ Rank 0 does its part, sends a job to the followers, and continues when all are d
 import contextlib
 import itertools
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import torch
 
-from common.errors import EngineFault, InvalidRequest, ServingError
+from common.config import EngineConfig
+from common.errors import ConfigError, EngineFault, InvalidRequest, ServingError
 from common.process.resources import resident_bytes
 from common.requests.namespace import AdapterId, WeightsId
 from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
-from engine.memory_release import memory_of
-from engine.rank_files import RankFiles
+from engine.memory_release import PageMemory, memory_of
+from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
+from engine.rank_files import RankFiles, when_all
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     MOST_PAGES,
@@ -41,31 +45,29 @@ from engine.ranks.messages import (
     JobDone,
     MoveExperts,
     OpenPageFiles,
-    Ping,
     RankReport,
     ReadAdapter,
     ReadSlots,
     RefillWeights,
     ReleasePools,
-    ReplaceHostPages,
     RestorePools,
     TransferJob,
     WriteSlots,
 )
-from engine.ranks.processes import Followers, JobFailed
+from engine.ranks.processes import Followers
 from engine.runner.copier import Copier, PageCopier, PageCopy
 from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
+from engine.update import WeightSource
+from kernels.cuda.virtual_memory import Region
 
 _READ_S = 600.0  # seconds for an adapter on a slow disk
+_MEMORY_S = 60.0  # seconds until all ranks have released or allocated their pages
 _MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # the slots in one MoveExperts
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-# Rank 0 -----------------------------------------------------------------------------------------
 
 
 class AdaptersOfRanks:
@@ -84,7 +86,7 @@ class AdaptersOfRanks:
         adapter, reading = self._own.read(path), next(self._readings)
         # Steps name an adapter by its id, so followers keep it as long as rank 0 does.
         weakref.finalize(adapter, self._drop, reading).atexit = False
-        asked = self._followers.ask(lambda number: ReadAdapter(number, reading, path))
+        asked = self._followers.ask(ReadAdapter(reading, path))
         try:
             ids = asked.result(_READ_S)
         except JobFailed as error:
@@ -98,7 +100,7 @@ class AdaptersOfRanks:
 
     def _drop(self, reading: int) -> None:
         with contextlib.suppress(EngineFault):  # the followers may have ended
-            self._followers.ask(lambda number: DropAdapter(number, reading))
+            self._followers.ask(DropAdapter(reading))
 
 
 class CopierOfRanks:
@@ -129,12 +131,12 @@ class CopierOfRanks:
                 each[some].astype(np.int32).tobytes()
                 for each in (copies.device_pages, copies.host_pages)
             ]
-            return self._followers.ask(lambda number: CopyPages(number, to_host, *pages))
+            return self._followers.ask(CopyPages(to_host, *pages))
 
         starts = range(0, len(copies.device_pages), MOST_PAGES)
-        copy = PageCopy(_all_done([own.future, *map(asked, starts)]))
-        copy.future.add_done_callback(lambda _: self.notify())
-        return copy
+        whole = when_all([own.future, *map(asked, starts)], lambda: None)
+        whole.add_done_callback(lambda _: self.notify())
+        return PageCopy(whole)
 
 
 class WeightsOfRanks:
@@ -146,17 +148,14 @@ class WeightsOfRanks:
         self._followers = followers
 
     def refill(self, directory: Path, weights: WeightsId) -> "Future[Any]":
-        return self._followers.ask(lambda number: RefillWeights(number, str(directory), weights))
+        return self._followers.ask(RefillWeights(str(directory), weights))
 
     def drain(self) -> "Future[Any]":
-        return self._followers.ask(DrainWeights)
+        return self._followers.ask(DrainWeights())
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> Sequence["Future[Any]"]:
         packed = {layer: np.array(slots, np.int16).tobytes() for layer, slots in moves.items()}
-        return [self._moved(dict(some)) for some in _in_packets(packed)]
-
-    def _moved(self, layers: dict[str, bytes]) -> "Future[Any]":
-        return self._followers.ask(lambda number: MoveExperts(number, layers))
+        return [self._followers.ask(MoveExperts(dict(some))) for some in _in_packets(packed)]
 
 
 def _in_packets(layers: Mapping[str, bytes]) -> Iterator[Sequence[tuple[str, bytes]]]:
@@ -170,58 +169,78 @@ def _in_packets(layers: Mapping[str, bytes]) -> Iterator[Sequence[tuple[str, byt
     yield some
 
 
-class PoolsOfRanks:
-    """The pages of the followers, see OtherPools."""
+class MemoryOfRanks:
+    """A PageMemory of all ranks.
 
-    def __init__(self, followers: Followers) -> None:
+    Args:
+        own: memory of rank 0's pages.
+    """
+
+    def __init__(self, own: PageMemory, followers: Followers) -> None:
+        self._own = own
         self._followers = followers
 
-    def release(self) -> "Future[Any]":
-        return self._followers.ask(ReleasePools)
+    def release(self) -> None:
+        asked = self._followers.ask(ReleasePools())
+        self._own.release()
+        asked.result(_MEMORY_S)
 
-    def restore(self) -> "Future[Any]":
-        return self._followers.ask(RestorePools)
-
-
-def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
-    """Return a future that completes when all others have, with the error of one of them."""
-    whole: Future[None] = Future()
-    left, lock = len(futures), threading.Lock()
-
-    def done(_: "Future[Any]") -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left:
-                return
-        error = next(filter(None, (each.exception() for each in futures)), None)
-        if error is None:
-            whole.set_result(None)
-        else:
-            whole.set_exception(EngineFault(f"a copy of pages failed: {error}"))
-
-    for each in futures:
-        each.add_done_callback(done)
-    return whole
+    def restore(self) -> None:
+        self._own.restore()
+        self._followers.ask(RestorePools()).result(_MEMORY_S)
 
 
-# A follower -------------------------------------------------------------------------------------
+@dataclass(slots=True, eq=False)
+class RankWeights:
+    """The weights of a rank.
 
+    Attributes:
+        compares: whether the files must be compared with rank 0's, because they are on another
+            host.
+        region: see LoadedModel.
+    """
 
-class RankWeights(Protocol):
-    """The weights of this rank."""
+    config: EngineConfig
+    served: LoadableModel
+    source: WeightSource
+    model: Model
+    share: Share
+    compares: bool
+    region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
         """Replace the weights by those of a directory of the same model."""
-        ...
+        config = self.config
+        there = open_checkpoint(directory, config.model_backend, config.speculative)
+        if self.compares and content(stored_of(there, directory)) != weights:
+            host = socket.gethostname()
+            raise ConfigError(f"{directory} on {host} has other weights than on the first host")
+        source = WeightSource.of(directory, there)
+        if self.region is not None:
+            self.region.map()
+        there.refill(self.model, config.quantize, self.share)
+        self.source = source
+        self._settle()
 
     def drain(self) -> None:
         """Return the memory of the weights to the operating system."""
-        ...
+        self.served.drain(self.model)
+        if self.region is not None:
+            self.region.release()
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots, by layer."""
-        ...
+        if self.compares and not self.source.is_unchanged:
+            raise ConfigError(
+                f"{self.source.directory}: the files have changed since they were read"
+            )
+        servable, quantize = self.source.servable, self.config.quantize
+        servable.move_experts(self.model, moves, quantize, self.share)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
 
 class JobReply(Protocol):
@@ -282,30 +301,32 @@ class FollowerJobs:
         """Return an adapter that was read before."""
         return self._adapters[identity][0]
 
-    def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
-        """Return the forwards over other host pages."""
+    def with_host_pages(self, number: int, num_pages: int, forwards: Forwards) -> Forwards:
+        """Return the forwards over other host pages, see ReplaceHostPages."""
         self._copier.close()
         layout, device = self._pool.layout, self._pool.tensor.device
-        self._host_pool = HostPool(layout, job.num_pages, device)
+        self._host_pool = HostPool(layout, num_pages, device)
         self._copier = PageCopier(self._pool, self._host_pool)
-        self._reply(job.number)
+        self._reply(number)
         return forwards.over(self._host_pool)
 
-    def take(self, job: Job, steps: SentSteps) -> None:
+    def report(self, steps: SentSteps) -> None:
+        """Reply to a Ping."""
+        self._steps.send(_encoder.encode(RankReport(steps.num_done, resident_bytes())))
+
+    def take(self, number: int, job: Job, steps: SentSteps) -> None:
         """Begin a job, without waiting."""
+        reply = partial(self._reply, number)
         match job:
-            case Ping():
-                report = RankReport(steps.num_done, resident_bytes())
-                self._steps.send(_encoder.encode(report))
-            case TransferJob(number=number, steps=before, body=body):
-                self._transfer.take(body, steps.after(before), partial(self._reply, number))
+            case TransferJob(steps=before, body=body):
+                self._transfer.take(body, steps.after(before), reply)
             case OpenPageFiles() | WriteSlots() | ReadSlots() | EraseSlots() | ClearSlots():
-                self._working.submit(self._file, job)
+                self._working.submit(self._file, job, reply)
             case CopyPages():
                 newest = steps.newest
-                self._copying.submit(self._do, job.number, lambda: self._copy(job, newest))
+                self._copying.submit(self._do, reply, lambda: self._copy(job, newest))
             case _:
-                self._working.submit(self._do, job.number, lambda: self._done(job))
+                self._working.submit(self._do, reply, lambda: self._done(job))
 
     def _done(self, job: Job) -> bytes:
         match job:
@@ -329,17 +350,17 @@ class FollowerJobs:
         by_rank = np.frombuffer(packed, np.int16).reshape(self._share.size, -1)
         return tuple(tuple(experts) for experts in by_rank.tolist())
 
-    def _do(self, number: int, work: Callable[[], bytes]) -> None:
+    def _do(self, reply: JobReply, work: Callable[[], bytes]) -> None:
         try:
-            self._reply(number, work())
+            reply(work())
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            self._reply(number, error=_message(error))
+            reply(error=_message(error))
 
-    def _file(self, job: FileJob) -> None:
+    def _file(self, job: FileJob, reply: JobReply) -> None:
         try:
-            self._files.take(job, partial(self._reply, job.number))
+            self._files.take(job, reply)
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            self._reply(job.number, error=_message(error))
+            reply(error=_message(error))
 
     def _reply(self, number: int, result: bytes = b"", error: str = "") -> None:
         self._steps.send(_encoder.encode(JobDone(number, error, result)))

@@ -380,18 +380,14 @@ class GrammarQueue:
 # The copy holds the pages, and the requests hold nothing. When the copy ends, successful or not, a
 # request continues with what the tree has.
 class TierLoadQueue(WaitingRequests):
-    """The queue for loads from offload tiers. Engine thread only.
-
-    Args:
-        room: returns how many pages may be used now.
-    """
+    """The queue for loads from offload tiers. Engine thread only."""
 
     name = "offload_load"
 
-    def __init__(self, tiers: CacheTiers, room: Callable[[], int]) -> None:
+    def __init__(self, tiers: CacheTiers, scheduler: Scheduler) -> None:
         super().__init__()
         self._tiers = tiers
-        self._room = room
+        self._scheduler = scheduler
         self._ways: dict[int, TierMatch] = {}  # by key, of requests for which `put` follows
         self._over: list[int] = []  # keys to yield
 
@@ -411,7 +407,8 @@ class TierLoadQueue(WaitingRequests):
             if key in self._waiting:
                 self._over.append(key)
 
-        if self._tiers.bring(self._ways.pop(key), self._room(), over):
+        room = self._scheduler.free_capacity().num_pages
+        if self._tiers.bring(self._ways.pop(key), room, over):
             request.bringing.append(time.monotonic())
         else:
             over()

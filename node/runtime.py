@@ -3,7 +3,7 @@ thread, control interface, and prefix sharing.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,17 +20,17 @@ from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop, Lateness, StepClock
 from engine.loop.rebalancing import RebalancingRole
 from engine.loop.watchdog import Watchdog, end_process, report_stall
-from engine.memory_release import MemoryOccupation, memory_of
+from engine.memory_release import MemoryOccupation
 from engine.meters import (
-    AdapterMeter,
-    ExpertMeter,
-    GroupMeter,
-    PageMeter,
-    RankMeter,
-    VisionMetrics,
+    adapter_gauges,
+    expert_gauges,
+    group_gauges,
+    image_gauges,
+    page_gauges,
+    rank_gauges,
 )
 from engine.models.decoder import Decoder
-from engine.offload.cache_tiers import TierMeter
+from engine.offload.cache_tiers import tier_gauges
 from engine.profiler import Profiler
 from engine.ranks.lockstep import Stage
 from engine.runner.forwards import Forwards
@@ -51,6 +51,7 @@ from node.control.engine_control import (
     CacheReports,
     EngineControl,
     FrontendChannel,
+    Gauges,
     KvEventReports,
     RoleEnded,
 )
@@ -186,13 +187,8 @@ class NodeRuntime:
             pages_by_holder=engine.pages.by_holder,
             clock=clock,
             meters=(
-                *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
-                *(
-                    AdapterMeter(engine.adapters),
-                    VisionMetrics(engine.model.seeing, engine.encoder),
-                ),
-                *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
-                *(GroupMeter(engine.group), ExpertMeter(engine.balancer)),
+                *(clock.meter, clock.compiles, reads),
+                *(Gauges(gauges) for gauges in _gauges(engine)),
             ),
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
@@ -352,16 +348,31 @@ def _make_memory(
     engine: Engine, start: EngineStart[C], peers: PageAccess, pinned: str
 ) -> MemoryOccupation:
     """Return the access to releasable memory. Memory in a region is isolated, not pinned."""
-    kv, host_pool, is_region = engine.pool, engine.host_pool, engine.pool.region is not None
+    is_region = engine.pool.region is not None
     return MemoryOccupation(
         engine.weights,
         engine.pages,
-        memory_of(kv, host_pool, start.config.engine.parallel.ranks_per_host),
+        engine.page_memory,
         "" if is_region else pinned,
         start.channel.wake,
-        engine.other_pools,
         peers if is_region else None,
     )
+
+
+def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
+    """Yield functions that return the gauges of the parts that this engine has."""
+    yield partial(page_gauges, engine.table)
+    yield partial(adapter_gauges, engine.adapters)
+    if engine.tiers is not None:
+        yield partial(tier_gauges, engine.tiers, engine.pool.page_bytes)
+    if engine.model.seeing is not None and engine.encoder is not None:
+        yield partial(image_gauges, engine.model.seeing, engine.encoder)
+    if engine.loaded.followers is not None:
+        yield partial(rank_gauges, engine.loaded.followers)
+    if engine.group is not None:
+        yield partial(group_gauges, engine.group.lockstep)
+    if engine.balancer is not None:
+        yield partial(expert_gauges, engine.balancer)
 
 
 def _make_weights(

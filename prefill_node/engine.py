@@ -269,12 +269,12 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         timeout_s=config.encode_timeout_s,
     )
     scheduler = engine.scheduler(config.engine, admitted)
-    scheduled = SchedulerQueue(scheduler, find)
+    scheduled, tiers = SchedulerQueue(scheduler, find), engine.core.tiers
     preparing: PreparationStages[RequestState] = PreparationStages(
         scheduled.backlog,
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
-        TierLoadQueue(engine.core.tiers, lambda: scheduler.free_capacity().num_pages),
+        *(() if tiers is None else (TierLoadQueue(tiers, scheduler),)),
         FetchQueue("fetching", sharing.fetches),
         FetchQueue("embeddings", embeddings),
     )

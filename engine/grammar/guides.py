@@ -110,8 +110,6 @@ class GrammarCache:
             worker.shutdown(wait=False, cancel_futures=True)
         self._prover.close()
 
-    # Worker threads -----------------------------------------------------------------------------
-
     def _after_quick(
         self, guide: GuidedDecoding, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
     ) -> None:
@@ -128,6 +126,7 @@ class GrammarCache:
         slow.add_done_callback(partial(_settle, made))
 
     def _compile(self, guide: GuidedDecoding, lane: GrammarWorker) -> CompiledGuide:
+        """Verify and compile a guide, on the worker thread of a lane."""
         began = time.monotonic()
         form = self._prover.prove(guide, lane)
         compilers = self._loaded()

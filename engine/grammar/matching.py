@@ -19,8 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from common.errors import Overloaded
 from common.requests.sampling import ReasoningTokens
 from engine.grammar.grammar_verifier import S_PER_TOKEN
+from engine.processor import usable_cores
 
 WORD = 32
 
@@ -111,6 +111,7 @@ _MAX_FORCED = 32  # a token is forced only if at most this many are allowed
 _SEPARATOR = re.compile(rb"([:,])(?=.)")
 _STARVED_S = 1.0  # seconds for which a step waits for one matcher that gets no CPU
 _LOOK_S = 0.005
+_MOST_THREADS = 8  # of ordinary matchers
 _NICENESS = 10  # lower priority than an engine thread
 
 
@@ -345,18 +346,21 @@ def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
 class MatchThreads:
     """The threads of all matchers. Called on the engine thread only.
 
-    Ordinary matchers share one thread, and steps wait for it. Slow ones share two threads with a
-    lower priority, and no step waits for these. New responses have another thread.
+    Ordinary matchers share some threads, and steps wait for them. Slow ones share two threads with
+    a lower priority, and no step waits for these. New responses have another thread.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], num_threads: int | None = None) -> None:
         """Start the threads.
 
         Args:
             notify: called from another thread when a matcher is done that no step waited for.
+            num_threads: threads of ordinary matchers. None: half of the cores.
         """
         self._notify = notify
-        self._ordinary = ThreadPoolExecutor(1, "matchers")
+        half = min(usable_cores() // 2, _MOST_THREADS)
+        self._num_threads = max(half, 1) if num_threads is None else num_threads
+        self._ordinary = ThreadPoolExecutor(self._num_threads, "matchers")
         self._slow = ThreadPoolExecutor(2, "matchers-slow", initializer=_go_behind)
         self._first = ThreadPoolExecutor(1, "matchers-first", initializer=_go_behind)
         self._stuck: list[Future[None]] = []
@@ -375,71 +379,72 @@ class MatchThreads:
 
     def drive(self, matches: Sequence[Match]) -> None:
         """Drive ordinary matchers for a step, and wait for each as long as an ordinary one takes. A
-        matcher that takes longer is still busy on return, and slow from then on.
-        169"""
-        left = list(matches)
+        matcher that takes longer is still busy on return, and slow from then on."""
+        for match in matches:
+            match.busy = True
+        left = self._begun(matches)
         while left:
-            job = _Job(left)
-            for each in left:
-                each.busy = True
-            future = self._ordinary.submit(job.run)
-            if _waited(job, future):
-                return
-            late = job.give_up()
-            if late is None:
-                return
-            late.compiled.slow |= late.busy
-            self._stuck.append(future)
-            future.add_done_callback(lambda _: self._notify())
-            self._ordinary.shutdown(wait=False)
-            self._ordinary = ThreadPoolExecutor(1, "matchers")
-            left = left[left.index(late) + 1 :]
+            done, _ = wait(left, _LOOK_S)
+            for future in done:
+                future.result()
+                del left[future]
+            for future in [future for future, job in left.items() if job.is_late()]:
+                left |= self._left_behind(future, left.pop(future))
 
     def close(self) -> None:
         for each in (self._ordinary, self._slow, self._first):
             each.shutdown(wait=False, cancel_futures=True)
 
+    def _begun(self, matches: Sequence[Match]) -> dict[Future[None], "_Job"]:
+        """Divide matchers among the threads."""
+        parts = [matches[first :: self._num_threads] for first in range(self._num_threads)]
+        jobs = [_Job(part) for part in parts if part]
+        return {self._ordinary.submit(job.run): job for job in jobs}
+
+    def _left_behind(self, future: Future[None], job: "_Job") -> dict[Future[None], "_Job"]:
+        """Leave its thread to the late matcher of a job. Begin the others on new threads."""
+        rest, late = job.give_up()
+        if late is not None:
+            late.compiled.slow |= late.busy
+        self._stuck.append(future)
+        future.add_done_callback(lambda _: self._notify())
+        self._ordinary.shutdown(wait=False)
+        self._ordinary = ThreadPoolExecutor(self._num_threads, "matchers")
+        return self._begun(rest)
+
 
 class _Job:
-    """A sequence of ordinary matchers that one thread drives, until the job is given up."""
+    """Ordinary matchers that one thread drives in order, until the job is given up."""
 
     def __init__(self, matches: Sequence[Match]) -> None:
-        self._left = list(reversed(matches))
-        self._lock = threading.Lock()
-        self._given_up = False
-        self.current: Match | None = None
+        self._left = deque(matches)
+        self._current: Match | None = None
+        self._seen: Match | None = None  # the current one when `is_late` was called last
+        self._since = time.monotonic()  # time since which it is the current one
 
     def run(self) -> None:
-        while True:
-            with self._lock:
-                if self._given_up or not self._left:
-                    return
-                match = self.current = self._left.pop()
+        while (match := self._next()) is not None:
+            self._current = match
             match.drive()
 
-    def give_up(self) -> Match | None:
-        """Start no more matchers. Return the running one, or None if all are done."""
-        with self._lock:
-            self._given_up = True
-            done = not self._left and (self.current is None or not self.current.busy)
-            return None if done else self.current
+    def is_late(self) -> bool:
+        """Return whether the current matcher takes too long. Called repeatedly."""
+        match, now = self._current, time.monotonic()
+        if match is not self._seen:
+            self._seen, self._since = match, now
+        if match is None:
+            return False
+        return match.spending_s > _PATIENCE_S or now - self._since > _STARVED_S
 
+    def give_up(self) -> tuple[Sequence[Match], Match | None]:
+        """Start no more matchers. Return those that are left, and the current one."""
+        return [*iter(self._next, None)], self._current
 
-def _waited(job: _Job, future: "Future[None]") -> bool:
-    """Wait for the job. Return False as soon as one of its matchers takes too long."""
-    seen, since = job.current, time.monotonic()
-    while True:
+    def _next(self) -> Match | None:
         try:
-            future.result(_LOOK_S)
-            return True
-        except Late:
-            match, now = job.current, time.monotonic()
-            if match is not seen:
-                seen, since = match, now
-            if match is None:
-                continue
-            if match.spending_s > _PATIENCE_S or now - since > _STARVED_S:
-                return False
+            return self._left.popleft()
+        except IndexError:
+            return None
 
 
 def _go_behind() -> None:

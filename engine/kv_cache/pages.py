@@ -4,6 +4,7 @@ A page is free exactly if it has no holds. This module knows only page numbers. 
 contents of a page nor the request or node to which a hold belongs.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
@@ -87,31 +88,6 @@ class AscendingRuns:
         self._freed.clear()
 
 
-class LifoFreeList:
-    """A LIFO free list for tests: a page that is dropped too early is reused at once."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._stack = list(range(num_pages - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return len(self._stack)
-
-    def put(self, pages: Ints) -> None:
-        self._stack.extend(pages[::-1].tolist())
-
-    def take(self, num_pages: int) -> Ints:
-        at = len(self._stack) - num_pages
-        taken, self._stack = self._stack[at:], self._stack[:at]
-        return np.array(taken[::-1], np.int32)
-
-    def remove(self, pages: Ints) -> None:
-        gone = set(pages.tolist())
-        self._stack = [page for page in self._stack if page not in gone]
-
-    def all(self) -> Ints:
-        return np.array(self._stack, np.int32)
-
-
 class PageAllocator:
     """The pages of one pool. Engine thread only.
 
@@ -123,13 +99,17 @@ class PageAllocator:
         num_evictable: pages that `PrefixCache.evict` can free now.
         num_released: total pages that became free or evictable. Callers that found no free pages
             retry when it has changed.
+    Args:
+        free_list: creates the free list, given `num_pages`.
     """
 
-    def __init__(self, num_pages: int, *, lifo: bool = False) -> None:
+    def __init__(
+        self, num_pages: int, free_list: Callable[[int], FreeList] = AscendingRuns
+    ) -> None:
         self.num_pages = num_pages
         self.num_evictable = 0
         self.num_released = 0
-        self._free: FreeList = LifoFreeList(num_pages) if lifo else AscendingRuns(num_pages)
+        self._free = free_list(num_pages)
         self._holds = np.zeros((len(PageHolder), num_pages), np.int32)
         self._of = tuple(self._holds)  # views, by holder
         self._cached = self._of[PageHolder.CACHE]
@@ -138,6 +118,11 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Number of free pages and of pages that only a cache holds, which can evict them."""
+        return len(self._free) + self.num_evictable
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate free pages and hold them for `holder`. All or nothing. Never evicts."""

@@ -33,6 +33,7 @@ from engine.kv_cache.radix_nodes import (
     TreePages,
     TreeStates,
     TreeWindows,
+    last_within,
     page_keys,
     present,
 )
@@ -168,7 +169,7 @@ class PrefixCache:
         while True:
             if self._states:
                 num_pages, state = self._states.deepest(path, num_pages)
-            within = self._windows.last_resumable(pages[:, :num_pages])
+            within = last_within(self._windows.tables, pages[:, :num_pages])
             if within == num_pages:
                 return num_pages, state
             num_pages = within
@@ -256,9 +257,8 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `allocate` can return: free pages and pages that only the tree
-        holds."""
-        return self._pool.num_free + self._pool.num_evictable
+        """Number of pages that `allocate` can return."""
+        return self._pool.num_available
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate as PageAllocator.allocate does, evicting if needed. Evicts nothing if it

@@ -156,7 +156,7 @@ class TreeWindows:
     """The pages that the tree keeps in tables with windows. Engine thread only."""
 
     def __init__(self, tables: PageTables, pages: TreePages) -> None:
-        self._tables = tables
+        self.tables = tables
         self._sliding = tables.sliding
         self._has_window = np.array([[window is not None] for window in tables.windows])
         self._pages = pages
@@ -165,17 +165,13 @@ class TreeWindows:
     def __bool__(self) -> bool:
         return bool(self._sliding)
 
-    def last_resumable(self, pages: Ints) -> int:
-        """See `last_within`, for the model's tables."""
-        return last_within(self._tables, pages)
-
     def within(self, pages: Ints, num_pages: int) -> Ints:
         """Return a copy of pages [tables, n] with NO_PAGE outside the windows after `num_pages`
         pages."""
         kept = pages.copy()
-        num_tokens = num_pages * self._tables.page_size
+        num_tokens = num_pages * self.tables.page_size
         for table, _ in self._sliding:
-            kept[table, : self._tables.live_from(table, num_tokens)] = NO_PAGE
+            kept[table, : self.tables.live_from(table, num_tokens)] = NO_PAGE
         return kept
 
     def note_passed(self, node: RadixNode) -> None:
@@ -227,8 +223,8 @@ class TreeWindows:
         below = _tokens_to_next_end(node)
         spare = np.zeros(node.pages.shape, np.bool_)
         for table, window in self._sliding:
-            needed = max(0, window + self._tables.page_size - below)
-            num_spare = max(0, len(node.tokens) - needed) // self._tables.page_size
+            needed = max(0, window + self.tables.page_size - below)
+            num_spare = max(0, len(node.tokens) - needed) // self.tables.page_size
             spare[table, :num_spare] = True
         spare &= node.pages >= 0
         alone = self._pages.alone(node)

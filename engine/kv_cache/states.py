@@ -54,49 +54,50 @@ class StateCells:
 
 
 class LayerState(Protocol):
-    """The data that a layer keeps. Properties that do not apply are empty."""
+    """The data that a layer keeps. By default, a layer keeps nothing."""
+
+    __slots__ = ()
 
     @property
     def window(self) -> int | None:
         """Number of tokens to which a query attends, including its own. None: all."""
-        ...
+        return None
 
     @property
     def token_numbers(self) -> int:
         """Number of values kept per token."""
-        ...
+        return 0
 
     @property
     def cells(self) -> tuple[StateCells, ...]:
         """State cells kept per request, independent of its length."""
-        ...
+        return ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape per token: heads, vectors per head, numbers per vector."""
-        ...
+        return 0, 0, 0
 
     @property
     def words(self) -> str:
         """The shape as text, which nodes compare when they pair."""
-        ...
+        return "nothing"
 
     def share(self, place: int, tp: int) -> "LayerState":
         """Return the part that rank `place` of `tp` keeps. Raise ConfigError if ranks cannot split
         it."""
-        ...
+        return self
 
     def own(self, place: int, tp: int) -> range:
         """Return the heads of `shape` that rank `place` of `tp` keeps. Raise ConfigError as `share`
         does."""
-        ...
+        return range(self.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKV:
+class PagedKV(LayerState):
     """A key and a value per head and token, for every token or only inside a window.
 
-    window: number of tokens to which a query attends, including its own. None: all.
     split: whether ranks have different heads. False: every rank keeps all of them.
     """
 
@@ -108,10 +109,6 @@ class PagedKV:
     @property
     def token_numbers(self) -> int:
         return 2 * self.kv_heads * self.head_dim
-
-    @property
-    def cells(self) -> tuple[StateCells, ...]:
-        return ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -130,22 +127,15 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedLatent:
-    """One latent vector per token, from which every head computes its key and its value (MLA)."""
+class PagedLatent(LayerState):
+    """One latent vector per token, from which every head on every rank computes its key and its
+    value (MLA)."""
 
     size: int
 
     @property
-    def window(self) -> None:
-        return None
-
-    @property
     def token_numbers(self) -> int:
         return self.size
-
-    @property
-    def cells(self) -> tuple[StateCells, ...]:
-        return ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -154,12 +144,6 @@ class PagedLatent:
     @property
     def words(self) -> str:
         return f"a latent of {self.size}"
-
-    def share(self, place: int, tp: int) -> "PagedLatent":
-        return self  # every head on every rank needs it
-
-    def own(self, place: int, tp: int) -> range:
-        return range(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,30 +168,11 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentState:
+class RecurrentState(LayerState):
     """Tensors that every token updates, and whose size does not depend on the number of tokens."""
 
-    cells: tuple[StateCells, ...]
-
-    @property
-    def window(self) -> None:
-        return None
-
-    @property
-    def token_numbers(self) -> int:
-        return 0
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    @property
-    def words(self) -> str:
-        return "nothing"
+    cells: tuple[StateCells, ...] = field()  # without the default of LayerState
 
     def share(self, place: int, tp: int) -> "RecurrentState":
         cells = (replace(each, count=len(each.own(place, tp))) for each in self.cells)
         return RecurrentState(tuple(cells))
-
-    def own(self, place: int, tp: int) -> range:
-        return range(0)

@@ -15,12 +15,9 @@ which all of them are present.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
-from common.distribution import HistogramCounts
-from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
@@ -29,11 +26,11 @@ from engine.kv_cache.kv_events import CacheRecorder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
-from engine.offload.file_cache import PageRecord
+from engine.offload.file_cache import FileCache
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
-from engine.offload.page_files import FileFault, SlotRead, SlotWrite
-from engine.offload.saves import TierCopier, TierCopies, TierCopy, TierSaves
+from engine.offload.page_files import FileFault
+from engine.offload.saves import TierCopier, TierCopies, TierSaves
 from engine.offload.tier_matches import TierMatch, TierMatches
 
 
@@ -76,47 +73,43 @@ class CacheTiers:
     """The tiers of one engine. Engine thread only.
 
     Attributes:
-        host: the pages of host memory, some of which others hold.
-        files: the tier below host memory.
+        host: the tier of host memory.
+        files: the tier below host memory. None: there are no files.
         saves: saves of inserted pages to host memory.
         brought_pages: loaded pages of all tables since the start, used or not.
     """
 
     def __init__(
         self,
-        host: HostCache,
-        *,
-        enabled: bool,
+        host_pages: PageAllocator,
         cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        copier: TierCopier | None = None,
+        copier: TierCopier,
         store: PageStore | None = None,
     ) -> None:
-        """Create the tiers, and connect them to the tree if `enabled`.
+        """Create the tiers below a tree, which must be empty.
 
         Args:
-            copier: may be None if not `enabled`.
-            store: the store whose index `host` has, if there are files.
+            host_pages: pages of host memory, some of which may have other holders.
         """
-        copier = copier or _NoCopier()
-        self.host = host
-        self.files = FileTier(host, store or _NoStore(), width=tables.width)
-        self.saves = TierSaves(host, pages, copier, width=tables.width, saved=self.files.saved)
+        filed = None if store is None else FileCache(store.num_slots, tables.width, store.found())
+        below = () if filed is None else (filed.index,)
+        self.host = host = HostCache(host_pages, tables.width, below)
+        self.files = None if filed is None or store is None else FileTier(host, filed, store)
+        self.saves = TierSaves(host, pages, copier, self._saved)
         self.brought_pages = 0
         self._brought = TierLoads()
-        self._enabled = enabled and cache.enabled
         self._cache = cache
         self._pages = pages
         self._tables = tables
         self._copier = copier
-        self._ways = TierMatches(host, cache, tables)
+        self._ways = TierMatches(host.index, below[0] if below else None, cache, tables)
         self._brings = TierCopies(host, pages)
         # Callbacks of waiting requests, by TierMatch.key.
         self._coming: dict[PageKey, list[Callable[[], None]]] = {}
         self._age = 0  # number of removals of pages from all tiers
-        if self._enabled:
-            cache.keep_below(self)
+        cache.keep_below(self)
 
     @property
     def host_tokens(self) -> int:
@@ -132,18 +125,18 @@ class CacheTiers:
     @property
     def busy(self) -> bool:
         """Return whether copies are in progress, or pages are being read or written."""
-        return self._enabled and bool(self.saves.copies or self._brings or self.files.busy)
+        files = self.files is not None and self.files.busy
+        return bool(self.saves.copies or self._brings or files)
 
     def copied(self) -> Iterator[Ints]:
         """Yield the device pages that copies hold."""
-        if self._enabled:
-            yield from self.saves.copies.device_pages()
-            yield from self._brings.device_pages()
+        yield from self.saves.copies.device_pages()
+        yield from self._brings.device_pages()
 
     def copied_on_host(self) -> Iterator[Ints]:
-        if self._enabled:
-            yield from self.saves.copies.host_pages()
-            yield from self._brings.host_pages()
+        yield from self.saves.copies.host_pages()
+        yield from self._brings.host_pages()
+        if self.files is not None:
             yield from self.files.host_pages()
 
     def poll(self) -> None:
@@ -152,23 +145,22 @@ class CacheTiers:
         Raises:
             Exception: the error of a failed copy. It is fatal.
         """
-        if self._enabled:
-            self.saves.poll()
+        self.saves.poll()
+        if self.files is not None:
             self.files.poll()
-            self._brings.poll()
+        self._brings.poll()
 
     def close(self) -> None:
         """Stop the threads of files. Writes that are not submitted yet are dropped."""
-        self.files.close()
+        if self.files is not None:
+            self.files.close()
 
     def check(self) -> None:
         """Raise EngineFault if pages and keys are inconsistent. O(host pages and slots of
         files)."""
         self.host.check()
-        if self._enabled:
-            self.files.check()
-
-    # Calls from the tree --------------------------------------------------------------------------
+        if self.files is not None:
+            self.files.cache.check()
 
     def learnt(self, node: RadixNode) -> None:
         self.saves.learnt(node)
@@ -189,7 +181,8 @@ class CacheTiers:
         pages."""
         self._age += 1
         self.host.forget(keys)
-        self.files.forget(keys)
+        if self.files is not None:
+            self.files.forget(keys)
 
     def clear(self) -> None:
         """See LowerTier. Discards the results of loads in progress."""
@@ -197,18 +190,24 @@ class CacheTiers:
         self._brought.clear()
         self.saves.clear()
         self.host.clear()
-        self.files.clear()
-
-    # Loads into the tree --------------------------------------------------------------------------
+        if self.files is not None:
+            self.files.clear()
 
     def way(self, token_ids: Ints, namespace: Namespace) -> TierMatch | None:
         """Return the loadable pages for these tokens, or None if a load is not worth it."""
-        return self._ways.find(token_ids, namespace) if self._enabled else None
+        return self._ways.find(token_ids, namespace)
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
         """Record that a request continues from all of these tokens, which are in the tree."""
         if self._brought:
             self._brought.used(self._cache.keys(token_ids, namespace))
+
+    def load(
+        self, token_ids: Ints, namespace: Namespace, room: int, then: Callable[[], None]
+    ) -> bool:
+        """Start to load pages for these tokens, if that is worth it. See `bring`."""
+        way = self.way(token_ids, namespace)
+        return way is not None and self.bring(way, room, then)
 
     def bring(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Start a load, or wait for a load in progress that begins with the same page.
@@ -241,6 +240,7 @@ class CacheTiers:
             there = self._ways.find(way.token_ids, way.namespace, filed=False)
             self._bring_rest(there, room, then)
 
+        assert self.files is not None
         if not self.files.read(way.filed, way.kept, lambda: self._over(way)):
             return False
         self._coming[way.key] = [read]
@@ -271,72 +271,38 @@ class CacheTiers:
             self.brought_pages += len(fresh)
             gained = way.gained // self._tables.page_size
             keys = self._cache.keys(way.token_ids, way.namespace)[-gained:]
-            found = ((key, self.host.get(key)) for key in keys)
+            found = ((key, self.host.index.get(key)) for key in keys)
             self._brought.add({key: kept is not None and kept.from_file for key, kept in found})
             for kept in way.kept:
                 kept.from_file = False
         self._over(way)
+
+    def _saved(self, keys: Sequence[PageKey]) -> None:
+        if self.files is not None:
+            self.files.saved(keys)
 
     def _over(self, way: TierMatch) -> None:
         for then in self._coming.pop(way.key):
             then()
 
 
-class _NoCopier:
-    def save(self, copies: PageCopies) -> TierCopy:
-        raise EngineFault("there is no tier to copy to")
-
-    def bring(self, copies: PageCopies) -> TierCopy:
-        raise EngineFault("there is no tier to copy from")
-
-
-class _NoStore:
-    num_slots = 0
-
-    def found(self) -> Sequence[tuple[int, PageRecord]]:
-        return ()
-
-    def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
-        raise EngineFault("there are no files to write to")
-
-    def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]:
-        raise EngineFault("there are no files to read from")
-
-    def erase(self, slots: Sequence[int]) -> None:
-        raise EngineFault("there are no files to erase pages in")
-
-    def clear(self) -> None:
-        """Do nothing: there are no files."""
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
-
-
-class TierMeter:
-    """The metrics of the offload tiers. Engine thread only. See Meter."""
-
-    def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
-        self._tiers = tiers
-        self._page_bytes = page_bytes
-
-    def gauges(self) -> Mapping[str, float]:
-        tiers, host, files = self._tiers, self._tiers.host, self._tiers.files
-        pages = {
-            "saved": tiers.saves.num_pages,
-            "brought": tiers.brought_pages,
-            "written": files.num_written,
-            "read": files.num_read,
-        }
-        return {
-            "tier_pages/host": float(host.num_cached),
-            "tier_pages/file": float(files.cache.num_filled),
-            "total_tier_tokens/host": float(tiers.host_tokens),
-            "total_tier_tokens/file": float(tiers.file_tokens),
-            **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
-            "total_tier_evicted/host": float(host.num_evicted),
-            "total_tier_evicted/file": float(files.cache.num_evicted),
-            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in FileFault},
-        }
-
-    def distributions(self) -> Mapping[str, HistogramCounts]:
-        return {}
+def tier_gauges(tiers: CacheTiers, page_bytes: int) -> Mapping[str, float]:
+    """Return the metrics of the tiers by internal name. O(host pages)."""
+    host, files = tiers.host, tiers.files
+    gauges: dict[str, float] = {
+        "tier_pages/host": host.num_cached,
+        "total_tier_tokens/host": tiers.host_tokens,
+        "total_tier_bytes/saved": tiers.saves.num_pages * page_bytes,
+        "total_tier_bytes/brought": tiers.brought_pages * page_bytes,
+        "total_tier_evicted/host": host.index.num_evicted,
+    }
+    if files is None:
+        return gauges
+    return gauges | {
+        "tier_pages/file": files.cache.num_filled,
+        "total_tier_tokens/file": tiers.file_tokens,
+        "total_tier_bytes/written": files.num_written * page_bytes,
+        "total_tier_bytes/read": files.num_read * page_bytes,
+        "total_tier_evicted/file": files.cache.index.num_evicted,
+        **{f"total_tier_faults/{each.value}": files.faults[each] for each in FileFault},
+    }

@@ -1,8 +1,6 @@
-"""The index of pages in files, below host memory, and the record of each page in a file.
+"""The slots of the file tier, and the record of each page in a file.
 
-Entries are found by key as in host_cache.py. Each page is in a slot (page_files.py). The least
-recently written or used entries are evicted first, but not while a read or write uses them. This
-module does not read or write files.
+Each page of an entry is in a slot (page_files.py). This module does not read or write files.
 
 A record has 64 bytes, including checksums of the record and of the page. A later process can
 therefore verify the files instead of trusting them.
@@ -15,18 +13,15 @@ therefore wrong.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from struct import Struct
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from common.errors import EngineFault
-from engine.batch.holding import NO_PAGE
 from engine.kv_cache.radix_nodes import KEY_BYTES, PageKey
+from engine.offload.tier_index import KeyedEntry, TierEntry, TierIndex
 
 FORMAT = 1
 HEADER_BYTES = 4096
@@ -41,7 +36,7 @@ class PageRecord(NamedTuple):
     """The record of one page.
 
     Attributes:
-        key, name, place: identify the page, see HostPages.
+        key, name, place: identify the page, see TierEntry.
         order: the newer of two records has the larger number.
         width: number of places per page of tokens.
     """
@@ -84,11 +79,6 @@ def packed(record: PageRecord, slot: int) -> bytes:
     return _SUM.pack(xxh3_64_intdigest(body, seed=slot)) + body
 
 
-def record_of(data: bytes) -> PageRecord:
-    """Return a record from the bytes of `packed`, without verifying its checksum."""
-    return PageRecord(*_BODY.unpack(data[_SUM.size :]))
-
-
 def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
     """Yield slots and records of an index without its header. Invalid records are left out."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
@@ -98,37 +88,11 @@ def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
             yield slot, PageRecord(*_BODY.unpack(body))
 
 
-MOST_NAMED = 1 << 17  # names reported to subscribers at once: half of a router's limit per node
-
-
-@dataclass(slots=True, eq=False)
-class FiledPages:
-    """The KV of one page of tokens, in files.
-
-    Attributes:
-        name: name by which routers know the page.
-        slots: by place, like HostPages.pages. NO_PAGE where no slot has it.
-        in_tree: whether the prefix tree has it, too.
-        uses: reads and writes in progress. The entry is not evicted before they end.
-        writes: the writes among them. The entry is incomplete until they end.
-    """
-
-    name: int
-    slots: list[int]
-    in_tree: bool = False
-    uses: int = 0
-    writes: int = 0
-
-    def present(self) -> list[int]:
-        return [slot for slot in self.slots if slot != NO_PAGE]
-
-
 class FileCache:
-    """The index of the files. Engine thread only.
+    """The slots of the files, and the entries in them. Engine thread only.
 
     Attributes:
-        num_slots: number of slots, constant.
-        num_evicted: keys evicted since the start.
+        index: the entries. Their places are slots.
     """
 
     def __init__(
@@ -137,49 +101,32 @@ class FileCache:
         """Create the index.
 
         Args:
-            width: places per page of tokens.
             found: used slots of an earlier process. If two have the same page, the newer one
                 counts.
         """
-        self.num_slots = num_slots
-        self.num_evicted = 0
+        self.index = TierIndex(width)
+        self._num_slots = num_slots
         self._limit = num_slots  # slots from this one on are not allocated
-        self._width = width
-        self._kept: OrderedDict[PageKey, FiledPages] = OrderedDict()  # least recently used first
         self._free: list[int] = []  # slots that were used; slots from _fresh on were never used
         self._fresh = 0
         self._withheld: list[int] = []  # free slots beyond the limit
         self._order = 0
-        self._leaving: list[FiledPages] = []  # removed entries that are still in use
+        self._leaving: list[TierEntry] = []  # removed entries that are still in use
         self._recover(found)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, key: PageKey) -> bool:
-        return key in self._kept
 
     @property
     def num_filled(self) -> int:
         """Number of slots with a page."""
         return self._fresh - len(self._free) - len(self._withheld)
 
-    def get(self, key: PageKey) -> FiledPages | None:
-        return self._kept.get(key)
-
-    def touch(self, key: PageKey) -> None:
-        """Record that the tree has the page, and that it was used now."""
-        filed = self._kept.get(key)
-        if filed is not None:
-            filed.in_tree = True
-            self._kept.move_to_end(key)
-
-    def allocate(self, num_slots: int) -> tuple[list[int], list[tuple[PageKey, FiledPages]]] | None:
+    def allocate(self, num_slots: int) -> tuple[list[int], list[KeyedEntry]] | None:
         """Return `num_slots` slots, and the entries evicted for them. Return None if there are not
         enough."""
-        gone = self._evict(num_slots - max(0, self._limit - self._fresh) - len(self._free))
+        short = num_slots - max(0, self._limit - self._fresh) - len(self._free)
+        gone = self.index.evict(short, self._num_usable)
         if gone is None:
             return None
+        self._release(slot for _, entry in gone for slot in entry.present())
         slots = [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
         past = self._fresh + num_slots - len(slots)
         slots += range(self._fresh, past)
@@ -194,65 +141,44 @@ class FileCache:
 
     def lift_limit(self) -> None:
         """Allow all slots again, since the disk may have space again."""
-        self._limit = self.num_slots
+        self._limit = self._num_slots
         self._free += self._withheld
         self._withheld.clear()
 
-    def use(self, filed: FiledPages) -> None:
-        """Record that a read or write of the entry begins."""
-        filed.uses += 1
-
-    def release(self, filed: FiledPages) -> None:
+    def release(self, entry: TierEntry) -> None:
         """Record that a read or write of the entry has ended."""
-        filed.uses -= 1
-        if not filed.uses and filed in self._leaving:
-            self._leaving.remove(filed)
-            self._release(filed.present())
+        entry.uses -= 1
+        if not entry.uses and entry in self._leaving:
+            self._leaving.remove(entry)
+            self._release(entry.present())
 
     def next_order(self) -> int:
         """Return the order number of the next record."""
         self._order += 1
         return self._order
 
-    def add(self, key: PageKey, name: int, *, in_tree: bool) -> FiledPages:
-        """Return the entry of this key. It is created if it does not exist."""
-        filed = self._kept.get(key)
-        if filed is None:
-            filed = self._kept[key] = FiledPages(name, [NO_PAGE] * self._width, in_tree)
-        return filed
+    def remove(self, keys: Collection[PageKey]) -> list[KeyedEntry]:
+        """Remove and return the entries of these keys, if they are here. Their slots become free
+        when no read or write uses them."""
+        gone = self.index.remove(keys)
+        for _, entry in gone:
+            if entry.uses:
+                self._leaving.append(entry)
+            else:
+                self._release(entry.present())
+        return gone
 
-    def remove(self, key: PageKey) -> None:
-        """Remove an entry. Its slots become free when no read or write uses it."""
-        filed = self._kept.pop(key)
-        if filed.uses:
-            self._leaving.append(filed)
-        else:
-            self._release(filed.present())
-
-    def left_tree(self, keys: Sequence[PageKey]) -> None:
-        """Record that the tree has evicted these pages."""
-        for key in keys:
-            filed = self._kept.get(key)
-            if filed is not None:
-                filed.in_tree = False
-
-    def names(self) -> Iterator[int]:
-        """Return the names of the most recently used entries, at most MOST_NAMED."""
-        return (kept.name for kept in islice(reversed(self._kept.values()), MOST_NAMED))
-
-    def clear(self) -> list[tuple[PageKey, FiledPages]]:
+    def clear(self) -> list[KeyedEntry]:
         """Remove everything, and mark all slots as never used. Return the removed entries."""
-        gone = list(self._kept.items())
-        self._kept.clear()
         self._leaving.clear()
         self._free.clear()
         self._withheld.clear()
         self._fresh = 0
-        return gone
+        return self.index.clear()
 
     def check(self) -> None:
         """Raise EngineFault if a slot is lost or has two owners. O(slots)."""
-        mine = [s for each in (*self._kept.values(), *self._leaving) for s in each.present()]
+        mine = [slot for each in (*self.index.entries, *self._leaving) for slot in each.present()]
         free = [*self._free, *self._withheld]
         if sorted([*mine, *free]) != list(range(self._fresh)):
             raise EngineFault(
@@ -260,37 +186,21 @@ class FileCache:
                 "have been used"
             )
 
-    def _evict(self, num_slots: int) -> list[tuple[PageKey, FiledPages]] | None:
-        """Evict entries until `num_slots` more slots are free. Return None, without any change, if
-        that is impossible."""
-        gone: list[tuple[PageKey, FiledPages]] = []
-        for key, filed in self._kept.items():
-            if num_slots <= 0:
-                break
-            if not filed.uses:
-                gone.append((key, filed))
-                num_slots -= sum(slot < self._limit for slot in filed.present())
-        if num_slots > 0:
-            return None
-        for key, _ in gone:
-            self.remove(key)
-        self.num_evicted += len(gone)
-        return gone
+    def _num_usable(self, entry: TierEntry) -> int:
+        """Return the number of slots of an entry that may be allocated again."""
+        return sum(slot < self._limit for slot in entry.present())
 
     def _release(self, slots: Iterable[int]) -> None:
         for slot in slots:
             (self._free if slot < self._limit else self._withheld).append(slot)
 
     def _recover(self, found: Iterable[tuple[int, PageRecord]]) -> None:
-        filled = set()
-        for slot, record in sorted(found, key=lambda each: -each[1].order):
-            self._order = max(self._order, record.order)
-            if record.width == self._width and record.place < self._width:
-                filed = self.add(record.key, record.name, in_tree=False)
-                if filed.slots[record.place] == NO_PAGE:
-                    filed.slots[record.place] = slot
-                    filled.add(slot)
-        for key in list(reversed(self._kept)):
-            self._kept.move_to_end(key)
+        for slot, record in sorted(found, key=lambda each: each[1].order):
+            self._order = record.order
+            if record.width == self.index.width and record.place < self.index.width:
+                entry = self.index.add(record.key, record.name, in_tree=False)
+                entry.places[record.place] = slot
+                self.index.touch(record.key)
+        filled = {slot for entry in self.index.entries for slot in entry.present()}
         self._fresh = max(filled, default=-1) + 1
         self._free = [slot for slot in range(self._fresh) if slot not in filled]

@@ -11,7 +11,7 @@ still has.
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -19,14 +19,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix_nodes import PageKey
-from engine.offload.file_cache import FileCache, FiledPages, PageRecord
-from engine.offload.host_cache import HostCache, HostPages
+from engine.offload.file_cache import FileCache, PageRecord
+from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.tier_index import TierEntry
 
 MOST_WRITING = 64  # limit of pages that are written at the same time
 WRITING_SHARE = 16  # at most 1 / WRITING_SHARE of host memory is being written,
@@ -38,9 +38,10 @@ AFTER_FAULT_S = 60.0  # seconds until the next attempt after an error
 
 
 class StoredPage(NamedTuple):
-    """A page that is in a file and not in host memory."""
+    """A page that is in a file and not in host memory. `entry`: its entry in the index of files."""
 
     key: PageKey
+    entry: TierEntry
     place: int
 
 
@@ -73,13 +74,13 @@ class _Piece(NamedTuple):
     """One page that is copied from host memory to a slot, or back."""
 
     key: PageKey
-    filed: FiledPages
+    filed: TierEntry
     place: int
     host_page: int
 
     @property
     def slot(self) -> int:
-        return self.filed.slots[self.place]
+        return self.filed.places[self.place]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +95,7 @@ class _Job:
 
     futures: Sequence[Future[list[FileFault | None]]]
     pieces: Sequence[_Piece]
-    kept: Sequence[HostPages]
+    kept: Sequence[TierEntry]
     held: Ints
     age: int
     then: Callable[[], None]
@@ -115,7 +116,6 @@ class FileTier:
     """The file tier. Engine thread only.
 
     Attributes:
-        cache: the index of the files.
         num_written, num_read: pages since the start.
         faults: number of pages with an error, by kind.
     """
@@ -123,24 +123,21 @@ class FileTier:
     def __init__(
         self,
         host: HostCache,
+        cache: FileCache,
         store: PageStore,
-        *,
-        width: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the tier.
 
         Args:
-            host: host memory, which has the index of `store`.
-            width: see HostPages.
+            cache: the entries and slots of `store`. The index is below that of `host`.
         """
-        self.cache: FileCache = host.files
+        self.cache = cache
         self.num_written = 0
         self.num_read = 0
         self.faults: Counter[FileFault] = Counter()
         self._host = host
         self._store = store
-        self._width = width
         self._now = now
         self._behind: OrderedDict[PageKey, None] = OrderedDict()
         self._writes: deque[_Job] = deque()
@@ -165,10 +162,9 @@ class FileTier:
 
     def saved(self, keys: Sequence[PageKey]) -> None:
         """Queue keys for which host memory has new pages."""
-        if self.cache.num_slots:
-            self._behind.update(dict.fromkeys(keys))
-            while len(self._behind) > MAX_BEHIND:
-                self._behind.popitem(last=False)
+        self._behind.update(dict.fromkeys(keys))
+        while len(self._behind) > MAX_BEHIND:
+            self._behind.popitem(last=False)
 
     def poll(self) -> None:
         """Finish the jobs that are done, and start the next queued writes."""
@@ -181,12 +177,12 @@ class FileTier:
             self._write_next()
 
     def read(
-        self, wanted: Sequence[StoredPage], kept: Sequence[HostPages], then: Callable[[], None]
+        self, wanted: Sequence[StoredPage], kept: Sequence[TierEntry], then: Callable[[], None]
     ) -> bool:
         """Start reading pages back into host memory.
 
         Args:
-            wanted: pages that `cache` has now.
+            wanted: pages that files have now.
             kept: entries that stay in host memory until `then` returns.
             then: called by `poll` at the end of the read, when the correct pages are in host
                 memory.
@@ -202,9 +198,9 @@ class FileTier:
             self._host.unpin(kept, held)
             return False
         pairs = zip(wanted, pages.tolist(), strict=True)
-        pieces = [_Piece(each.key, self._filed(each.key), each.place, page) for each, page in pairs]
+        pieces = [_Piece(*each, page) for each, page in pairs]
         for piece in pieces:
-            self.cache.use(piece.filed)
+            piece.filed.uses += 1
         self._num_reading += num_pages
         reads = [SlotRead(piece.slot, piece.host_page) for piece in pieces]
         futures = [
@@ -214,13 +210,10 @@ class FileTier:
         self._reads.append(_Job(futures, pieces, kept, held, self._age, then))
         return True
 
-    def forget(self, keys: Iterable[PageKey]) -> None:
+    def forget(self, keys: Collection[PageKey]) -> None:
         """Remove these keys if they are here, so that they are not found after a restart either."""
-        found = ((key, self.cache.get(key)) for key in keys)
-        gone = [(key, filed) for key, filed in found if filed is not None]
-        for key, _ in gone:
-            self.cache.remove(key)
-        self._host.left_files(gone)
+        gone = self.cache.remove(keys)
+        self._host.report_lost(gone)
         if gone:
             self._store.erase([slot for _, filed in gone for slot in filed.present()])
 
@@ -228,18 +221,12 @@ class FileTier:
         """Remove everything. The results of jobs in progress are discarded."""
         self._age += 1
         self._behind.clear()
-        self._host.left_files(self.cache.clear())
+        self._host.report_lost(self.cache.clear())
         self._store.clear()
 
     def close(self) -> None:
         """Wait for running reads and for submitted writes. Cancel queued reads."""
         self._store.close()
-
-    def check(self) -> None:
-        """Raise EngineFault if slots and keys are inconsistent. O(slots)."""
-        self.cache.check()
-
-    # To files -------------------------------------------------------------------------------------
 
     def _write_next(self) -> None:
         now = self._now()
@@ -251,18 +238,18 @@ class FileTier:
         room = self._room_to_write()
         writes: list[SlotWrite] = []
         pieces: list[_Piece] = []
-        kept: list[HostPages] = []
+        kept: list[TierEntry] = []
         while self._behind and room > 0:
             key = next(iter(self._behind))
-            mine = self._host.get(key)
+            mine = self._host.index.get(key)
             places = self._lacking(key, mine)
             if mine is not None and places:
-                slots = self._slots(len(places)) if len(places) <= room or not pieces else None
-                if slots is None:
+                begun = len(places) <= room or not pieces
+                new = self._begin_to_write(key, mine, places) if begun else []
+                if not new:
                     break
-                begun = self._begin_to_write(key, mine, dict(zip(places, slots, strict=True)))
-                pieces += begun
-                writes += map(self._slot_write, begun)
+                pieces += new
+                writes += map(self._slot_write, new)
                 kept.append(mine)
                 room -= len(places)
             del self._behind[key]
@@ -276,42 +263,33 @@ class FileTier:
         most = min(self._host.pages.num_pages // WRITING_SHARE, MOST_WRITING)
         return max(most, LEAST_WRITING) - self._num_writing
 
-    def _lacking(self, key: PageKey, kept: HostPages | None) -> list[int]:
+    def _lacking(self, key: PageKey, kept: TierEntry | None) -> list[int]:
         """Return the places that host memory has and files do not. Return none during a save, after
         which the key is queued again."""
-        if kept is None or kept.saves:
+        if kept is None or kept.writes:
             return []
-        filed = self.cache.get(key)
-        slots = [NO_PAGE] * self._width if filed is None else filed.slots
-        pairs = enumerate(zip(kept.pages, slots, strict=True))
+        filed = self.cache.index.get(key)
+        slots = [NO_PAGE] * len(kept.places) if filed is None else filed.places
+        pairs = enumerate(zip(kept.places, slots, strict=True))
         return [place for place, (page, slot) in pairs if page != NO_PAGE and slot == NO_PAGE]
 
-    def _slots(self, num_slots: int) -> list[int] | None:
-        allocated = self.cache.allocate(num_slots)
+    def _begin_to_write(self, key: PageKey, kept: TierEntry, places: Sequence[int]) -> list[_Piece]:
+        """Create the pieces of a write. Return none if there are not enough slots."""
+        allocated = self.cache.allocate(len(places))
         if allocated is None:
-            return None
+            return []
         slots, gone = allocated
-        self._host.left_files(gone)
-        return slots
-
-    def _begin_to_write(
-        self, key: PageKey, kept: HostPages, slots: Mapping[int, int]
-    ) -> list[_Piece]:
-        """Create the pieces of a write.
-
-        Args:
-            slots: slot of each place.
-        """
-        filed = self.cache.add(key, kept.name, in_tree=kept.in_tree)
-        for place, slot in slots.items():
-            filed.slots[place] = slot
-            filed.writes += 1
-            self.cache.use(filed)
-        return [_Piece(key, filed, place, kept.pages[place]) for place in slots]
+        self._host.report_lost(gone)
+        filed = self.cache.index.add(key, kept.name, in_tree=kept.in_tree)
+        filed.uses += len(places)
+        filed.writes += len(places)
+        for place, slot in zip(places, slots, strict=True):
+            filed.places[place] = slot
+        return [_Piece(key, filed, place, kept.places[place]) for place in places]
 
     def _slot_write(self, piece: _Piece) -> SlotWrite:
         name, order = piece.filed.name, self.cache.next_order()
-        record = PageRecord(piece.key, name, order, 0, piece.place, self._width)
+        record = PageRecord(piece.key, name, order, 0, piece.place, self.cache.index.width)
         return SlotWrite(piece.slot, piece.host_page, record)
 
     def _written(self, job: _Job) -> None:
@@ -322,39 +300,28 @@ class FileTier:
         self._num_writing -= len(job.pieces)
         self._host.unpin(job.kept, job.held)
 
-    # From files -----------------------------------------------------------------------------------
-
-    def _filed(self, key: PageKey) -> FiledPages:
-        filed = self.cache.get(key)
-        if filed is None:
-            raise EngineFault("no file has a page that is to be read")
-        return filed
-
     def _have_read(self, job: _Job) -> None:
         right = []
         for piece, fault in zip(job.pieces, job.faults(), strict=True):
             # Otherwise it was removed.
-            if fault is None and self.cache.get(piece.key) is piece.filed:
+            if fault is None and self.cache.index.get(piece.key) is piece.filed:
                 right.append(piece)
             self._end(job, piece, fault)
         self._num_reading -= len(job.pieces)
         if job.age == self._age:
             self.num_read += len(right)
-            self._host.take_in(right, self._width)
+            self._host.take_in(right)
         self._host.pages.drop(job.host_pages(), PageHolder.COPY)
         job.then()
         self._host.unpin(job.kept, job.held)
-
-    # Both directions ------------------------------------------------------------------------------
 
     def _end(self, job: _Job, piece: _Piece, fault: FileFault | None) -> None:
         """End a piece. After an error, remove its entry from the index."""
         key, filed = piece.key, piece.filed
         if fault is not None:
             self._note(fault, piece)
-            if self.cache.get(key) is filed:
-                self.cache.remove(key)
-                self._host.left_files([(key, filed)])
+            if self.cache.index.get(key) is filed:
+                self._host.report_lost(self.cache.remove([key]))
         if job.age == self._age:
             self.cache.release(filed)
 

@@ -18,7 +18,8 @@ from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
-from engine.offload.host_cache import HostCache, HostPages
+from engine.offload.host_cache import HostCache
+from engine.offload.tier_index import TierEntry
 
 
 class TierCopy(Protocol):
@@ -41,7 +42,7 @@ class _Job:
     copy: TierCopy
     device: Ints
     host: Ints
-    kept: Sequence[HostPages]
+    kept: Sequence[TierEntry]
     then: Callable[[], None]
 
 
@@ -57,7 +58,7 @@ class TierCopies:
         return bool(self._jobs)
 
     def add(
-        self, copy: TierCopy, device: Ints, kept: Sequence[HostPages], then: Callable[[], None]
+        self, copy: TierCopy, device: Ints, kept: Sequence[TierEntry], then: Callable[[], None]
     ) -> None:
         """Add a copy that has begun.
 
@@ -98,7 +99,7 @@ SLACK_SHARE = 8
 
 class _Lacking(NamedTuple):
     """The pages of one page of tokens that are not in host memory: device pages by place in
-    HostPages.pages."""
+    TierEntry.places."""
 
     key: PageKey
     name: int
@@ -111,7 +112,6 @@ class TierSaves:
     Attributes:
         num_pages: pages saved since the start.
     Args:
-        width: pages per page of tokens, see HostPages.
         saved: called with the keys for which host memory has new pages.
     """
 
@@ -120,14 +120,12 @@ class TierSaves:
         host: HostCache,
         pages: PageAllocator,
         copier: TierCopier,
-        *,
-        width: int,
         saved: Callable[[Sequence[PageKey]], None],
     ) -> None:
         self._host = host
         self._pages = pages
         self._copier = copier
-        self._width = width
+        self._width = host.index.width
         self._saved = saved
         self.copies = TierCopies(host, pages)
         self.num_pages = 0
@@ -172,7 +170,7 @@ class TierSaves:
         """Finish the copies that are done, and start queued saves."""
         self.copies.poll()
         # Save nothing while requests use all of host memory.
-        while self._behind and not self._num_saving and self._host.num_available:
+        while self._behind and not self._num_saving and self._host.pages.num_available:
             node = next(iter(self._behind))
             if node.parent is None or self._save_path(node):
                 del self._behind[node]
@@ -187,35 +185,35 @@ class TierSaves:
 
     def _is_recent(self, node: RadixNode) -> bool:
         """Return whether few keys were evicted since the node was last checked."""
-        slack = len(self._host) // SLACK_SHARE
-        return self._host.num_evicted - node.settled_at <= slack
+        slack = len(self._host.index) // SLACK_SHARE
+        return self._host.index.num_evicted - node.settled_at <= slack
 
     def _room_to_save(self) -> int:
         smaller = min(self._pages.num_pages, self._host.pages.num_pages)
         most = min(max(smaller // SAVING_SHARE, LEAST_SAVING), MOST_SAVING)
         most = max(most, self._width)
-        return min(most - self._num_saving, self._host.num_available)
+        return min(most - self._num_saving, self._host.pages.num_available)
 
     def _room_of_all(self) -> int:
         """Return the number of host pages that can store pages of the tree."""
-        return self._host.num_available + self._num_saving
+        return self._host.pages.num_available + self._num_saving
 
     def _lacking(self, node: RadixNode, end: int) -> Iterator[_Lacking]:
         """Yield the node's pages before `end` that are not in host memory, in order. Updates the
         number of saved pages, so the caller must save each of them."""
         if not self._is_recent(node):
-            node.num_saved, node.settled_at = 0, self._host.num_evicted
+            node.num_saved, node.settled_at = 0, self._host.index.num_evicted
         while (first := node.num_saved) < end:
             past = min(first + MOST_SAVING, end)
             columns = node.pages[:, first:past].T.tolist()
             if past == node.num_pages:
                 columns[-1] += node.state.tolist()
             for at, column in enumerate(columns, first):
-                kept = self._host.get(node.keys[at])
+                kept = self._host.index.get(node.keys[at])
                 pages = {
                     place: page
                     for place, page in enumerate(column)
-                    if page != NO_PAGE and (kept is None or kept.pages[place] == NO_PAGE)
+                    if page != NO_PAGE and (kept is None or kept.places[place] == NO_PAGE)
                 }
                 if pages:
                     yield _Lacking(node.keys[at], node.names[at], pages)
@@ -230,23 +228,23 @@ class TierSaves:
         self._pages.hold(device, PageHolder.COPY)
         numbers = host.tolist()
         deepest_first = lacking[::-1]  # deepest first, so that they are evicted first
-        saved: list[HostPages] = []
+        saved: list[TierEntry] = []
         for one in deepest_first:
-            kept = self._host.add(one.key, one.name, self._width)
+            kept = self._host.index.add(one.key, one.name, in_tree=True)
             for place in reversed(one.pages):
-                kept.pages[place] = numbers.pop()
-            kept.saves += 1
+                kept.places[place] = numbers.pop()
+            kept.writes += 1
             saved.append(kept)
         self._num_saving += len(device)
         copy = self._copier.save(PageCopies(device, host))
         keys = [one.key for one in deepest_first]
         self.copies.add(copy, device, saved, lambda: self._landed(keys, saved, device))
 
-    def _landed(self, keys: Sequence[PageKey], saved: Sequence[HostPages], device: Ints) -> None:
+    def _landed(self, keys: Sequence[PageKey], saved: Sequence[TierEntry], device: Ints) -> None:
         self._num_saving -= len(device)
         self.num_pages += len(device)
         for kept in saved:
-            kept.saves -= 1
+            kept.writes -= 1
         self._saved(keys)
 
 

@@ -1,6 +1,6 @@
 """Lookup of the part of a prompt that is in the offload tiers and can be loaded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +11,10 @@ from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import PageKey, last_within, page_keys
-from engine.offload.file_cache import FiledPages
 from engine.offload.file_tier import StoredPage
-from engine.offload.host_cache import HostCache, HostPages
+from engine.offload.tier_index import TierEntry, TierIndex
 
 LEAST_TOKENS = 64  # computing fewer tokens is faster than a load
-
-_Look = Callable[[PageKey], FiledPages | None]
 
 
 class TierMatch(NamedTuple):
@@ -28,7 +25,7 @@ class TierMatch(NamedTuple):
     prefix: int  # number of whole pages in full tables of the tree
     gained: int  # tokens that do not have to be computed after the load
     key: PageKey  # key of the first loaded page; if none is loaded, of the last page
-    kept: Sequence[HostPages]
+    kept: Sequence[TierEntry]
     host: Ints  # in the order of PageTables.handed_over; NO_PAGE for pages that only files have
     filed: Sequence[StoredPage]  # the pages that only files have
 
@@ -36,26 +33,34 @@ class TierMatch(NamedTuple):
 class _Below(NamedTuple):
     """The loadable pages of one page of tokens."""
 
-    kept: HostPages | None
-    filed: FiledPages | None
+    kept: TierEntry | None
+    filed: TierEntry | None
 
     def on_host(self, width: int) -> list[int]:
         """Return the host pages by place."""
-        return [NO_PAGE] * width if self.kept is None else self.kept.pages
+        return [NO_PAGE] * width if self.kept is None else self.kept.places
 
     def anywhere(self, width: int) -> list[int]:
         """Return pages or slots by place. NO_PAGE where neither host memory nor a file has one."""
         if self.filed is None:
             return self.on_host(width)
-        pairs = zip(self.on_host(width), self.filed.slots, strict=True)
+        pairs = zip(self.on_host(width), self.filed.places, strict=True)
         return [slot if page == NO_PAGE else page for page, slot in pairs]
+
+    def stored(self, key: PageKey, place: int) -> StoredPage:
+        """Return a page that only files have."""
+        assert self.filed is not None
+        return StoredPage(key, self.filed, place)
 
 
 class TierMatches:
     """Looks up pages in the tiers. Engine thread only."""
 
-    def __init__(self, host: HostCache, cache: PrefixCache, tables: PageTables) -> None:
+    def __init__(
+        self, host: TierIndex, files: TierIndex | None, cache: PrefixCache, tables: PageTables
+    ) -> None:
         self._host = host
+        self._files = files
         self._cache = cache
         self._tables = tables
         self._width = tables.width
@@ -71,8 +76,7 @@ class TierMatches:
         tables, size = self._tables, self._tables.page_size
         match = self._cache.match(token_ids, namespace)
         prefix = match.shared.shape[1]
-        look = self._host.files.get if filed else _nowhere
-        keys, below = self._below(token_ids, namespace, prefix, look)
+        keys, below = self._below(token_ids, namespace, prefix, self._files if filed else None)
         end = self._last_resumable(below)
         gained = end * size - match.num_tokens
         if gained < LEAST_TOKENS:
@@ -90,33 +94,33 @@ class TierMatches:
             keys[min(prefix, end - 1)],
             [each.kept for each in below[first:end] if each.kept is not None],
             holding.take(spans),
-            [StoredPage(keys[at], place) for place, at in self._lacking(pages, spans)],
+            [below[at].stored(keys[at], place) for place, at in self._lacking(pages, spans)],
         )
 
     def _below(
-        self, token_ids: Ints, namespace: Namespace, prefix: int, look: _Look
+        self, token_ids: Ints, namespace: Namespace, prefix: int, files: TierIndex | None
     ) -> tuple[list[PageKey], list[_Below]]:
         """Return the keys of all pages in the tree (full tables) or, without a gap, in the tiers,
         and the tiers' entries of each."""
         keys = self._cache.keys(token_ids, namespace)[:prefix]
-        below = [self._below_of(key, look) for key in keys]
+        below = [self._below_of(key, files) for key in keys]
         above = keys[-1] if keys else namespace
         rest = token_ids[prefix * self._tables.page_size :]
         for key in page_keys(above, rest, self._tables.page_size):
-            each = self._below_of(key, look)
+            each = self._below_of(key, files)
             if NO_PAGE in each.anywhere(self._width)[: self._tables.num_full]:
                 break
             keys.append(key)
             below.append(each)
         return keys, below
 
-    def _below_of(self, key: PageKey, look: _Look) -> _Below:
+    def _below_of(self, key: PageKey, files: TierIndex | None) -> _Below:
         kept = self._host.get(key)
-        if kept is not None and kept.saves:
+        if kept is not None and kept.writes:
             kept = None
-        if kept is not None and NO_PAGE not in kept.pages:
+        if kept is not None and NO_PAGE not in kept.places:
             return _Below(kept, None)
-        filed = look(key)
+        filed = None if files is None else files.get(key)
         return _Below(kept, None if filed is None or filed.writes else filed)
 
     def _lacking(self, pages: Ints, spans: Sequence[PageSpan]) -> Iterator[tuple[int, int]]:
@@ -147,7 +151,3 @@ class TierMatches:
                 break
             end = within
         return end
-
-
-def _nowhere(key: PageKey) -> None:
-    """Return None: no file is searched."""

@@ -1,11 +1,12 @@
 """Messages between rank 0 of a node and its followers, except steps.
 
-A job is work other than steps. All followers do it, and each one replies.
+A job is work other than steps. All followers do it.
 
 Each message is one packet of a socket pair that rank 0 has created. No other process has an end of
 it.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -101,7 +102,6 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
         path: path of the adapter's directory, as in AdapterDirectory.read.
     """
 
-    number: int
     reading: int
     path: str
 
@@ -109,7 +109,6 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Drop one reading of an adapter. Does nothing if the reading failed."""
 
-    number: int
     reading: int
 
 
@@ -120,7 +119,6 @@ class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
         device_pages, host_pages: int32, at most MOST_PAGES.
     """
 
-    number: int
     to_host: bool
     device_pages: bytes
     host_pages: bytes
@@ -133,15 +131,12 @@ class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
         weights: WeightsId of the directory. Other hosts compare it with their files.
     """
 
-    number: int
     directory: str
     weights: bytes
 
 
 class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Return the memory of the weights to the operating system, until RefillWeights."""
-
-    number: int
 
 
 class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -151,26 +146,20 @@ class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
         layers: new slots of all ranks (int16) by layer, see ExpertPlacement.
     """
 
-    number: int
     layers: dict[str, bytes]
 
 
 class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Return the memory of all pages to the operating system. No page has a holder."""
 
-    number: int
-
 
 class RestorePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Allocate the memory of all pages again."""
-
-    number: int
 
 
 class ReplaceHostPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Use this number of host pages from now on. No step and no copy is in flight."""
 
-    number: int
     num_pages: int
 
 
@@ -183,43 +172,37 @@ class OpenPageFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
         num_bytes: size of the files.
     """
 
-    number: int
     directory: str
     version: bytes
     num_bytes: int
 
 
-class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write host pages (int32) into slots (int64), with their records. The result has one byte per
-    page: 0, or the number of its error."""
+_Record: TypeAlias = tuple[bytes, int, int, int, int, int]  # see PageRecord
 
-    number: int
-    slots: bytes
-    host_pages: bytes
-    records: bytes
+
+class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write host pages into slots. The result has one byte per page: 0, or the number of its
+    error."""
+
+    writes: Sequence[tuple[int, int, _Record]]  # see SlotWrite
 
 
 class ReadSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read slots (int64) into host pages (int32), if the slots have records with these identities
-    (uint64). The result is as for WriteSlots."""
+    """Read slots into host pages, if the slots have records with these identities. The result is as
+    for WriteSlots."""
 
-    number: int
-    slots: bytes
-    host_pages: bytes
-    identities: bytes
+    reads: Sequence[tuple[int, int]]  # see SlotRead
+    identities: Sequence[int]
 
 
 class EraseSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Mark slots (int64, at most MOST_PAGES) as empty, after all earlier writes."""
+    """Mark slots (at most MOST_PAGES) as empty, after all earlier writes."""
 
-    number: int
-    slots: bytes
+    slots: Sequence[int]
 
 
 class ClearSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Mark all slots as empty, after all earlier writes."""
-
-    number: int
 
 
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -229,13 +212,12 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
         steps: number of steps that must be finished before.
     """
 
-    number: int
     steps: int
     body: bytes
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send a RankReport at once. The only job without a number."""
+    """Send a RankReport at once."""
 
 
 class EndRanks(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -325,8 +307,16 @@ Job: TypeAlias = (
     | ReplaceHostPages
     | FileJob
     | TransferJob
-    | Ping
 )
+
+
+class RankJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A job of all followers. Each one replies with a JobDone of this number."""
+
+    number: int
+    job: Job
+
+
 FromFollower: TypeAlias = (
     RankStarted | RankLoaded | RankMeasured | RankReady | JobDone | RankReport | RankFailed
 )

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from common.process.leash import leashed
 from common.process.polling import PollSet, poll_ready
 from common.process.resources import resident_bytes
 from engine.ranks.forking import HELLO
+from engine.ranks.job_queue import AskedJob, JobQueue
 from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -48,6 +48,7 @@ from engine.ranks.messages import (
     MeasureRank,
     Ping,
     RankFailed,
+    RankJob,
     RankLoaded,
     RankMeasured,
     RankReady,
@@ -72,41 +73,6 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 _Reply = TypeVar("_Reply", RankStarted, RankLoaded, RankMeasured, RankReady)
-
-
-class JobFailed(EngineFault):
-    """A follower failed to do a job."""
-
-
-class _AskedJob:
-    """A job whose replies are still missing."""
-
-    def __init__(
-        self, num_followers: int, on_done: "Callable[[Future[Sequence[bytes]]], None] | None"
-    ) -> None:
-        self._missing = set(range(1, 1 + num_followers))
-        self._on_done = on_done
-        self._results: list[bytes] = []
-        self._error = ""
-        self.future: Future[Sequence[bytes]] = Future()
-
-    def awaits(self, rank: int) -> bool:
-        return rank in self._missing
-
-    def take(self, rank: int, reply: JobDone) -> bool:
-        """Record the reply of a rank. Return whether it was the last one."""
-        self._missing.remove(rank)
-        self._results.append(reply.result)
-        self._error = self._error or reply.error
-        if self._missing:
-            return False
-        if self._error:
-            self.future.set_exception(JobFailed(self._error))
-        else:
-            self.future.set_result(self._results)
-        if self._on_done is not None:
-            self._on_done(self.future)
-        return True
 
 
 class PingTimer:
@@ -199,6 +165,7 @@ class Followers:
         parallel: the configuration, with the chosen collectives instead of auto.
         ranks: the collectives of rank 0.
         free_bytes: free memory of the follower with the least. Set by `loaded`.
+        pids: process ids by rank from 1 on, each on its own host. Set by `loaded`.
         steps_sent: number of steps that rank 0 has begun. Any thread may read it.
         steps_done: number of steps that rank 0 has finished. Any thread may read it.
     """
@@ -221,11 +188,11 @@ class Followers:
         settings = config.model_dump_json().encode()
         self._followers: list[RankProcess] = []
         self._addressed: Sequence[RankProcess] = ()  # the receivers of messages
-        self._pids: tuple[int, ...] = ()
+        self.pids: tuple[int, ...] = ()
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
         self._watcher: threading.Thread | None = None
-        self._jobs: dict[int, _AskedJob] = {}
+        self._jobs: dict[int, AskedJob] = {}
         self._numbers = itertools.count()
         self._sockets: list[socket.socket] = []
         self._queue = JobQueue(self._sockets, self.send)
@@ -233,7 +200,7 @@ class Followers:
             self._followers += start_ranks(program, parallel.ranks_per_host - 1)
             if parallel.hosts > 1:
                 num_others = parallel.num_ranks - parallel.ranks_per_host
-                self._followers += _start_processes(relay[0], num_others, relay[1:])
+                self._followers += start_ranks(relay[0], num_others, *relay[1:])
             if parallel.ranks_per_host > 2:
                 self._know_forks(parallel.ranks_per_host - 1)
             self._addressed = self._followers[: parallel.ranks_per_host]
@@ -286,11 +253,6 @@ class Followers:
         """The share of rank 0 in the model."""
         return self.ranks.share
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids by rank from 1 on, each on its own host. Set by `loaded`."""
-        return self._pids
-
     def loaded(self) -> Sequence[RankLoaded]:
         """Wait until all followers have loaded their parts. Return their replies by rank from 1 on.
 
@@ -299,7 +261,7 @@ class Followers:
         """
         replies = self._await(RankLoaded)
         self.free_bytes = min(each.free_bytes for each in replies)
-        self._pids = tuple(each.pid for each in replies)
+        self.pids = tuple(each.pid for each in replies)
         return replies
 
     def measure(self, free_bytes: int) -> None:
@@ -354,22 +316,21 @@ class Followers:
 
     def ask(
         self,
-        make: Callable[[int], Job],
+        job: Job,
         on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
         """Make all followers do a job. Any thread. Requires `watch`.
 
         Args:
-            make: returns the job, given its number.
             on_done: called with the future by the thread that receives the replies. Unlike a
                 callback that is added later, it never runs inside this call. If it raises, the node
                 ends.
         Returns:
             A future of the results of all followers, or of JobFailed. Another thread completes it.
         """
-        number, asked = next(self._numbers), _AskedJob(len(self._followers), on_done)
+        number, asked = next(self._numbers), AskedJob(len(self._followers), on_done)
         self._jobs[number] = asked
-        self._queue.put(_encoder.encode(make(number)))
+        self._queue.put(_encoder.encode(RankJob(number, job)))
         return asked.future
 
     def states(self) -> Mapping[int, RankState]:
@@ -506,76 +467,22 @@ class Followers:
         log.error("a rank has ended, and so does this node %s", kv(ranks=named, exit_code=code))
 
 
-class JobQueue:
-    """Jobs that wait to be sent to all followers. Any thread.
-
-    Jobs share the sockets with steps, and sending a step must never block. While a follower is busy
-    and its socket is more than a quarter full, jobs therefore wait here.
-
-    Args:
-        send: sends a packet to all followers.
-    Attributes:
-        waiting: descriptor that is readable once a job waits. `flush` reads it.
-    """
-
-    def __init__(self, sockets: Sequence[socket.socket], send: Callable[[bytes], None]) -> None:
-        self.waiting = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._sockets = sockets
-        self._send = send
-        self._packets: deque[bytes] = deque()
-        self._lock = threading.Lock()
-
-    def put(self, packet: bytes) -> None:
-        with self._lock:
-            self._packets.append(packet)
-            self._send_some()
-            if self._packets:
-                os.eventfd_write(self.waiting, 1)
-
-    @property
-    def full(self) -> Sequence[socket.socket]:
-        """Return the sockets for which jobs wait."""
-        return self._full() if self._packets else ()
-
-    def flush(self) -> None:
-        """Send the jobs that no longer need to wait."""
-        with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.waiting)
-            self._send_some()
-
-    def close(self) -> None:
-        """Reject later jobs with the error of an ended rank."""
-        self._sockets = ()
-        os.close(self.waiting)
-
-    def _send_some(self) -> None:
-        while self._packets and not self._full():
-            self._send(self._packets.popleft())
-
-    def _full(self) -> Sequence[socket.socket]:
-        _, writable = poll_ready([], self._sockets, seconds=0.0)
-        return [each for each in self._sockets if each not in writable]
-
-
 def start_ranks(program: str, count: int, *arguments: str) -> list[RankProcess]:
-    """Start followers, which end with the calling thread.
+    """Start one process with several sockets, which ends with the calling thread. Return one entry
+    per socket.
 
-    Several followers are forks of one process. They have its pidfd until each sends its own, in a
+    Several followers are forks of the process. They have its pidfd until each sends its own, in a
     packet HELLO.
 
     Args:
-        program: module that a follower runs.
-        arguments: arguments after the descriptors of its sockets.
+        program: module that the process runs.
+        arguments: arguments after the descriptors of the sockets.
     """
-    return _start_processes(program, count, arguments) if count else []
-
-
-def _start_processes(program: str, num_sockets: int, more: Sequence[str]) -> list[RankProcess]:
-    """Start one process with several sockets. Return one entry per socket."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_sockets)]
+    if not count:
+        return []
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
     ends = [theirs.fileno() for _, theirs in pairs]
-    command = [sys.executable, "-m", program, ",".join(map(str, ends)), *more]
+    command = [sys.executable, "-m", program, ",".join(map(str, ends)), *arguments]
     try:
         process = subprocess.Popen(
             leashed(command, signal.SIGKILL), stdin=subprocess.DEVNULL, pass_fds=ends

@@ -29,6 +29,8 @@ from engine.ranks.messages import (
     CaptureGraph,
     EndRanks,
     Job,
+    Ping,
+    RankJob,
     ReplaceHostPages,
     SampleStep,
 )
@@ -50,7 +52,7 @@ _PAGE_BYTES = 16  # bytes per page of a step: its id in a table, or both ids of 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Launch | SampleStep | CaptureGraph | EndRanks | Job
+    Launch | SampleStep | CaptureGraph | EndRanks | Ping | RankJob
 )
 
 
@@ -256,7 +258,11 @@ class SentSteps:
 class Jobs(Protocol):
     """Work of a follower other than steps."""
 
-    def take(self, job: Job, steps: "SentSteps") -> None:
+    def report(self, steps: "SentSteps") -> None:
+        """Reply to a Ping."""
+        ...
+
+    def take(self, number: int, job: Job, steps: "SentSteps") -> None:
         """Begin a job, without waiting."""
         ...
 
@@ -264,8 +270,8 @@ class Jobs(Protocol):
         """Return this rank's part of an adapter."""
         ...
 
-    def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
-        """Return the forwards over other host pages. Called between steps."""
+    def with_host_pages(self, number: int, num_pages: int, forwards: Forwards) -> Forwards:
+        """Return the forwards over other host pages. Called between steps, for a job."""
         ...
 
 
@@ -348,13 +354,15 @@ def follow(
                 follower.sample_now()
             case CaptureGraph(shape=shape):
                 forwards.capture(GraphShape(*shape), choice=False)
-            case ReplaceHostPages() as job:
-                forwards = jobs.with_host_pages(job, forwards)
+            case Ping():
+                jobs.report(sent)
+            case RankJob(number=number, job=ReplaceHostPages(num_pages=num_pages)):
+                forwards = jobs.with_host_pages(number, num_pages, forwards)
                 follower = _step_follower(forwards, ranks)
             case EndRanks():
                 return
-            case job:
-                jobs.take(job, sent)
+            case RankJob(number=number, job=job):
+                jobs.take(number, job, sent)
 
 
 def largest_step(

@@ -437,9 +437,9 @@ class PrefillAdmission:
             request.brought = True
             request.note_brought(self._clock())
 
-        if request.brought is None:
-            way = self._tiers.way(request.reusable_tokens, request.namespace)
-            if way is not None and self._tiers.bring(way, self._cache.num_available, over):
+        if self._tiers is not None and request.brought is None:
+            wanted = request.reusable_tokens, request.namespace
+            if self._tiers.load(*wanted, self._cache.num_available, over):
                 request.brought = False
                 request.bringing.append(self._clock())
         return request.brought is False
@@ -501,7 +501,8 @@ class PrefillAdmission:
             request.cached_tokens = min(start, request.num_prompt)
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt
-            self._tiers.used(request.token_ids[:start], request.namespace)
+            if self._tiers is not None:
+                self._tiers.used(request.token_ids[:start], request.namespace)
         self.waiting.remove(request)
         self._on_admit(request, holding)
         self.under_way.add(request, len(request.token_ids) - start)

@@ -229,7 +229,9 @@ def check_books(
     pages.check()
     core.cache.check()
     table.check()
-    tiers.check()
+    core.host_pages.check()
+    if tiers is not None:
+        tiers.check()
     slots = np.flatnonzero(table.live)
     if sorted(residents.by_slot) != slots.tolist():
         raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
@@ -237,7 +239,7 @@ def check_books(
     known[PageHolder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
     known[PageHolder.STEP] = [held for step in launched for held in step.held()]
     known[PageHolder.STEP] += retracted.unsaved_pages()
-    known[PageHolder.COPY].extend(tiers.copied())
+    known[PageHolder.COPY].extend(() if tiers is None else tiers.copied())
     del known[PageHolder.CACHE]  # the tree has checked its pages itself
     for holder, mine in known.items():
         _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
@@ -245,10 +247,10 @@ def check_books(
     on_host: dict[PageHolder, Sequence[Pages]] = {
         PageHolder.REQUEST: retracted.host_pages(),
         PageHolder.STEP: swapped,
-        PageHolder.COPY: [*tiers.copied_on_host()],
+        PageHolder.COPY: [] if tiers is None else [*tiers.copied_on_host()],
     }
     for holder, held in on_host.items():
-        _check_holds(tiers.host.pages, holder, held, "host pages")
+        _check_holds(core.host_pages, holder, held, "host pages")
 
 
 def _check_holds(

@@ -74,7 +74,8 @@ class RetractedRequests:
     def __init__(self, core: EngineCore) -> None:
         self._table = core.table
         self._pages = core.pages
-        self._host = core.tiers.host
+        self._host = core.host_pages
+        self._allocate_host = core.allocate_host
         self._clock = core.clock
         self._by_key: dict[int, _Retracted] = {}
 
@@ -131,7 +132,7 @@ class RetractedRequests:
         self._pages.drop(pages, PageHolder.REQUEST)
         request.swapped_out(now)
         saved = had.flat()
-        host_pages = self._host.allocate(len(saved), PageHolder.REQUEST)
+        host_pages = self._allocate_host(len(saved), PageHolder.REQUEST)
         if host_pages is None:
             entry = _Retracted(request, slot, _State.LOST, had, _NOTHING, _NOTHING, now)
         else:
@@ -204,24 +205,24 @@ class RetractedRequests:
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
         swaps = HostSwaps(_copies(saving), _copies(returning), self.unsaved_pages())
         for host_pages in swaps.on_host():
-            self._host.pages.hold(host_pages, PageHolder.STEP)
+            self._host.hold(host_pages, PageHolder.STEP)
         for entry in saving:
             entry.state, entry.device_pages = _State.SAVED, _NOTHING
         for entry in returning:
             del self._by_key[entry.request.key]
-            self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
+            self._host.drop(entry.host_pages, PageHolder.REQUEST)
         return swaps
 
     def swapped(self, swaps: HostSwaps) -> None:
         """Release the host pages of the copies of a finished step."""
         for host_pages in swaps.on_host():
-            self._host.pages.drop(host_pages, PageHolder.STEP)
+            self._host.drop(host_pages, PageHolder.STEP)
 
     def forget(self, request: Request) -> None:
         """Remove a request that ended. The caller drops the device pages that the request has
         again."""
         entry = self._by_key.pop(request.key)
-        self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
+        self._host.drop(entry.host_pages, PageHolder.REQUEST)
         if entry.state is _State.SAVING:
             self._pages.drop(entry.device_pages, PageHolder.STEP)
 

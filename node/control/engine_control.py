@@ -172,6 +172,20 @@ class MetricSource(Protocol):
     def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
 
+class Gauges:
+    """A MetricSource without distributions. Engine thread only.
+
+    Args:
+        gauges: returns the current values by internal name.
+    """
+
+    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+        self.gauges = gauges
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
 class NamedAdapters(Protocol):
     """The adapters that requests may use. AdapterLoader documents the methods."""
 

@@ -122,7 +122,7 @@ class PrefixExports:
         enabled: bool,
         cache: PrefixCache,
         pages: PageAllocator,
-        tiers: CacheTiers,
+        tiers: CacheTiers | None,
         tables: PageTables,
         port: ProducerCommands,
     ) -> None:
@@ -168,8 +168,8 @@ class PrefixExports:
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)
-        way = self._tiers.way(tokens, asked.namespace)
-        if way is None or not self._tiers.bring(way, room, answer):
+        tiers = self._tiers
+        if tiers is None or not tiers.load(tokens, asked.namespace, room, answer):
             answer()
 
     def _answer(
@@ -186,7 +186,8 @@ class PrefixExports:
             if sum(self._at_a_loss.values()) + len(exported) > self._pages.num_pages // SHARE:
                 return self._refuse(serial, "busy: too many pages are exported already")
             self._at_a_loss[serial] = len(exported)
-        self._tiers.used(tokens[:end], namespace)
+        if self._tiers is not None:
+            self._tiers.used(tokens[:end], namespace)
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self.exported[serial] = exported
         self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))

@@ -177,7 +177,7 @@ class PrefixSharing:
         page_bytes: int,
         cache: PrefixCache,
         pages: PageAllocator,
-        tiers: CacheTiers,
+        tiers: CacheTiers | None,
         tables: PageTables,
         weights: SharedWeights,
     ) -> None:
@@ -208,15 +208,16 @@ class PrefixSharing:
     @property
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
+        tiers = self._tiers is not None and self._tiers.busy
         weights = self._weights.due or self._weights.exported or self._weights.reads
-        reads = self.fetches.open or self.fetches.reads or self._tiers.busy
-        return bool(self._producing or weights or reads)
+        return bool(tiers or weights or self._producing or self.fetches.open or self.fetches.reads)
 
     def poll(self) -> None:
         """Finish loads from offload tiers and saves to them, and continue copies of weights. Called
         in each turn of the engine loop, before prepared requests are scheduled.
         """
-        self._tiers.poll()
+        if self._tiers is not None:
+            self._tiers.poll()
         if self._weights.due:
             self._weights.poll()
 
@@ -232,6 +233,13 @@ class PrefixSharing:
         own = {**self.ways.counts, **self.corrupt_prefixes.counts}
         return {**self.exports.counts, **self.fetches.counts, **own}
 
+    def _num_below(self, request: Request) -> int:
+        """Return the number of prompt tokens that offload tiers of this node have."""
+        if self._tiers is None:
+            return 0
+        way = self._tiers.way(request.token_ids[:-1], request.namespace)
+        return 0 if way is None else len(way.token_ids)
+
     def fetch(
         self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float
     ) -> bool:
@@ -245,8 +253,7 @@ class PrefixSharing:
         """
         if not hints or len(request.reusable_tokens) < len(request.token_ids) - 1:
             return False
-        way = self._tiers.way(request.token_ids[:-1], request.namespace)
-        below = 0 if way is None else len(way.token_ids)
+        below = self._num_below(request)
         return self.fetches.start(
             request.key,
             request.token_ids,

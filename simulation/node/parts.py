@@ -213,7 +213,8 @@ class SimParts:
 
     def close(self) -> None:
         self.copier.close()
-        self.core.tiers.close()
+        if self.core.tiers is not None:
+            self.core.tiers.close()
         self.pool.close()
 
 

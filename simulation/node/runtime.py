@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from common.config import NodeConfig
@@ -12,7 +13,7 @@ from common.copy_map import ONE_RANK
 from common.process.ipc import FrameSocket, PeerGone
 from engine.kv_cache.kv_events import CacheEvents
 from engine.loop.loop import EventLoop, Lateness, StepClock
-from engine.offload.cache_tiers import TierMeter
+from engine.offload.cache_tiers import tier_gauges
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
@@ -20,7 +21,7 @@ from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
-from node.control.engine_control import CacheReports, EngineControl, FrontendChannel
+from node.control.engine_control import CacheReports, EngineControl, FrontendChannel, Gauges
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
@@ -118,7 +119,7 @@ class SimRuntime:
     ) -> "SimRuntime":
         """Make the parts. Takes ownership of `transfer_socket`."""
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
-        reads, driver = ReadMetrics(), TransferDriver()
+        reads, driver, tiers = ReadMetrics(), TransferDriver(), parts.core.tiers
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
         transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
             frames,
@@ -128,6 +129,9 @@ class SimRuntime:
             stall_s=config.engine.scheduler.step_timeout_s,
             wake_engine=channel.wake,
         )
+        gauges: tuple[Gauges, ...] = ()
+        if tiers is not None:
+            gauges = (Gauges(partial(tier_gauges, tiers, parts.page_bytes)),)
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
@@ -136,7 +140,7 @@ class SimRuntime:
                 clock.meter,
                 reads,
                 parts.runner,
-                TierMeter(parts.core.tiers, parts.page_bytes),
+                *gauges,
             ),
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
@@ -149,7 +153,7 @@ class SimRuntime:
             page_bytes=parts.page_bytes,
             cache=parts.core.cache,
             pages=parts.core.pages,
-            tiers=parts.core.tiers,
+            tiers=tiers,
             tables=parts.core.shape.tables,
             weights=UnsharedWeights(transfer),
         )

@@ -43,7 +43,7 @@ def engine_of(model: Path, files: Path, **cache: Any) -> Engine:
 
 def kept(engine: Engine) -> int:
     """Pages of tokens that files have."""
-    return len(engine.tiers.files.cache)
+    return len(engine.tiers.files.cache.index)
 
 
 def poll_until(engine: Engine, condition: Callable[[], object]) -> None:

@@ -25,28 +25,6 @@ def propose(tokens, count=4, min_match=2):
     return NgramDrafter(min_match).propose(np.array(tokens, np.int32), count).tolist()
 
 
-def test_what_followed_the_newest_tokens_before_is_proposed():
-    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
-
-
-def test_of_two_places_the_one_that_is_alike_for_longer_counts():
-    assert propose([7, 1, 2, 3, 8, 8, 0, 1, 2, 4, 8, 8, 7, 1, 2], 2) == [3, 8]
-
-
-def test_of_places_that_are_alike_the_last_counts():
-    assert propose([1, 2, 3, 8, 1, 2, 4, 8, 1, 2], 1) == [4]
-
-
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [3, 2, 1, 2], [2, 2]])
-def test_where_nothing_is_alike_nothing_is_proposed(tokens):
-    assert propose(tokens) == []
-
-
-def test_what_goes_round_goes_round_once_more():
-    assert propose([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert propose([5, 5, 5], 3) == [5, 5, 5]
-
-
 def test_another_text_is_looked_in_and_followed_as_far_as_it_goes():
     text = np.array([9, 1, 2, 3, 4], np.int32)
     drafter = NgramDrafter(2)

@@ -67,7 +67,7 @@ def test_other_weights_find_nothing_of_it(tmp_path):
     prompt = drawn(1, 160)
     ask(rig, prompt)
     rig = restarted(rig, weights=b"b")
-    assert not len(rig.tiers.files.cache) and file_of(tmp_path).stat().st_size == 0
+    assert not len(rig.tiers.files.cache.index) and file_of(tmp_path).stat().st_size == 0
     assert ask(rig, prompt).cached_tokens == 0
 
 
@@ -96,7 +96,7 @@ def test_a_page_that_is_not_what_was_written_is_computed_anew(tmp_path, running)
 
 def written_slots(rig: Rig, prompt: list[int]) -> list[int]:
     keys = rig.cache.keys(np.array(prompt, np.int32))
-    return [rig.tiers.files.cache.get(key).slots[0] for key in keys]
+    return [rig.tiers.files.cache.index.get(key).places[0] for key in keys]
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def written_slots(rig: Rig, prompt: list[int]) -> list[int]:
 def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name, at, how, left):
     rig = small(tmp_path)
     ask(rig, drawn(1, 160), 1)
-    assert len(rig.tiers.files.cache) == 10
+    assert len(rig.tiers.files.cache.index) == 10
     rig.run()
     rig.tiers.close()
     damage(file_of(tmp_path, name), at, how)
     rig = rig.again()
-    assert len(rig.tiers.files.cache) == left
+    assert len(rig.tiers.files.cache.index) == left
     ask(rig, drawn(1, 160))
     rig.assert_at_rest()
 
@@ -132,7 +132,7 @@ def test_a_record_in_anothers_place_is_none(tmp_path):
     first, second = HEADER_BYTES, HEADER_BYTES + RECORD_BYTES
     index[first:second] = index[second : second + RECORD_BYTES]
     file_of(tmp_path, "index").write_bytes(index)
-    assert len(rig.again().tiers.files.cache) == 9
+    assert len(rig.again().tiers.files.cache.index) == 9
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path):

@@ -18,6 +18,8 @@ from engine.load import open_model
 from engine.memory_release import MemoryOccupation, memory_of
 from engine.models import content, load, open_checkpoint, stored_of
 from engine.models.refill import found, relocated
+from engine.rank_jobs import MemoryOfRanks
+from engine.ranks.messages import ReleasePools, RestorePools
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
 from kernels.cpu.memory import empty_in_huge_pages, give_back, take
@@ -278,25 +280,20 @@ class Peers:
 
 
 class Others:
-    """Other ranks."""
+    """The other ranks, see Followers."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
         self.fails = False
 
-    def release(self) -> Future[None]:
-        return self._done("release of ranks")
-
-    def restore(self) -> Future[None]:
-        return self._done("restore of ranks", EngineFault("no memory") if self.fails else None)
-
-    def _done(self, name: str, error: Exception | None = None) -> Future[None]:
-        self._log.append(name)
+    def ask(self, job: ReleasePools | RestorePools) -> Future[None]:
+        restores = isinstance(job, RestorePools)
+        self._log.append("restore of ranks" if restores else "release of ranks")
         done: Future[None] = Future()
-        if error is None:
-            done.set_result(None)
+        if restores and self.fails:
+            done.set_exception(EngineFault("no memory"))
         else:
-            done.set_exception(error)
+            done.set_result(None)
         return done
 
 
@@ -306,8 +303,9 @@ class Occupation:
         self.pool = KVPool(LAYOUT, 5, CPU, self.memory)
         log = self.memory.driver.log
         self.peers, self.others = Peers(log), Others(log)
-        pages = memory_of(self.pool, HostPool(LAYOUT, 1, CPU))
-        given = None, PageAllocator(5), pages, "", lambda: None, self.others, self.peers
+        own = memory_of(self.pool, HostPool(LAYOUT, 1, CPU))
+        memory = MemoryOfRanks(own, self.others)  # type: ignore[arg-type]
+        given = None, PageAllocator(5), memory, "", lambda: None, self.peers
         self.made = MemoryOccupation(*given)  # type: ignore[arg-type]
         log.clear()
 

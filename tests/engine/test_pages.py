@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault
-from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.pages import AscendingRuns, PageAllocator, PageHolder
 from tests.support.engine_rig import ints
+from tests.support.lifo_pages import LifoFreeList
 
 
 def _allocate(pages: PageAllocator, num_pages: int, holder: PageHolder = PageHolder.REQUEST):
@@ -15,92 +16,12 @@ def _allocate(pages: PageAllocator, num_pages: int, holder: PageHolder = PageHol
     return taken
 
 
-def test_a_page_is_free_again_only_when_its_last_holder_has_dropped_it():
-    pages = PageAllocator(4)
-    page = _allocate(pages, 1)
-    for holder in (PageHolder.STEP, PageHolder.READ, PageHolder.PUBLICATION):
-        pages.hold(page, holder)
-    for holder in (PageHolder.REQUEST, PageHolder.STEP, PageHolder.READ):
-        pages.drop(page, holder)
-        assert pages.num_free == 3
-    pages.drop(page, PageHolder.PUBLICATION)
-    assert pages.num_free == 4
-    pages.check()
-
-
-def test_holds_of_one_kind_add_up():
-    pages = PageAllocator(2)
-    page = _allocate(pages, 1)
-    pages.hold(page, PageHolder.REQUEST)
-    pages.drop(page, PageHolder.REQUEST)
-    assert pages.num_free == 1
-    pages.drop(page, PageHolder.REQUEST)
-    assert pages.num_free == 2
-
-
-def test_allocation_is_all_or_nothing():
-    pages = PageAllocator(4)
-    _allocate(pages, 3)
-    assert pages.allocate(2, PageHolder.READ) is None
-    assert pages.num_free == 1
-    assert len(_allocate(pages, 1)) == 1
-
-
 def test_free_pages_are_given_out_in_ascending_runs():
     pages = PageAllocator(8)
     first, second = _allocate(pages, 3), _allocate(pages, 3)
     pages.drop(first, PageHolder.REQUEST)
     pages.drop(second, PageHolder.REQUEST)
     assert _allocate(pages, 8).tolist() == list(range(8))
-
-
-def test_a_lifo_list_gives_out_first_what_was_freed_last():
-    pages = PageAllocator(8, lifo=True)
-    first = _allocate(pages, 3)
-    second = _allocate(pages, 2)
-    pages.drop(first, PageHolder.REQUEST)
-    pages.drop(second, PageHolder.REQUEST)
-    assert sorted(_allocate(pages, 2).tolist()) == sorted(second.tolist())
-
-
-def test_evictable_are_the_pages_that_the_cache_alone_holds():
-    pages = PageAllocator(4)
-    taken = _allocate(pages, 3)
-    pages.hold(taken[:2], PageHolder.CACHE)
-    assert pages.num_evictable == 0
-    pages.drop(taken, PageHolder.REQUEST)
-    assert (pages.num_evictable, pages.num_free) == (2, 2)
-    pages.hold(taken[:1], PageHolder.PUBLICATION)
-    assert pages.num_evictable == 1
-    assert pages.held_only_by(ints([0, 1, 2, 3]), PageHolder.CACHE).tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
-    pages.drop(taken[1:2], PageHolder.CACHE)
-    assert (pages.num_evictable, pages.num_free) == (0, 3)
-    pages.check()
-
-
-def test_a_page_that_the_cache_holds_twice_is_evictable_until_both_are_dropped():
-    pages = PageAllocator(2)
-    page = _allocate(pages, 1)
-    pages.hold(page, PageHolder.CACHE)
-    pages.drop(page, PageHolder.REQUEST)
-    assert pages.num_evictable == 1
-    pages.hold(page, PageHolder.CACHE)
-    pages.check()
-    assert pages.num_evictable == 1
-    assert pages.held_only_by(page, PageHolder.CACHE).all()
-    pages.hold(page, PageHolder.STEP)
-    assert pages.num_evictable == 0
-    pages.drop(page, PageHolder.CACHE)
-    pages.drop(page, PageHolder.STEP)
-    assert (pages.num_evictable, pages.num_free) == (1, 1)
-    pages.drop(page, PageHolder.CACHE)
-    assert (pages.num_evictable, pages.num_free) == (0, 2)
-    pages.check()
 
 
 def test_a_free_page_cannot_be_held():
@@ -114,17 +35,6 @@ def test_what_is_not_held_cannot_be_dropped():
     page = _allocate(pages, 1)
     with pytest.raises(EngineFault, match="READ"):
         pages.drop(page, PageHolder.READ)
-
-
-def test_pages_can_be_taken_off_the_free_list_by_number():
-    for lifo in (False, True):
-        pages = PageAllocator(6, lifo=lifo)
-        held = _allocate(pages, 2)
-        wanted = np.concatenate([held, ints([5, 3])])
-        pages.hold_even_free(wanted, PageHolder.STEP)
-        pages.check()
-        assert pages.num_free == 2
-        assert sorted(_allocate(pages, 2).tolist()) == [2, 4]
 
 
 def test_the_release_count_moves_when_somebody_else_could_have_a_page():
@@ -150,17 +60,20 @@ def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
     assert pages.num_evictable == held["cache"]
 
 
-@pytest.mark.parametrize("lifo", [False, True])
-def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
+@pytest.mark.parametrize("free_list", [AscendingRuns, LifoFreeList])
+def test_the_books_agree_with_a_plain_count_over_random_holds(free_list):
     rng = random.Random(7)
-    pages = PageAllocator(32, lifo=lifo)
+    pages = PageAllocator(32, free_list)
     holds: list[tuple[int, PageHolder]] = []
     for _ in range(3000):
         holder = rng.choice(list(PageHolder))
         match rng.randrange(4):
             case 0:
-                taken = pages.allocate(rng.randrange(5), holder)
+                wanted = rng.randrange(5)
+                taken = pages.allocate(wanted, holder)
+                assert (taken is None) == (wanted > 32 - len({page for page, _ in holds}))
                 if taken is not None:
+                    assert len(taken) == wanted
                     assert not {page for page, _ in holds} & set(taken.tolist())
                     holds += [(page, holder) for page in taken.tolist()]
             case 1 if holds:
@@ -180,4 +93,7 @@ def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
         for each in PageHolder:
             counted = Counter(page for page, by in holds if by is each)
             assert pages.holds(each).tolist() == [counted[page] for page in range(32)]
+            only = held - {page for page, by in holds if by is not each}
+            assert set(np.flatnonzero(pages.held_only_by(np.arange(32), each))) == only
+        assert pages.num_evictable == len(only)  # of the last kind, CACHE
         pages.check()

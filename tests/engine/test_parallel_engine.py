@@ -45,8 +45,9 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.loop.rebalancing import RebalancingRole
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
+from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
-from engine.ranks.processes import Followers, JobFailed, PingTimer
+from engine.ranks.processes import Followers, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support import fork_server
@@ -482,14 +483,11 @@ def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
         serving.run()
         return serving.answers[len(serving.answers)]
 
-    def lose_pages_of_followers(number: int) -> CopyPages:
-        empty = NUM_PAGES + pages
-        return CopyPages(number, False, pages.tobytes(), empty.tobytes())
-
     try:
-        expected = answer()
+        expected, empty = answer(), NUM_PAGES + pages
+        lose_pages = CopyPages(False, pages.tobytes(), empty.tobytes())
         serving.engine.copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
-        assert followers.ask(lose_pages_of_followers).result(PATIENCE_S) == [b""]
+        assert followers.ask(lose_pages).result(PATIENCE_S) == [b""]
         assert answer() != expected  # it continues from the prefix cache
         told = threading.Event()
         serving.engine.copier.notify = told.set
@@ -510,10 +508,10 @@ def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path)
         assert "nowhere" in str(load.exception())
         followers = serving.engine.loaded.followers
         assert followers is not None
-        asked = followers.ask(lambda number: ReadAdapter(number, 99, "nowhere"))
+        asked = followers.ask(ReadAdapter(99, "nowhere"))
         with pytest.raises(JobFailed, match=r"lora_path: .*nowhere"):
             asked.result(PATIENCE_S)
-        dropped = followers.ask(lambda number: DropAdapter(number, 99))
+        dropped = followers.ask(DropAdapter(99))
         assert dropped.result(PATIENCE_S) == [b""]
         serving.add(prompt(20), adapter="a", sampling=sampled())
         serving.run()
@@ -761,9 +759,7 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         weights.put(weights.prepare("b").result(PATIENCE_S)).result(PATIENCE_S)
         assert answer(serving) == expected[1]
         weights.give_back().result(PATIENCE_S)
-        pools = serving.engine.other_pools
-        assert pools is not None
-        pools.release().result(PATIENCE_S)
+        serving.engine.page_memory.release()
         weights.bring_back().result(PATIENCE_S)
         assert answer(serving) == expected[1]
         received = weights.receive()
@@ -879,7 +875,7 @@ def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: 
     try:
         first.add(LONG_PROMPT, sampling=sampled())
         first.run()
-        poll_until(first, lambda: len(first.engine.tiers.files.cache) >= 4)
+        poll_until(first, lambda: len(first.engine.tiers.files.cache.index) >= 4)
         poll_until(first, lambda: not first.engine.tiers.busy)
     finally:
         first.close()

@@ -11,6 +11,7 @@ from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from tests.support.engine_rig import ints
+from tests.support.lifo_pages import LifoFreeList
 
 SIZE = 4
 ONE, OTHER = namespace_of("one"), namespace_of("other")
@@ -20,7 +21,7 @@ class Books:
     """A cache of pages of 4 tokens, and requests that compute and leave."""
 
     def __init__(self, num_pages: int = 64, *, enabled: bool = True, max_pages: int = 0) -> None:
-        self.pages = PageAllocator(num_pages, lifo=True)
+        self.pages = PageAllocator(num_pages, LifoFreeList)
         self.cache = PrefixCache(SIZE, self.pages, enabled=enabled, max_pages=max_pages)
 
     def begin(self, tokens: list[int], namespace=SHARED):

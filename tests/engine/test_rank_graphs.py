@@ -33,7 +33,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, open_checkpoint, read_spec
 from engine.models.decoder import Decoder
 from engine.ranks import WHOLE, Share
-from engine.ranks.messages import ReplaceHostPages
+from engine.ranks.messages import RankJob, ReplaceHostPages
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.runner.forwards import Forwards
@@ -114,7 +114,8 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     pools = KVPool(layout, steps.pool.num_pages, CPU), HostPool(layout, 0, CPU)
     bank, stream = no_adapters(steps.table).bank, WorkerStream()
     jobs: Any = SimpleNamespace(
-        adapter=None, with_host_pages=lambda job, forwards: forwards.over(HostPool(layout, 0, CPU))
+        adapter=None,
+        with_host_pages=lambda number, num_pages, forwards: forwards.over(HostPool(layout, 0, CPU)),
     )
 
     def run() -> None:
@@ -159,7 +160,7 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
         again = Repeating()
         steps.runner = steps.runner.with_host_pool(steps.host_pool, again)
         ranks.capture()
-        ranks.send(msgspec.msgpack.encode(ReplaceHostPages(0, 0)))
+        ranks.send(msgspec.msgpack.encode(RankJob(0, ReplaceHostPages(0))))
         assert steps.generate(prompts, 8) == expected
         assert again.replayed == expected_sizes == theirs.replayed[len(expected_sizes) :]
 

@@ -18,28 +18,27 @@ import torch
 from common.config import EngineConfig
 from common.errors import EngineFault
 from common.requests.namespace import UNNAMED
-from engine.follower import PartWeights
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import open_checkpoint
 from engine.models.refill import relocated
 from engine.rank_files import FilesOfRanks
-from engine.rank_jobs import FollowerJobs, WeightsOfRanks
+from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
 from engine.ranks import WHOLE, Share
+from engine.ranks.job_queue import JobQueue
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CopyPages,
     DropAdapter,
     EraseSlots,
     JobDone,
-    Ping,
     RankReport,
     ReleasePools,
     RestorePools,
     TransferJob,
 )
-from engine.ranks.processes import Followers, JobQueue
+from engine.ranks.processes import Followers
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
@@ -76,10 +75,7 @@ def test_moves_of_many_experts_fit_into_packets() -> None:
     moves = {f"model.layers.{number}.mlp.": slots for number in range(61)}
     jobs: list[Any] = []
 
-    def ask(make: Any) -> Any:
-        jobs.append(make(len(jobs)))
-
-    followers: Any = SimpleNamespace(ask=ask, share=None, parallel=SimpleNamespace(hosts=1))
+    followers: Any = SimpleNamespace(ask=jobs.append, share=None, parallel=SimpleNamespace(hosts=1))
     WeightsOfRanks(followers).move_experts(moves)
     assert all(len(msgspec.msgpack.encode(job)) < MAX_PACKET_BYTES for job in jobs)
     assert [name for job in jobs for name in job.layers] == [*moves]
@@ -90,8 +86,8 @@ def test_moves_of_many_experts_fit_into_packets() -> None:
     pool: Any = SimpleNamespace(tensor=torch.zeros(1))
     given: Any = Share(1, 8), replies, pool, pool, None, weights, None
     follower = FollowerJobs(*given)
-    for job in jobs:
-        follower.take(job, SentSteps())
+    for number, job in enumerate(jobs):
+        follower.take(number, job, SentSteps())
     assert done.wait(PATIENCE_S) and seen == moves
 
 
@@ -170,13 +166,13 @@ def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> Non
         share = Share(1, 2)
         jobs = FollowerJobs(share, theirs, pages, pages, nothing, nothing, transfer)  # type: ignore[arg-type]
         steps, events = sent(5)
-        jobs.take(TransferJob(7, 3, b"early"), steps)
-        jobs.take(TransferJob(8, 5, b"late"), steps)
+        jobs.take(7, TransferJob(3, b"early"), steps)
+        jobs.take(8, TransferJob(5, b"late"), steps)
         assert [(body, event) for body, event, _ in transfer.taken] == [
             (b"early", events[2]),
             (b"late", events[4]),
         ]
-        jobs.take(Ping(), steps)  # at once
+        jobs.report(steps)
         report = msgspec.msgpack.decode(ours.recv(999), type=RankReport)
         assert report.steps == 5
         early, late = (reply for *_, reply in transfer.taken)
@@ -206,7 +202,7 @@ def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
     with ours, theirs:
         jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
         page = np.zeros(1, np.int32).tobytes()
-        jobs.take(CopyPages(1, True, page, page), steps)
+        jobs.take(1, CopyPages(True, page, page), steps)
         assert step.awaited.wait(PATIENCE_S)
         pool.tensor.view(torch.uint8).fill_(7)  # by the step
         step.computed.set()
@@ -224,16 +220,16 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
     with ours, theirs:
         jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
 
-        def done(job: Any) -> JobDone:
-            jobs.take(job, steps)
+        def done(number: int, job: Any) -> JobDone:
+            jobs.take(number, job, steps)
             return msgspec.msgpack.decode(ours.recv(999), type=JobDone)
 
         whole = memory.mapped_bytes
-        assert done(ReleasePools(1)) == JobDone(1, "") and memory.mapped_bytes == 0
+        assert done(1, ReleasePools()) == JobDone(1, "") and memory.mapped_bytes == 0
         driver.total = 0
-        assert done(RestorePools(2)).error == "0.00 GiB are needed, 0.00 GiB are free"
+        assert done(2, RestorePools()).error == "0.00 GiB are needed, 0.00 GiB are free"
         driver.total = whole
-        assert done(RestorePools(3)) == JobDone(3, "") and memory.mapped_bytes == whole
+        assert done(3, RestorePools()) == JobDone(3, "") and memory.mapped_bytes == whole
         pool.tensor.fill_(7)
 
 
@@ -245,7 +241,7 @@ def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> N
     region = relocated(served.tensors(model), memory)
     source = WeightSource.of(directory, served)
     config = EngineConfig(model=str(directory))
-    weights = PartWeights(config, served, source, model, WHOLE, False, region)
+    weights = RankWeights(config, served, source, model, WHOLE, False, region)
     weights.drain()
     assert memory.mapped_bytes == 0
     weights.refill(directory, UNNAMED)
@@ -259,13 +255,11 @@ def test_any_number_of_slots_is_erased() -> None:
     packets: list[bytes] = []
     erased: list[int] = []
     own: Any = SimpleNamespace(num_slots=50_000, erase=erased.extend)
-    followers: Any = SimpleNamespace(
-        ask=lambda make: packets.append(msgspec.msgpack.encode(make(1)))
-    )
-    FilesOfRanks(own, followers, b"", 0, lambda: None).erase(range(50_000))
+    followers: Any = SimpleNamespace(ask=lambda job: packets.append(msgspec.msgpack.encode(job)))
+    FilesOfRanks(own, followers, b"", 0, lambda: None).erase(list(range(50_000)))
     jobs = [msgspec.msgpack.decode(each, type=EraseSlots) for each in packets]
-    slots = np.concatenate([np.frombuffer(job.slots, np.int64) for job in jobs])
-    assert slots.tolist() == erased == list(range(50_000))
+    slots = [slot for job in jobs for slot in job.slots]
+    assert slots == erased == list(range(50_000))
     assert max(map(len, packets)) < MAX_PACKET_BYTES
 
 
@@ -333,9 +327,7 @@ def test_jobs_of_an_ended_follower_are_an_error() -> None:
             jobs.put(b"job")
 
 
-def no_adapter(number: int) -> DropAdapter:
-    """Return a job that changes nothing."""
-    return DropAdapter(number, 99)
+NO_ADAPTER = DropAdapter(99)  # changes nothing
 
 
 def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +338,7 @@ def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture
         followers.loaded()
         followers.watch(ended.set)
         for _ in range(3):
-            assert followers.ask(no_adapter).result(PATIENCE_S) == [b""]
+            assert followers.ask(NO_ADAPTER).result(PATIENCE_S) == [b""]
         assert not ended.is_set()
     finally:
         followers.close()
@@ -361,12 +353,12 @@ def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) ->
     try:
         (pid,) = serving.engine.follower_pids
         os.kill(pid, signal.SIGSTOP)
-        asked = [followers.ask(no_adapter) for _ in range(2000)]
+        asked = [followers.ask(NO_ADAPTER) for _ in range(2000)]
         assert not any(each.done() for each in asked)
         os.kill(pid, signal.SIGCONT)
         assert {tuple(each.result(PATIENCE_S)) for each in asked} == {(b"",)}
         called: Future[str] = Future()
-        followers.ask(no_adapter, lambda _: called.set_result(threading.current_thread().name))
+        followers.ask(NO_ADAPTER, lambda _: called.set_result(threading.current_thread().name))
         assert called.result(PATIENCE_S) == "ranks"
         failed: Future[Any] = Future()
         serving.engine.ask_followers(b"not a message", failed.set_result)

@@ -228,7 +228,7 @@ def test_requests_that_share_a_prefix_may_be_retracted_at_once(overlap):
 def test_a_host_page_that_nobody_has_is_found_when_idle():
     rig = _rig()
     rig.scheduler.check_idle()
-    rig.tiers.host.allocate(1, PageHolder.REQUEST)
+    rig.core.allocate_host(1, PageHolder.REQUEST)
     with pytest.raises(EngineFault, match=r"host pages \[.*\] have REQUEST holds"):
         rig.scheduler.check_idle()
 
@@ -240,9 +240,9 @@ def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
     copied = rig.in_flight.batch.swap_out.host_pages
     for request in requests:
         rig.abort(request)
-    assert len(copied) and (rig.tiers.host.pages.holds(PageHolder.STEP)[copied] == 1).all()
+    assert len(copied) and (rig.core.host_pages.holds(PageHolder.STEP)[copied] == 1).all()
     rig.run()
-    assert rig.tiers.host.pages.num_free == rig.options.swap_pages
+    assert rig.core.host_pages.num_free == rig.options.swap_pages
 
 
 def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():

@@ -15,6 +15,7 @@ from tests.engine.test_speculation import guesses
 from tests.support.drafters import KINDS
 from tests.support.engine_rig import Rig, ints
 from tests.support.fake_backend import VOCABULARY
+from tests.support.lifo_pages import LifoFreeList
 
 STATE = 3
 
@@ -126,7 +127,7 @@ class Books:
     SIZE = 4
 
     def __init__(self, num_pages: int = 400) -> None:
-        self.pages = PageAllocator(num_pages, lifo=True)
+        self.pages = PageAllocator(num_pages, LifoFreeList)
         self.cache = PrefixCache(self.SIZE, self.pages, (None,), STATE)
         self.taught: list[tuple[list[int], list[int]]] = []
 

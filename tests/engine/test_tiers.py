@@ -306,7 +306,7 @@ def test_a_flush_forgets_both():
     ask(rig, prompt)
     fill_the_pool(rig)
     rig.scheduler.flush_cache()
-    assert not len(rig.tiers.host) and rig.tiers.host.pages.num_free == 164
+    assert not len(rig.tiers.host.index) and rig.tiers.host.pages.num_free == 164
     assert ask(rig, prompt).cached_tokens == 0
 
 
@@ -442,4 +442,4 @@ def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages)
 def test_conversations_are_brought_back(windows, state_pages):
     rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
     assert sum(rig.tiers.host_tokens for rig in rigs) > 500
-    assert sum(rig.tiers.host.num_evicted for rig in rigs) > 0
+    assert sum(rig.tiers.host.index.num_evicted for rig in rigs) > 0

@@ -44,7 +44,6 @@ from kvtransfer.ports import (
 from node.request_state import Claims, Ending, RequestStage
 from node.sharing.exports import PrefixExports
 from tests.kvtransfer.node import Node
-from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (
     BANK,
     ENDED,
@@ -292,7 +291,7 @@ class SourceSide(SimulatedProducer):
             enabled=True,
             cache=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
-            tiers=NO_TIERS,
+            tiers=None,
             tables=tables,
             port=self.beneath,
         )
@@ -305,7 +304,7 @@ class SourceSide(SimulatedProducer):
         assert isinstance(twin, SourceSide)
         log = self.departures._log  # has a lock
         twin.departures, twin.beneath, twin.loans = copy.deepcopy(
-            (self.departures, self.beneath, self.loans), {id(log): log, id(NO_TIERS): NO_TIERS}
+            (self.departures, self.beneath, self.loans), {id(log): log}
         )
         return twin
 

@@ -18,8 +18,6 @@ from common.requests.namespace import Namespace
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.cache_tiers import CacheTiers
-from engine.offload.host_cache import HostCache
 from kvtransfer.messages import Prefix
 from kvtransfer.ports import (
     ClosedEvent,
@@ -46,6 +44,7 @@ from tests.kvtransfer.sides import (
     require,
 )
 from tests.kvtransfer.world import Simulation
+from tests.support.lifo_pages import LifoFreeList
 
 OTHERS = "others"  # what whoever takes a page writes into it
 
@@ -109,7 +108,7 @@ class Memory:
     cells: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(self.num_pages, lifo=True)
+        self.pages = PageAllocator(self.num_pages, LifoFreeList)
         tables = self.tables
         self.cache = PrefixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
         self.cells = [FREE] * self.num_pages
@@ -197,12 +196,6 @@ def _tokens(count: int) -> Any:
     return np.arange(count, dtype=np.int32)
 
 
-_MEMORY = Memory(1, PageTables(PAGE_SIZE))
-NO_TIERS = CacheTiers(  # nothing changes there: never copied
-    HostCache(0), enabled=False, cache=_MEMORY.cache, pages=_MEMORY.pages, tables=_MEMORY.tables
-)
-
-
 # The producer
 
 
@@ -237,7 +230,7 @@ class LenderSide(SimulatedProducer):
             enabled=True,
             cache=self.memory.cache,
             pages=self.memory.pages,
-            tiers=NO_TIERS,
+            tiers=None,
             tables=plan.tables,
             port=self.port,
         )
@@ -247,7 +240,6 @@ class LenderSide(SimulatedProducer):
         twin = super().fork()
         assert isinstance(twin, LenderSide)
         copied = {} if copied is None else copied
-        copied[id(NO_TIERS)] = NO_TIERS
         mine = (self.memory, self.port, self.loans)
         twin.memory, twin.port, twin.loans = copy.deepcopy(mine, copied)
         return twin

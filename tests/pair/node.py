@@ -65,6 +65,7 @@ from node.messages import (
 from node.runtime import NodeRuntime
 from prefill_node import engine as prefill_engine
 from tests.pair.wires import FrontEnd
+from tests.support.lifo_pages import LifoFreeList
 from tests.support.loopback import LoopbackBackend
 
 STREAM = 1  # of the only router
@@ -396,7 +397,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         backend.copier,
         store=store,
         speculator=size.speculator,
-        lifo=True,
+        free_list=LifoFreeList,
     )
     return assemble(config, loaded, core, backend, AllPass()), config
 

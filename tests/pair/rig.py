@@ -363,7 +363,8 @@ class PairRig:
         for node in self.nodes:
             self._exits.callback(node.engine.stream.close)
             self._exits.callback(node.engine.copier.close)
-            self._exits.callback(node.engine.tiers.close)
+            if node.engine.tiers is not None:
+                self._exits.callback(node.engine.tiers.close)
             if node.engine.encoder is not None:
                 self._exits.callback(node.engine.encoder.close)
             self._exits.callback(node.engine.weights.close)

@@ -159,6 +159,6 @@ def test_a_flush_empties_the_tier_too(known: Known) -> None:
         one_by_one(rig, PROMPTS)
         (node,) = rig.decode
         rig.flush(node)
-        assert not len(node.engine.tiers.host)
+        assert not len(node.engine.tiers.host.index)
         assert one_by_one(rig, PROMPTS[:1]) == [known.greedy(PROMPTS[0], ANSWER)]
         assert not brought(node)

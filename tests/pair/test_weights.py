@@ -191,11 +191,11 @@ def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
     with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:
         (node,) = rig.decode
         assert ask(rig).tokens == greedy("old", PROMPT, 8)
-        rig.until(lambda: len(node.engine.tiers.files.cache) >= 4, "pages are in files")
+        rig.until(lambda: len(node.engine.tiers.files.cache.index) >= 4, "pages are in files")
         for weights in ("new", "old", "new"):
             pause(rig)
             put(rig, node, weights)
-            assert not len(node.engine.tiers.files.cache)
+            assert not len(node.engine.tiers.files.cache.index)
             resumed(rig)
             again = ask(rig)
             assert (again.tokens, again.cached_tokens) == (greedy(weights, PROMPT, 8), 0)

@@ -23,8 +23,9 @@ from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import CoreShape, EngineCore
-from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.pages import AscendingRuns, PageHolder
 from engine.loop.loop import EventLoop
+from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.page_files import PageFiles
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
@@ -39,6 +40,7 @@ from tests.support.fake_backend import (
     state_of,
 )
 from tests.support.fake_clock import FakeClock
+from tests.support.lifo_pages import LifoFreeList
 from tests.support.specs import make_request
 
 NUM_LAYERS = 8
@@ -124,11 +126,11 @@ class Rig:
             self.copier,
             store=self.store,
             speculator=given.speculator,
-            lifo=given.lifo,
+            free_list=LifoFreeList if given.lifo else AscendingRuns,
             clock=self.clock,
         )
         self.table, self.pages = self.core.table, self.core.pages
-        self.cache, self.tiers = self.core.cache, self.core.tiers
+        self.cache = self.core.cache
         self.admitted: list[tuple[int, Ints]] = []
         self.scheduler = Scheduler(self.config, self.core, self._on_admit)
         self.token_s: float | None = given.token_s
@@ -140,7 +142,7 @@ class Rig:
             pages=self.pages,
             cache=self.cache,
             tables=tables,
-            tiers=self.tiers,
+            tiers=self.core.tiers,
             page_bytes=1,
         )
         self.coming: dict[int, Request] = {}  # by key
@@ -237,8 +239,8 @@ class Rig:
         self.sent.append(request)
         self.coming[request.key] = request
         room = self.scheduler.free_capacity().num_pages
-        way = self.tiers.way(request.token_ids[:-1], request.namespace)
-        if way is None or not self.tiers.bring(way, room, add):
+        wanted = request.token_ids[:-1], request.namespace
+        if self.core.tiers is None or not self.tiers.load(*wanted, room, add):
             add()
 
     def land(self, request: Request) -> bool:
@@ -351,9 +353,15 @@ class Rig:
             self.check()
 
     @property
+    def tiers(self) -> CacheTiers:
+        """The offload tiers. The rig must have some."""
+        assert self.core.tiers is not None
+        return self.core.tiers
+
+    @property
     def has_work(self) -> bool:
-        busy = self.coming or self.tiers.busy or self.in_flight is not None
-        return bool(self.scheduler.has_work or busy)
+        busy = self.core.tiers is not None and self.core.tiers.busy
+        return bool(self.scheduler.has_work or self.coming or busy or self.in_flight is not None)
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -404,7 +412,8 @@ class RigRole:
             self._vandalise()
         for call in rig.before_poll:
             call()
-        rig.tiers.poll()
+        if rig.core.tiers is not None:
+            rig.core.tiers.poll()
         for finished in rig.scheduler.expire():
             rig.end(finished)
 

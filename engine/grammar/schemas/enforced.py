@@ -139,8 +139,6 @@ class _Document:
                         f"use anyOf",
                     )
 
-    # References -----------------------------------------------------------------------------------
-
     def _opened(self, schema: Any, place: str) -> Schema:
         """Return an equivalent schema without a reference or `allOf` at its top, with the keywords
         of the newest draft."""
@@ -196,8 +194,6 @@ class _Document:
             else:
                 raise refuse(place, f"$ref {pointer!r} does not exist")
         return found
-
-    # Types ----------------------------------------------------------------------------------------
 
     def _of_type(self, kind: str, schema: Schema, place: str, depth: int) -> dict[str, Any]:
         match kind:

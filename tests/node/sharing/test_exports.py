@@ -15,7 +15,7 @@ from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
 from node.sharing.prefixes import PrefixSharing, SharedWeights
-from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
+from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
 ID = HandoffId(1, 1, 1)
@@ -36,7 +36,7 @@ def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> PrefixExpo
         enabled=enabled,
         cache=memory.cache,
         pages=memory.pages,
-        tiers=NO_TIERS,
+        tiers=None,
         tables=tables,
         port=port,
     )
@@ -113,7 +113,7 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
         page_bytes=64,
         cache=memory.cache,
         pages=memory.pages,
-        tiers=NO_TIERS,
+        tiers=None,
         tables=PageTables(PAGE_SIZE),
         weights=cast(SharedWeights, SimpleNamespace(port=port)),
     )
