@@ -62,6 +62,12 @@ def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Ite
         yield from guarded(f"an operation of {name}", _made(setting, make, name))
 
 
+def calls(ops: Iterable[Callable[[], Op]]) -> Iterator[Callable[[], object]]:
+    """Yield calls that make each operation and run it once."""
+    for make in ops:
+        yield lambda make=make: make().call()
+
+
 def measure_package(
     setting: Setting, ops: Callable[[Setting], Iterable[Callable[[], Op]]], name: str
 ) -> Iterator[Row]:
@@ -126,8 +132,7 @@ def _text(us: float | None) -> str:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return norm(found - exact)
-    norm(exact), in float64. NaN if any input is."""
+    """Return norm(found - exact) / norm(exact), in float64. NaN if any input is."""
     exact = exact.double()
     norm = torch.linalg.vector_norm
     return float(norm(found.double() - exact) / norm(exact))
