@@ -5,6 +5,7 @@ An operation that fails its check is reported and not timed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,11 @@ def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Ite
 def calls(ops: Iterable[Callable[[], Op]]) -> Iterator[Callable[[], object]]:
     """Yield calls that make each operation and run it once."""
     for make in ops:
-        yield lambda make=make: make().call()
+        yield partial(_call_once, make)
+
+
+def _call_once(make: Callable[[], Op]) -> None:
+    make().call()
 
 
 def measure_package(
