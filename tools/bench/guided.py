@@ -27,16 +27,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import grpc.aio
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cli.demo import DIRECTORY
-from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest
-from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Guide, Sampling
+from tools.bench.support.load import Answer, Client
 from tools.bench.support.record import emit, say, table
 from tools.bench.support.systems import as_up
 from tools.demo import structured, tasks
@@ -277,30 +275,20 @@ async def _round(
     target: str, requests: Sequence[GenerateRequest], streams: int, measured: Measured
 ) -> None:
     """Run all requests once, `streams` at a time."""
-    waiting, responses = list(enumerate(requests)), dict[int, list[int]]()
-    async with make_channel(target) as channel:
-        stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
+    waiting, answers = list(enumerate(requests)), dict[int, Answer]()
+    async with Client(target) as client:
 
         async def stream() -> None:
             while waiting:
                 number, request = waiting.pop(0)
-                messages = await _messages(stub, request)
-                responses[number] = [token for tokens in messages for token in tokens]
-                measured.messages += [len(tokens) for tokens in messages[1:]]
+                answers[number] = await client.generate(request)
+                measured.messages += answers[number].chunk_tokens[1:]
 
         began = time.perf_counter()
         await asyncio.gather(*(stream() for _ in range(streams)))
         took_s = time.perf_counter() - began
-    measured.responses = [responses[number] for number in range(len(requests))]
+    measured.responses = [answers[number].token_ids for number in range(len(requests))]
     measured.tokens_per_s.append(sum(map(len, measured.responses)) / took_s)
-
-
-async def _messages(stub: Any, request: GenerateRequest) -> list[list[int]]:
-    try:
-        messages = [list(each.token_ids) async for each in stub.Generate(request, timeout=120)]
-    except grpc.aio.AioRpcError as error:
-        raise SystemExit(f"a request failed: {error.details()}") from error
-    return [tokens for tokens in messages if tokens]
 
 
 if __name__ == "__main__":
