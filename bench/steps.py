@@ -16,6 +16,7 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
 from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
+from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from simulation.cost.measured import MeasuredStep
 
@@ -23,6 +24,20 @@ _FAR = 1e12  # seconds: requests have no deadline
 _FIRST_TOKEN = 3  # lower ids may be special
 _WARM_UP = 3  # steps before the first measured one
 _SEED = 1
+
+
+def random_request(
+    key: int,
+    random: np.random.Generator,
+    num_tokens: int,
+    vocabulary: int,
+    max_tokens: int = 1 << 20,
+) -> Request:
+    """Return a greedy request of random tokens, which by default practically never ends."""
+    ids = random.integers(_FIRST_TOKEN, vocabulary, num_tokens, dtype=np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=key, temperature=0.0, ignore_eos=True)
+    spec = RequestSpec(token_ids=ids.tobytes(), sampling=sampling)
+    return Request.of(spec, key=key, deadline=_FAR, arrived=0.0, origin=(1, key))
 
 
 class StepTimer:
@@ -101,12 +116,7 @@ class StepTimer:
     def _request(self, tokens: int, max_tokens: int) -> Request:
         self._key += 1
         vocabulary = self.engine.model.spec.vocabulary_size
-        ids = self._random.integers(_FIRST_TOKEN, vocabulary, tokens, dtype=np.int32)
-        sampling = SamplingParams(
-            max_tokens=max_tokens, seed=self._key, temperature=0.0, ignore_eos=True
-        )
-        spec = RequestSpec(token_ids=ids.tobytes(), sampling=sampling)
-        return Request.of(spec, key=self._key, deadline=_FAR, arrived=0.0, origin=(1, self._key))
+        return random_request(self._key, self._random, tokens, vocabulary, max_tokens)
 
     def _join(self, tokens: int, longest: int) -> None:
         """Add a request with `tokens` tokens to the running batch."""
@@ -126,23 +136,35 @@ class StepTimer:
         self._role.running.clear()
 
 
-class _TimedRole:
-    """An engine role that only schedules, and remembers the last batch."""
+class SchedulingRole:
+    """An engine role that only schedules."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.running: list[Request] = []
-        self.last: ScheduleBatch | None = None
 
     def poll(self) -> None:
-        pass
+        self.scheduler.expire()
 
     def next_batch(self) -> ScheduleBatch | None:
         return self.scheduler.next_batch()
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        self.last = batch
-        self.scheduler.finish(batch, result)
+        self.finished(batch, self.scheduler.finish(batch, result))
+
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
+        """Record a step."""
 
     def idle(self) -> None:
         raise AssertionError("there is work")
+
+
+class _TimedRole(SchedulingRole):
+    """Remembers the last batch."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.running: list[Request] = []
+        self.last: ScheduleBatch | None = None
+
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
+        self.last = batch

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,31 +59,17 @@ class Machine:
             UnusableRun: it does not start. Contains the last lines of a log.
         """
         programs, url = self._programs(system)
-        running, serving = LocalSystem(programs, self.logs / system.name, None), Serving(url)
+        serving = Serving(url)
+        async with started(system.name, programs, self.logs / system.name, self.start_s) as running:
 
-        async def watch() -> None:
-            serving.failure = await running.first_exit()
+            async def watch() -> None:
+                serving.failure = await running.first_exit()
 
-        watching = asyncio.create_task(watch())
-        ready = asyncio.create_task(running.until_ready(lambda name, remark: None))
-        try:
-            await asyncio.wait(
-                (ready, watching), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if serving.failure is not None:
-                raise UnusableRun(f"{system.name} does not start: {serving.failure}")
-            if not ready.done():
-                raise UnusableRun(f"{system.name} is not ready within {self.start_s:.0f} s")
-            ready.result()
-            yield serving
-        finally:
-            ready.cancel()
-            watching.cancel()
+            watching = asyncio.create_task(watch())
             try:
-                await running.stop(_STOP_S)
-            except BaseException:
-                running.kill()
-                raise
+                yield serving
+            finally:
+                watching.cancel()
 
     def _programs(self, system: ComparedSystem) -> tuple[list[plan.Program], str]:
         first = _free_block(2 + system.prefill + system.decode)
@@ -116,6 +102,38 @@ class Machine:
             for program in programs
         ]
         return extended, f"http://{plan.HOST}:{first + 1}"
+
+
+@contextlib.asynccontextmanager
+async def started(
+    name: str, programs: Sequence[plan.Program], logs: Path, start_s: float
+) -> AsyncIterator[LocalSystem]:
+    """Start processes and yield them when they are ready. Stops them when the block ends.
+
+    Raises:
+        UnusableRun: they are not ready within `start_s` seconds. Contains the last lines of a log.
+    """
+    running = LocalSystem(programs, logs, None)
+    try:
+        ready = asyncio.ensure_future(running.until_ready(lambda name, remark: None))
+        ended = asyncio.ensure_future(running.first_exit())
+        try:
+            await asyncio.wait((ready, ended), timeout=start_s, return_when="FIRST_COMPLETED")
+            if ended.done():
+                raise UnusableRun(f"{name} does not start: {ended.result()}")
+            if not ready.done():
+                raise UnusableRun(f"{name} is not ready within {start_s:.0f} s")
+            ready.result()
+        finally:
+            ready.cancel()
+            ended.cancel()
+        yield running
+    finally:
+        try:
+            await running.stop(_STOP_S)
+        except BaseException:
+            running.kill()
+            raise
 
 
 def _free_block(count: int) -> int:

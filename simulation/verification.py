@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from simulation.plan.layouts import DEFAULT_ROWS
-from simulation.plan.search import Candidate, Cluster, Plan
+from simulation.plan.search import Candidate, Cluster, Plan, ties
 from simulation.plan.traffic import PERCENTILE, Objectives, TraceLine, Traffic
 from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import MAX_NODES
@@ -132,12 +132,9 @@ def verify(
 def _ranked(found: Sequence[Verified], band: float) -> tuple[Verified, ...]:
     ranked = sorted(found, key=lambda each: -1.0 if each.capacity is None else each.capacity)
     ranked.reverse()
-    least = (ranked[0].capacity or math.inf) / (1 + band) if ranked else math.inf
-    near = [(each.capacity or 0.0) >= least for each in ranked]
-    several = sum(near) > 1
+    marks = ties([each.capacity for each in ranked], band)
     return tuple(
-        msgspec.structs.replace(each, tie=several and close)
-        for each, close in zip(ranked, near, strict=True)
+        msgspec.structs.replace(each, tie=tie) for each, tie in zip(ranked, marks, strict=True)
     )
 
 

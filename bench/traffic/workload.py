@@ -4,7 +4,6 @@ Ids are from a small range that every vocabulary has, so lengths are exact with 
 traces define sending times.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.errors import InvalidInput
+from simulation.plan.traffic import TraceLine, trace_lines
 
 HELP = "N | A-B (uniform) | lognormal:MEDIAN,SIGMA,MAX | mix:N=WEIGHT,N=WEIGHT,..."
 
@@ -140,14 +140,6 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceLine:
-    at_s: float  # seconds from the trace's start
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class WorkloadTrace:
     """The requests of a trace file, sent once in the order of their times."""
 
@@ -156,63 +148,33 @@ class WorkloadTrace:
 
     @classmethod
     def read(cls, file: Path) -> "WorkloadTrace":
-        """Read one JSON object per line, in the format of Mooncake's traces.
-
-        The fields are timestamp (ms), input_length, output_length and hash_ids (one for each 512
-        tokens; equal ids are equal tokens). All but the lengths are optional.
-
-        Raises:
-            InvalidInput: names the line.
-        """
-        lines = []
+        """Read a trace, see `trace_lines`. Raises InvalidInput, which names the line."""
         try:
-            with file.open() as texts:
-                for number, text in enumerate(texts, start=1):
-                    if text.strip():
-                        lines.append(_line(file, number, text))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"--trace {file}: {error}") from None
+            lines = sorted(trace_lines(file), key=lambda line: line.timestamp)
+        except ValueError as error:
+            raise InvalidInput(f"--trace {error}") from None
         if not lines:
             raise InvalidInput(f"--trace {file} has no lines")
-        return cls(file.name, tuple(sorted(lines, key=lambda line: line.at_s)))
+        return cls(file.name, tuple(lines))
 
     @property
     def largest(self) -> int:
-        return max(line.prompt_tokens + line.output_tokens for line in self.lines)
+        return max(line.input_length + line.output_length for line in self.lines)
 
     def jobs(self, seed: int) -> Iterator[WorkloadRequest]:
         rng = np.random.default_rng(seed)
         for line in self.lines:
-            shared = [token for block in line.blocks for token in _block(seed, block)]
-            shared = shared[: line.prompt_tokens]
-            rest = rng.integers(*VOCABULARY, line.prompt_tokens - len(shared)).tolist()
-            yield WorkloadRequest((*shared, *rest), line.output_tokens)
+            shared = [token for block in line.hash_ids for token in _block(seed, abs(block))]
+            shared = shared[: line.input_length]
+            rest = rng.integers(*VOCABULARY, line.input_length - len(shared)).tolist()
+            yield WorkloadRequest((*shared, *rest), line.output_length)
 
     def times(self) -> list[float]:
         """Return the due time of each request in seconds from the first."""
-        return [line.at_s - self.lines[0].at_s for line in self.lines]
+        return [(line.timestamp - self.lines[0].timestamp) / 1e3 for line in self.lines]
 
 
 @lru_cache(maxsize=4096)
 def _block(seed: int, block: int) -> tuple[int, ...]:
     rng = np.random.default_rng((seed, block))
     return tuple(rng.integers(*VOCABULARY, TRACE_BLOCK_TOKENS).tolist())
-
-
-def _line(file: Path, number: int, text: str) -> TraceLine:
-    try:
-        fields = json.loads(text)
-        line = TraceLine(
-            float(fields.get("timestamp", 0)) / 1e3,
-            int(fields["input_length"]),
-            int(fields["output_length"]),
-            tuple(abs(int(block)) for block in fields.get("hash_ids") or ()),
-        )
-        if min(line.prompt_tokens, line.output_tokens) < 1 or not 0 <= line.at_s < 1e9:
-            raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise InvalidInput(
-            f"--trace {file}, line {number}: needs input_length and output_length of at least 1 "
-            "and, if any, timestamp in ms and hash_ids"
-        ) from None
-    return line

@@ -39,6 +39,10 @@ class LocalSystem:
     def names(self) -> list[str]:
         return [program.name for program in self._programs]
 
+    def pid(self, name: str) -> int:
+        """Return the process id of a program."""
+        return next(c.pid for program, c in self._children.items() if program.name == name)
+
     async def until_ready(self, report: Callable[[str, str], None]) -> None:
         """Wait until every process is healthy, and the router can place a request."""
 

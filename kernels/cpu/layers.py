@@ -217,8 +217,7 @@ class _SumInPlace:
         return 1
 
 
-# ---- The structures of layers.cpp
-
+# The structures of layers.cpp:
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SUM = ctypes.CFUNCTYPE(ctypes.c_int)
 

@@ -9,7 +9,8 @@ from kernels import device, early_launch
 from kernels.bound import bound
 from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
-from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
+from kernels.narrow import UNSCALED, KVScales, kept, largest, may_keep
+from kernels.pages.store_kv import store_kv_reference
 
 BLOCK = 1024  # elements per program: in 16 bits, 16 bytes per thread of each half, in 2 warps
 
@@ -80,7 +81,7 @@ def rope_and_store(
         places = torch.arange(len(qkv))
         q = compiled.rope_and_store(qkv, angles, page, places, q_norm, k_norm, eps)
         k, v = page[0].permute(1, 2, 0, 3)
-        _write(k, v, kv, locations, scales)
+        store_kv_reference(k, v, kv, locations, scales)
         return q
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
 
@@ -109,21 +110,9 @@ def rope_and_store_reference(
         k = rms_norm_reference(packed[:, heads : heads + kv_heads], k_norm, eps)
         rotated = torch.cat((q, k), dim=1)
     rotated = rotate_reference(rotated, angles)
-    _write(rotated[:, heads:], packed[:, heads + kv_heads :], kv, locations, scales)
+    k, v = rotated[:, heads:], packed[:, heads + kv_heads :]
+    store_kv_reference(k, v, kv, locations, scales)
     return rotated[:, :heads]
-
-
-def _write(k: Tensor, v: Tensor, kv: Tensor, locations: Tensor, scales: KVScales) -> None:
-    """Write keys and values [num_tokens, kv_heads, head_dim] to their locations."""
-    page_size = kv.shape[3]
-    stored = torch.stack(
-        (narrowed(k, scales.key, kv.dtype), narrowed(v, scales.value, kv.dtype)), dim=1
-    )
-    stored, live = as_stored(stored), locations >= 0
-    if not bool(live.all()):
-        locations, stored = locations[live], stored[live]
-    by_token = as_stored(kv).permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
-    by_token[locations // page_size, locations % page_size] = stored
 
 
 def rope_and_store_triton(

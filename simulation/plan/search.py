@@ -128,7 +128,11 @@ def make_plan(cluster: Cluster, traffic: Traffic, objectives: Objectives) -> Pla
     found.sort(key=lambda each: (-each.capacity, each.forecast.ttft))
     band = max(each.cost.band for each in steps.values())
     nodes = tuple(_figures(tp, each, traffic, cluster.path) for tp, each in steps.items())
-    return Plan(_with_ties(found, band), nodes, band)
+    marks = ties([each.capacity for each in found], band)
+    ranked = (
+        msgspec.structs.replace(each, tie=tie) for each, tie in zip(found, marks, strict=True)
+    )
+    return Plan(tuple(ranked), nodes, band)
 
 
 def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeFigures:
@@ -195,12 +199,11 @@ def _candidate(
     return Candidate(layout, capacity, limited_by, forecast(traffic.rate), slots)
 
 
-def _with_ties(ranked: Sequence[Candidate], band: float) -> tuple[Candidate, ...]:
-    """Mark the candidates whose capacity is within the error band of the best one's."""
-    least = ranked[0].capacity / (1 + band) if ranked else math.inf
-    close = [0 < least <= each.capacity for each in ranked]
-    ties = sum(close) > 1
-    return tuple(
-        msgspec.structs.replace(each, tie=ties and near)
-        for each, near in zip(ranked, close, strict=True)
-    )
+def ties(capacities: Sequence[float | None], band: float) -> list[bool]:
+    """Return which capacities, best first, tie with the best one: they are within the error band.
+
+    All are False if the best one is alone, or is 0 or None.
+    """
+    least = (capacities[0] or math.inf) / (1 + band) if capacities else math.inf
+    near = [(each or 0.0) >= least for each in capacities]
+    return near if sum(near) > 1 else [False] * len(near)

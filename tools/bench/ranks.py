@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 import torch
 
+from bench.steps import SchedulingRole
 from common.config import (
     CacheConfig,
     EngineConfig,
@@ -45,6 +46,7 @@ from common.config import (
     TransferConfig,
 )
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import ScheduleBatch
 from engine.batch.forward import ForwardBatch
 from engine.batch.request import Request
 from engine.build import build
@@ -54,6 +56,7 @@ from engine.ranks.messages import MAX_PACKET_BYTES
 from engine.ranks.share import Share
 from engine.runner.launch_message import block_bytes, encode
 from engine.runner.step import Step
+from engine.scheduler.results import StepOutcome
 from kvtransfer.rank_messages import OfferPaths, PublishPages, StartTransfer
 from kvtransfer.rank_messages import encode as encode_message
 from tests.support.checkpoints import make_checkpoint
@@ -76,25 +79,18 @@ _MOE: dict[str, Any] = {
 KINDS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 
 
-class _Decoding:
-    """An engine role that only schedules, and records when steps end."""
+class _Decoding(SchedulingRole):
+    """Records when steps end."""
 
     def __init__(self, model: Path, ranks: int, threads: int, max_rows: int) -> None:
         config = _config(model, ranks, threads, max_rows)
         self.engine = build(config, "node.follower")
-        self._scheduler = self.engine.scheduler(config, lambda request, holding: None)
+        super().__init__(self.engine.scheduler(config, lambda request, holding: None))
         self._loop = EventLoop(self, self.engine.runner)
         self._ends: list[float] = []
         self._added = 0
 
-    def poll(self) -> None:
-        pass
-
-    def next_batch(self) -> Any:
-        return self._scheduler.next_batch()
-
-    def finish(self, batch: Any, result: Any) -> None:
-        self._scheduler.finish(batch, result)
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
         self._ends.append(time.perf_counter())
 
     def idle(self) -> None:
@@ -109,11 +105,11 @@ class _Decoding:
     def run(self, rows: int, steps: int) -> None:
         """Run `rows` requests to their end."""
         for request in _requests(rows, steps, self._added):
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         self._added += rows
         self._ends.clear()
         in_flight = None
-        while self._scheduler.has_work or in_flight is not None:
+        while self.scheduler.has_work or in_flight is not None:
             in_flight = self._loop.step(in_flight)
 
 

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.steps import SchedulingRole, random_request
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.request import RequestSpec
-from common.requests.sampling import SamplingParams
-from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
+from engine.batch.batch import BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop, StepClock
+from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.record import emit, percentiles, say, table
@@ -102,31 +102,21 @@ class Measured:
         )
 
 
-class Role:
-    """An engine role that records the times of tokens and steps. Requests are identified by key."""
+class Role(SchedulingRole):
+    """Records the times of tokens and steps. Requests are identified by key."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.times: dict[int, list[float]] = defaultdict(list)
         self.seconds: dict[ForwardMode, float] = defaultdict(float)
         self._before = time.process_time()
 
-    def poll(self) -> None:
-        self.scheduler.expire()
-
-    def next_batch(self) -> ScheduleBatch | None:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        outcome = self.scheduler.finish(batch, result)
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
         now = time.process_time()
         self.seconds[batch.mode] += now - self._before
         self._before = now
         for key in outcome.requests.tolist():
             self.times[key].append(now)
-
-    def idle(self) -> None:
-        raise AssertionError("there is work")
 
 
 class Node:
@@ -150,17 +140,7 @@ class Node:
 
     def add(self, num_tokens: int) -> Request:
         self._key += 1
-        tokens = self._rng.integers(3, self._vocabulary, num_tokens, dtype=np.int32)
-        request = Request.of(
-            RequestSpec(
-                token_ids=tokens.tobytes(),
-                sampling=SamplingParams(max_tokens=1 << 20, seed=self._key, temperature=0.0),
-            ),
-            key=self._key,
-            deadline=1e12,
-            arrived=time.monotonic(),
-            origin=(1, self._key),
-        )
+        request = random_request(self._key, self._rng, num_tokens, self._vocabulary)
         self._scheduler.add(request)
         return request
 

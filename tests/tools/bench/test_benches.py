@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
     "bits": ["--pairs", "16", "--seed", "1"],
-    "gpu.collectives": ["--dry"],
+    "collectives": ["--calls", "20"],
     "handoff": ["--parts", "cost", "--handoffs", "20"],
     "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],
     "scheduler": ["--steps", "10"],

@@ -6,15 +6,15 @@ numbers of threads for each number of streams, and keeps the fastest.
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from bench.traffic.workload import WorkloadRequest
+from tools.bench.support import peer
 from tools.bench.support.load import Answer, Client, cpu_row, summary
-from tools.bench.support.peer import TRANSFORMERS, running
+from tools.bench.support.peer import listed, running, shortened
 from tools.bench.support.record import ROOT, say
 from tools.bench.support.systems import Mode, as_up
 
@@ -46,7 +46,7 @@ class _Baton:
     client: Client
 
     async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
-        await self.answers(_shortened(jobs), streams)
+        await self.answers(shortened(jobs, _WARM_UP_TOKENS), streams)
 
     async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
         return _row(await self.client.closed_loop(jobs, streams))
@@ -63,7 +63,9 @@ class _Threaded:
     async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
         took = {}
         for threads in self.threads:
-            took[threads] = (await self.ask(_shortened(jobs), streams, threads))["wall_s"]
+            took[threads] = (await self.ask(shortened(jobs, _WARM_UP_TOKENS), streams, threads))[
+                "wall_s"
+            ]
         self.fastest[streams] = min(took, key=lambda threads: took[threads])
 
     async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
@@ -85,19 +87,11 @@ async def baton(mode: Mode, model: Path, flags: Sequence[str] = ()) -> AsyncIter
 @contextlib.asynccontextmanager
 async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> AsyncIterator[Contender]:
     """Start transformers' continuous batching."""
-    async with running(TRANSFORMERS) as peer:
+    async with peer.transformers(model, "cpu", dtype, _REPLY_S) as run:
 
         async def ask(jobs: Sequence[WorkloadRequest], streams: int, count: int) -> Row:
-            spec = {
-                "model": str(model),
-                "device": "cpu",
-                "dtype": dtype,
-                "threads": [count],
-                "warm_up": _listed(_shortened(jobs[:1])),  # for its loop, which is created again
-                "loads": [(streams, _listed(jobs))],
-            }
-            reply = await peer.ask(spec, _REPLY_S)
-            return {**reply["rows"][0], "token_ids": reply["tokens"]}
+            # The warm-up is for its loop, which is created again.
+            return await run(jobs, shortened(jobs[:1], _WARM_UP_TOKENS), streams, count)
 
         yield _Threaded(ask, threads)
 
@@ -121,11 +115,11 @@ async def llama(
     file = await _gguf(python, model) / f"{name}.gguf"
     async with running(
         [python, str(ROOT / "tools" / "bench" / "cpu" / "llama_peer.py"), str(file)]
-    ) as peer:
+    ) as process:
 
         async def ask(jobs: Sequence[WorkloadRequest], streams: int, count: int) -> Row:
-            load = {"threads": count, "streams": streams, "jobs": _listed(jobs)}
-            reply = await peer.ask(load, _REPLY_S)
+            load = {"threads": count, "streams": streams, "jobs": listed(jobs)}
+            reply = await process.ask(load, _REPLY_S)
             answers = [
                 Answer(
                     job.group,
@@ -163,16 +157,6 @@ async def _gguf(python: str, model: Path) -> Path:
             raise LeftOut(errors.decode(errors="replace").strip().splitlines()[-1])
         made.rename(directory)  # atomic
     return directory
-
-
-def _listed(jobs: Sequence[WorkloadRequest]) -> list[tuple[Any, ...]]:
-    return [dataclasses.astuple(job) for job in jobs]
-
-
-def _shortened(jobs: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
-    return [
-        dataclasses.replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs
-    ]
 
 
 def _row(answers: Sequence[Answer]) -> Row:

@@ -4,8 +4,9 @@ Loads no library that would initialise the GPU, because the calling process fork
 """
 
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from bench.facts import versions
 
 _PACKAGES = ("torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13", "grpcio", "numpy")
 _FACTS = ("name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem")
@@ -22,7 +23,7 @@ _STATE = (
 
 def facts() -> dict[str, Any]:
     """Return the static properties of all GPUs, and the versions of the relevant packages."""
-    return {"gpus": _ask(_FACTS), "packages": {name: _version(name) for name in _PACKAGES}}
+    return {"gpus": _ask(_FACTS), "packages": versions(_PACKAGES)}
 
 
 def state() -> list[dict[str, str]]:
@@ -39,10 +40,3 @@ def _ask(fields: tuple[str, ...]) -> list[dict[str, str]]:
         return []
     lines = [line.split(", ") for line in done.stdout.splitlines()]
     return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"

@@ -5,6 +5,7 @@ An operation that fails its check is reported and not timed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Ite
     """
     for make in ops:
         yield from guarded(f"an operation of {name}", _made(setting, make, name))
+
+
+def calls(ops: Iterable[Callable[[], Op]]) -> Iterator[Callable[[], object]]:
+    """Yield calls that make each operation and run it once."""
+    for make in ops:
+        yield partial(_call_once, make)
+
+
+def _call_once(make: Callable[[], Op]) -> None:
+    make().call()
 
 
 def measure_package(
@@ -126,8 +137,7 @@ def _text(us: float | None) -> str:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return norm(found - exact)
-    norm(exact), in float64. NaN if any input is."""
+    """Return norm(found - exact) / norm(exact), in float64. NaN if any input is."""
     exact = exact.double()
     norm = torch.linalg.vector_norm
     return float(norm(found.double() - exact) / norm(exact))

@@ -2,40 +2,26 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.support.record import ROOT
 
 TRANSFORMERS = (sys.executable, "-m", "tools.bench.support.transformers_peer")
+# Runs jobs, after others for warm-up, with this number of streams and of threads.
+TransformersPeer: TypeAlias = Callable[
+    [Sequence[WorkloadRequest], Sequence[WorkloadRequest], int, int], Awaitable[dict[str, Any]]
+]
 _MOST_BYTES = 1 << 26  # of one response
 _TAIL_BYTES = 4000
 _END_S = 10.0
-
-
-def transformers_peer(spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Run tools.bench.support.transformers_peer on `spec` and return its output.
-
-    Raises:
-        RuntimeError: it fails. Contains the end of its output.
-        subprocess.TimeoutExpired: it takes longer than `limit_s`.
-    """
-    done = subprocess.run(
-        TRANSFORMERS,
-        cwd=ROOT,
-        input=json.dumps(spec),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the peer failed:\n{done.stderr[-_TAIL_BYTES:]}")
-    reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return reply
 
 
 class Peer:
@@ -78,3 +64,39 @@ async def running(command: Sequence[str]) -> AsyncIterator[Peer]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # it has no state to save
             await asyncio.wait_for(process.wait(), _END_S)
+
+
+@contextlib.asynccontextmanager
+async def transformers(
+    model: Path, device: str, dtype: str, limit_s: float
+) -> AsyncIterator[TransformersPeer]:
+    """Run tools.bench.support.transformers_peer while inside the context."""
+    async with running(TRANSFORMERS) as peer:
+
+        async def ask(
+            jobs: Sequence[WorkloadRequest],
+            warm_up: Sequence[WorkloadRequest],
+            streams: int,
+            threads: int,
+        ) -> dict[str, Any]:
+            spec = {
+                "model": str(model),
+                "device": device,
+                "dtype": dtype,
+                "streams": streams,
+                "threads": threads,
+                "warm_up": listed(warm_up),
+                "jobs": listed(jobs),
+            }
+            return await peer.ask(spec, limit_s)
+
+        yield ask
+
+
+def listed(jobs: Sequence[WorkloadRequest]) -> list[tuple[Any, ...]]:
+    return [dataclasses.astuple(job) for job in jobs]
+
+
+def shortened(jobs: Sequence[WorkloadRequest], tokens: int) -> list[WorkloadRequest]:
+    """Return the jobs with at most `tokens` tokens of output, to warm up."""
+    return [dataclasses.replace(job, max_tokens=min(job.max_tokens, tokens)) for job in jobs]

@@ -1,10 +1,8 @@
 """Starts and stops the processes of a measured system on this machine."""
 
-import asyncio
 import contextlib
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +11,15 @@ from typing import Any, Literal
 
 import grpc.aio
 
-from cli.client import until_serving
+from bench.errors import UnusableRun
+from bench.systems import started
 from cli.local import plan
-from common.process.children import ChildProcess
+from cli.local.system import LocalSystem
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
 from protos.router_pb2_grpc import RouterStub
-from tools.bench.support.record import ROOT
 
 READY_S = 90.0
-END_S = 15.0
 _PARTS = ("front", "engine")
 
 Mode = Literal["disaggregated", "colocated"]
@@ -72,8 +69,8 @@ async def serving(
         SystemExit: they do not start. Contains the end of a log.
     """
     programs = _programs(mode, model, node_flags, prefill_flags, router_flags)
-    async with _running(programs) as children:
-        yield System(mode, programs[0].address, children[0].pid)
+    async with _running(programs) as running:
+        yield System(mode, programs[0].address, running.pid("router"))
 
 
 @contextlib.asynccontextmanager
@@ -119,8 +116,8 @@ async def as_up(
         router_flags=("--max-queue-fraction=1",),
     )
     programs = plan.programs(wish)
-    async with _running(programs) as children:
-        yield System(mode, programs[0].address, children[0].pid)
+    async with _running(programs) as running:
+        yield System(mode, programs[0].address, running.pid("router"))
 
 
 @contextlib.asynccontextmanager
@@ -133,48 +130,14 @@ async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[ChildProcess]]:
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
-        children = [
-            ChildProcess(
-                program.name,
-                [sys.executable, "-m", program.module, *program.flags],
-                Path(logs, program.name),
-                environment=program.environment,
-                directory=ROOT,
-            )
-            for program in programs
-        ]
+async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[LocalSystem]:
+    async with contextlib.AsyncExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-"))
         try:
-            await _until_ready(programs, children)
-            yield children
-        finally:
-            for child in children:  # the router first, so that no request waits for a stopped node
-                await child.stop(END_S)
-
-
-async def _until_ready(programs: Sequence[plan.Program], children: Sequence[ChildProcess]) -> None:
-    async def ready() -> None:
-        for program in programs:
-            for server in program.servers:
-                for service in server.services:
-                    await until_serving(server.address, service)
-
-    async def exited(child: ChildProcess) -> None:
-        await child.ended()
-
-    wait = asyncio.create_task(ready())
-    tasks = [wait, *(asyncio.create_task(exited(child)) for child in children)]
-    try:
-        await asyncio.wait(tasks, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
-        if not wait.done():
-            tails = (f"--- {c.name}, exit code {c.code}\n{c.last_lines()}" for c in children)
-            raise SystemExit("\n".join(["the system does not come up", *tails]))
-        wait.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            system = started("the system", programs, Path(logs), READY_S)
+            yield await stack.enter_async_context(system)
+        except UnusableRun as error:
+            raise SystemExit(str(error)) from None
 
 
 def _router(channel: grpc.aio.Channel) -> Any:

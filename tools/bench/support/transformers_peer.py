@@ -38,29 +38,13 @@ def main() -> None:
 
 
 def _reply(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return rows by load and threads, and the tokens of the largest load."""
-    warm_up = [WorkloadRequest(*job) for job in spec["warm_up"]]
+    """Return the row of the spec's jobs, and their tokens."""
+    warm_up, jobs = ([WorkloadRequest(*job) for job in spec[name]] for name in ("warm_up", "jobs"))
+    torch.set_num_threads(spec["threads"])
     model = _model(spec["model"], spec["dtype"], spec["device"])
-    rows: list[dict[str, Any]] = []
-    tokens: list[list[int]] = []
-    for streams, jobs in spec["loads"]:
-        for threads in spec["threads"]:
-            torch.set_num_threads(threads)
-            answers, cpu_s = _closed_loop(
-                model, warm_up, [WorkloadRequest(*job) for job in jobs], streams
-            )
-            tokens = max(tokens, [answer.token_ids for answer in answers], key=len)
-            rows.append(
-                {
-                    "system": "transformers",
-                    "load": f"{streams} streams",
-                    "threads": threads,
-                    **summary(answers),
-                    **cpu_row({"process": cpu_s}, answers),
-                    "client_cpu": 0.0,
-                }
-            )
-    return {"rows": rows, "tokens": tokens}
+    answers, cpu_s = _closed_loop(model, warm_up, jobs, spec["streams"])
+    tokens = [answer.token_ids for answer in answers]
+    return {**summary(answers), **cpu_row({"process": cpu_s}, answers), "token_ids": tokens}
 
 
 @lru_cache(maxsize=1)

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench.steps import SchedulingRole, random_request
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.request import RequestSpec
-from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import no_adapters
 from engine.batch.batch import BatchResult, BatchRunner, LaunchedBatch, ScheduleBatch
 from engine.batch.graph_shapes import GraphShape
@@ -32,12 +31,12 @@ from engine.runner.graphs import CudaRecorder, Graph, Recorder
 from engine.runner.runner import make_runner
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sampling.composition import every_feature
+from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.gpu.clock import Clock
 from tools.bench.gpu.setting import Setting
 
 PAGE_SIZE = 16
-FAR = 1e12
 
 
 def make_pool(model: Model, num_pages: int) -> KVPool:
@@ -45,22 +44,6 @@ def make_pool(model: Model, num_pages: int) -> KVPool:
     pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), num_pages, model.device)
     pool.tensor.view(model.dtype).normal_()
     return pool
-
-
-def make_request(
-    key: int, rng: np.random.Generator, num_tokens: int, vocabulary_size: int
-) -> Request:
-    """Make a greedy request of random tokens, which practically never ends."""
-    return Request.of(
-        RequestSpec(
-            token_ids=rng.integers(3, vocabulary_size, num_tokens, dtype=np.int32).tobytes(),
-            sampling=SamplingParams(max_tokens=1 << 20, seed=key, temperature=0.0),
-        ),
-        key=key,
-        deadline=FAR,
-        arrived=0.0,
-        origin=(1, key),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +98,7 @@ class DecodeEngine:
         self._in_flight: LaunchedBatch | None = None
         rng = np.random.default_rng(0)
         for key in range(batch):
-            self._join(make_request(key, rng, context, model.spec.vocabulary_size))
+            self._join(random_request(key, rng, context, model.spec.vocabulary_size))
 
     def run(self, steps: int) -> None:
         """Launch `steps` steps, and finish the same number."""
@@ -210,24 +193,13 @@ class _TimedLaunched:
         return result
 
 
-@dataclass(eq=False)
-class _Role:
-    """An engine role that only schedules."""
+class _Role(SchedulingRole):
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.tokens: list[NDArray[np.int32]] = []
 
-    scheduler: Scheduler
-    tokens: list[NDArray[np.int32]] = field(default_factory=list)
-
-    def poll(self) -> None:
-        self.scheduler.expire()
-
-    def next_batch(self) -> ScheduleBatch | None:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        self.tokens.append(self.scheduler.finish(batch, result).tokens)
-
-    def idle(self) -> None:
-        raise AssertionError("there is work")
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
+        self.tokens.append(outcome.tokens)
 
 
 def _recorder(setting: Setting) -> Recorder:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.steps import random_request
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
 from engine.batch.holding import PageHolding
@@ -14,7 +15,7 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import Model
-from tools.bench.gpu.model.engine import PAGE_SIZE, make_request
+from tools.bench.gpu.model.engine import PAGE_SIZE
 
 
 class Pages(Protocol):
@@ -42,7 +43,7 @@ class Forwards:
         rng = np.random.default_rng(0)
         pages = rng.permutation(pool.num_pages).astype(np.int32)
         for key, length in enumerate(lengths):
-            slot = self._table.acquire(make_request(key, rng, length, model.spec.vocabulary_size))
+            slot = self._table.acquire(random_request(key, rng, length, model.spec.vocabulary_size))
             assert slot == key
             count = -(-length // PAGE_SIZE)
             self._table.set_pages(slot, PageHolding.of(pages[:count]))

@@ -14,47 +14,29 @@ def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     page_bytes = setting.sized(2 << 20, 512)  # 16 tokens of Llama-3-8B
     for count in setting.sized((16, 256), (3,)):
         for slice_bytes in (page_bytes, page_bytes // 2):
-            yield partial(_pack, setting, page_bytes, count, slice_bytes)
-            yield partial(_unpack, setting, page_bytes, count, slice_bytes)
+            for packs in (True, False):
+                yield partial(_op, setting, page_bytes, count, slice_bytes, packs)
 
 
-def _pack(setting: Setting, page_bytes: int, count: int, slice_bytes: int) -> Op:
+def _op(setting: Setting, page_bytes: int, count: int, slice_bytes: int, packs: bool) -> Op:
     pool, pages, packed = _memory(setting, page_bytes, count, slice_bytes)
     offset = page_bytes - slice_bytes
+    pack = partial(pack_pages, pool, pages, packed, offset=offset)
+    call = pack if packs else partial(unpack_pages, packed, pool, pages, offset=offset)
 
     def error() -> float:
-        packed.zero_()
-        pack_pages(pool, pages, packed, offset=offset)
+        call()
         return unequal_share(packed, pool[pages.long(), offset:])
 
     return Op(
-        name="pack_pages",
+        name="pack_pages" if packs else "unpack_pages",
         shape=f"{count} x {slice_bytes} of {page_bytes} bytes",
-        call=lambda: pack_pages(pool, pages, packed, offset=offset),
+        call=call,
         error=error,
         tolerance=0.0,
         ceiling="copy",
         amount=2 * packed.nbytes,
-        peers={"torch index_select": lambda: pool.index_select(0, pages)},
-    )
-
-
-def _unpack(setting: Setting, page_bytes: int, count: int, slice_bytes: int) -> Op:
-    pool, pages, packed = _memory(setting, page_bytes, count, slice_bytes)
-    offset = page_bytes - slice_bytes
-
-    def error() -> float:
-        unpack_pages(packed, pool, pages, offset=offset)
-        return unequal_share(packed, pool[pages.long(), offset:])
-
-    return Op(
-        name="unpack_pages",
-        shape=f"{count} x {slice_bytes} of {page_bytes} bytes",
-        call=lambda: unpack_pages(packed, pool, pages, offset=offset),
-        error=error,
-        tolerance=0.0,
-        ceiling="copy",
-        amount=2 * packed.nbytes,
+        peers={"torch index_select": partial(pool.index_select, 0, pages)} if packs else {},
     )
 
 

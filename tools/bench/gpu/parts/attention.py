@@ -17,8 +17,17 @@ from kernels.backends.flashinfer import FlashInfer
 from tools.bench.gpu.clock import Work
 from tools.bench.gpu.frame import Row, Tables, note
 from tools.bench.gpu.operations import latents
-from tools.bench.gpu.operations.paged import Heads, Paged, Rows, envelope, num_pages_of, paged
-from tools.bench.gpu.ops import COLUMNS, Op, measure_package
+from tools.bench.gpu.operations.paged import (
+    TOLERANCE,
+    Heads,
+    Paged,
+    Rows,
+    attention_op,
+    envelope,
+    num_pages_of,
+    paged,
+)
+from tools.bench.gpu.ops import COLUMNS, Op, calls, measure_package
 from tools.bench.gpu.ops import measure as measure_ops
 from tools.bench.gpu.setting import Setting
 
@@ -43,7 +52,6 @@ DRY = Heads(4, 2, 32)
 PAGE_SIZE = 16
 VERIFIED = 4  # tokens of a row with three drafts
 LAYERS = 4  # layers in the pool, so that one layer's blocks are not adjacent
-TOLERANCE = 1e-2  # probabilities are rounded before they are multiplied with the values
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
@@ -52,8 +60,7 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
         extends = (Rows.extend(64, new) for new in (VERIFIED, 64, 2048))
         for rows in (Rows.decode([64]), *extends):
             yield partial(_call_once, setting, rows, heads)
-    for make in chain(latents.ops(setting), _gated(setting)):
-        yield partial(_make_and_call, make)
+    yield from calls(chain(latents.ops(setting), _gated(setting)))
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -107,18 +114,10 @@ def _decode(
     heads: Heads,
     planner: PlanAttention = plan_attention,
 ) -> Op:
-    data = make_data(setting, rows, heads)
     kind, _, shape = case.partition(" ")
-    return Op(
-        name=kind,
-        shape=f"{shape}, {heads}",
-        call=data.attention(planner),
-        error=partial(data.error, planner),
-        tolerance=TOLERANCE,
-        ceiling="read",
-        amount=data.bytes,
-        more={"case": case, "heads": str(heads)},
-    )
+    more = {"case": case, "heads": str(heads)}
+    data = make_data(setting, rows, heads)
+    return attention_op(kind, f"{shape}, {heads}", data, "read", planner, more=more)
 
 
 def _skew(setting: Setting) -> Iterator[Row]:
@@ -155,17 +154,12 @@ def _extends(
 
 def _extend(setting: Setting, prefix: int, new: int, heads: Heads, planner: PlanAttention) -> Op:
     data = make_data(setting, Rows.extend(prefix, new), heads)
-    return Op(
-        name="extend",
-        shape=f"{new} after {prefix}, {heads}",
-        call=data.attention(planner),
-        error=partial(data.error, planner),
-        tolerance=TOLERANCE,
-        ceiling="matmul",
-        amount=data.flops,
-        peers=_peers(data, prefix),
-        more={"case": f"extend {new} after {prefix}", "heads": str(heads)},
+    more, peers = (
+        {"case": f"extend {new} after {prefix}", "heads": str(heads)},
+        _peers(data, prefix),
     )
+    shape = f"{new} after {prefix}, {heads}"
+    return attention_op("extend", shape, data, "matmul", planner, peers=peers, more=more)
 
 
 def _gated(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[Callable[[], Op]]:
@@ -183,22 +177,14 @@ def _gated(setting: Setting, planner: PlanAttention = plan_attention) -> Iterato
 
 def _gated_op(setting: Setting, shape: str, rows: Rows, heads: Heads, planner: PlanAttention) -> Op:
     data = make_data(setting, rows, heads).gated(setting)
-    is_prompt = max(rows.queries) > VERIFIED
-    return Op(
-        name="gated attention",
-        shape=f"{shape}, {heads}",
-        call=data.attention(planner),
-        error=partial(data.error, planner),
-        tolerance=TOLERANCE,
-        ceiling="matmul" if is_prompt else "read",
-        amount=data.flops if is_prompt else data.bytes,
-    )
+    ceiling = "matmul" if max(rows.queries) > VERIFIED else "read"
+    return attention_op("gated attention", f"{shape}, {heads}", data, ceiling, planner)
 
 
 def _peers(data: Paged, prefix: int) -> Mapping[str, Work]:
     """Return peers, with keys and values repeated for every query head so that any kernel can
     run."""
-    group = data.heads.heads // data.heads.kv_heads
+    group = data.q.shape[1] // data.kv.shape[1]
     k, v = (x.repeat_interleave(group, dim=0)[None] for x in data.contiguous(0))
     q = data.q.transpose(0, 1)[None].contiguous()
 
@@ -242,11 +228,8 @@ def _call_once(setting: Setting, rows: Rows, heads: Heads) -> None:
     make_data(setting, rows, heads).attention()()
 
 
-def _make_and_call(make: Callable[[], Op]) -> None:
-    make().call()
-
-
 def make_data(setting: Setting, rows: Rows, heads: Heads) -> Paged:
     """Make rows over a pool like that of serving."""
     pages = num_pages_of(rows, PAGE_SIZE)
-    return paged(setting, rows, heads, envelope(setting, heads, pages, PAGE_SIZE, LAYERS))
+    kv = envelope(setting, heads, pages, PAGE_SIZE, LAYERS)
+    return paged(setting, rows, heads.heads, kv)

@@ -1,12 +1,11 @@
 """Part kernels: every operation of a step except attention, on the shapes of an 8B model."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from kernels.backends.fla import FlashLinearAttention
 from tools.bench.gpu.frame import Row, Tables
 from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages, recurrent
-from tools.bench.gpu.ops import COLUMNS, Op, measure_package
+from tools.bench.gpu.ops import COLUMNS, Op, calls, measure_package
 from tools.bench.gpu.ops import measure as measure_ops
 from tools.bench.gpu.setting import Setting
 
@@ -24,8 +23,7 @@ TABLES: Tables = dict.fromkeys((*OPS, "fla"), COLUMNS)
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     """Yield calls that need the same kernels as `measure`."""
     for name in ("logits", "elementwise", "experts", "pages", "recurrent"):
-        for make in OPS[name](setting):
-            yield partial(_call_once, make)
+        yield from calls(OPS[name](setting))
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -38,7 +36,3 @@ def measure(setting: Setting) -> Iterator[Row]:
 def fla_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     """Return the delta rule over prompts by flash-linear-attention. Raises Unavailable."""
     return recurrent.prompts(setting, FlashLinearAttention.open().delta_rule)
-
-
-def _call_once(make: Callable[[], Op]) -> None:
-    make().call()

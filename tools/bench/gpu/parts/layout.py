@@ -13,14 +13,15 @@ from tools.bench.gpu.frame import Row, Tables
 from tools.bench.gpu.operations.paged import (
     Heads,
     Rows,
+    attention_op,
     envelope,
     num_pages_of,
     paged,
     per_layer,
 )
-from tools.bench.gpu.ops import COLUMNS, Op
+from tools.bench.gpu.ops import COLUMNS, Op, calls
 from tools.bench.gpu.ops import measure as measure_ops
-from tools.bench.gpu.parts.attention import DRY, LARGE, TOLERANCE
+from tools.bench.gpu.parts.attention import DRY, LARGE
 from tools.bench.gpu.setting import Setting
 
 TABLES: Tables = {"layout": COLUMNS}
@@ -30,8 +31,7 @@ LAYERS = 32
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     """Yield calls that need the same kernels as `measure`."""
-    for make in _ops_of(setting, Rows.decode([64])):
-        yield partial(_call_once, make)
+    yield from calls(_ops_of(setting, Rows.decode([64])))
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -56,10 +56,6 @@ def _ops_of(setting: Setting, rows: Rows) -> Iterator[Callable[[], Op]]:
             yield partial(_op, setting, rows, heads, kind, page_size, make)
 
 
-def _call_once(make: Callable[[], Op]) -> None:
-    make().call()
-
-
 def _op(
     setting: Setting,
     rows: Rows,
@@ -68,14 +64,7 @@ def _op(
     page_size: int,
     make: Callable[[], Tensor],
 ) -> Op:
-    data = paged(setting, rows, heads, make())
-    return Op(
-        name=kind,
-        shape=f"page {page_size}, {len(rows.lengths)} x {rows.lengths[0]}, {heads}",
-        call=data.attention(),
-        error=data.error,
-        tolerance=TOLERANCE,
-        ceiling="read",
-        amount=data.bytes,
-        more={"layout": kind, "page_size": page_size},
-    )
+    shape = f"page {page_size}, {len(rows.lengths)} x {rows.lengths[0]}, {heads}"
+    more = {"layout": kind, "page_size": page_size}
+    data = paged(setting, rows, heads.heads, make())
+    return attention_op(kind, shape, data, "read", more=more)

@@ -18,8 +18,9 @@ import uvloop
 from tools.bench.gpu.frame import Row, Tables, guarded
 from tools.bench.gpu.model.models import CONFIGS, SERVED, write_checkpoint
 from tools.bench.gpu.setting import Setting
-from tools.bench.gpu.systems import exposure, peer
+from tools.bench.gpu.systems import exposure
 from tools.bench.gpu.systems.loads import Loads, Sizes, equal_share, ttft_ms
+from tools.bench.support import peer
 from tools.bench.support.load import Client
 from tools.bench.support.systems import Mode, serving
 
@@ -78,6 +79,8 @@ DRY_SIZES = Sizes(
 MODES: tuple[Mode, ...] = ("colocated", "disaggregated")
 CHUNK, DRY_CHUNK = 2048, 64
 PAGES, DRY_PAGES = 6144, 256  # pages of each node: two nodes and a reader share a device
+PEER_S = 150.0
+WARM_UP_TOKENS = 8  # of transformers
 MEMORY = Path("/dev/shm")  # the checkpoint is written, read once or twice, and deleted
 
 
@@ -90,7 +93,7 @@ def measure(setting: Setting) -> Iterator[Row]:
             torch.cuda.empty_cache()
         for mode in MODES:
             yield from guarded(f"{mode} system", _one_by_one(bench.system(mode)))
-        yield from guarded("transformers", bench.transformers())
+        yield from guarded("transformers", _one_by_one(bench.transformers()))
         yield from bench.compared()
 
 
@@ -152,12 +155,14 @@ class _Bench:
                     ):
                         yield row
 
-    def transformers(self) -> Iterator[Row]:
-        jobs = Loads.full_jobs(self.sizes)
-        row, tokens = peer.full_streams(self.setting, self.model, jobs, self.sizes.streams)
-        self.fulls["transformers"] = tokens
+    async def transformers(self) -> AsyncIterator[Row]:
+        jobs, streams = Loads.full_jobs(self.sizes), self.sizes.streams
+        device, dtype = str(self.setting.device), str(self.setting.dtype).removeprefix("torch.")
+        async with peer.transformers(self.model, device, dtype, PEER_S) as ask:
+            row = await ask(jobs, peer.shortened(jobs[:streams], WARM_UP_TOKENS), streams, 1)
+        self.fulls["transformers"] = row.pop("token_ids")
         self.tokens_per_s["transformers"] = row["tokens_per_s"]
-        names = {"system": "transformers", "devices": 1, "streams": self.sizes.streams}
+        names = {"system": "transformers", "devices": 1, "streams": streams}
         yield {"table": "full streams", **row, **names}
 
     def compared(self) -> Iterator[Row]:

@@ -15,8 +15,8 @@ from kernels.attention import split_plan
 from kernels.attention.extend import AttentionTile
 from kernels.attention.split_plan import SplitTile
 from tools.bench.gpu.frame import Row, Tables, note
-from tools.bench.gpu.operations.paged import Paged, Rows
-from tools.bench.gpu.parts.attention import DRY, LARGE, TOLERANCE, make_data
+from tools.bench.gpu.operations.paged import TOLERANCE, Paged, Rows
+from tools.bench.gpu.parts.attention import DRY, LARGE, make_data
 from tools.bench.gpu.setting import Setting
 
 TABLES: Tables = {
