@@ -80,8 +80,8 @@ def test_other_requests_go_on_while_images_are_encoded(rig, model):
     asked = ask(rig, 1)
     rig.until(lambda: encoder.calls, "the image is being encoded")
     later = rig.ask(TEXT[:20], 4)
-    seen = len(running.tokens)
-    rig.until(lambda: later.ended and len(running.tokens) > seen + 5, "others go on")
+    before = len(running.tokens)
+    rig.until(lambda: later.ended and len(running.tokens) > before + 5, "others go on")
     assert not asked.tokens and rig.decode[0].engine.encoder.num_waiting == 0
     encoder.release()
     rig.run(asked)
