@@ -320,7 +320,7 @@ LONG = pytest.mark.long
         pytest.param(ONE, 2, 1, False, 6_000, id="two-ranks"),
         pytest.param(TWO, 2, 1, False, 9_000, id="two-ranks-two-reads"),
         pytest.param(ONE, 2, 2, True, 30_000, id="two-ranks-two-faults", marks=LONG),
-        pytest.param(FOUR, 4, 1, True, 30_000, id="four", marks=LONG),
+        pytest.param(FOUR, 4, 1, True, 20_000, id="four"),
     ],
 )
 def test_every_order_of_the_members_of_a_link_keeps_the_invariants(
