@@ -8,14 +8,12 @@ import atexit
 import functools
 import gc
 import inspect
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import _pytest.logging
 import pytest
 import uvloop
 from hypothesis import settings
@@ -42,30 +40,6 @@ if not Path("/dev/nvidiactl").exists():
 pytest_plugins = ["tests.support.cpu_seconds", "tests.support.workers"]
 
 settings.load_profile("ci")  # the same examples everywhere, however long each takes
-
-
-class _CatchingRootLogs(_pytest.logging.catching_logs[Any]):
-    """Attaches the handler to the root logger alone.
-
-    pytest also looks for loggers that do not propagate, six times in a test. torch and transformers
-    have thousands of loggers, so this took milliseconds. No test looks at one that does not
-    propagate.
-    """
-
-    __slots__ = ()
-
-    def __enter__(self) -> Any:
-        root = logging.getLogger()
-        if self.level is not None:
-            self.handler.setLevel(self.level)
-            self.orig_level = root.level
-            root.setLevel(min(root.level, self.level))
-        root.addHandler(self.handler)
-        self.attached_loggers.append(root)
-        return self.handler
-
-
-_pytest.logging.catching_logs = _CatchingRootLogs  # type: ignore[misc]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from tests.attack.verdict import (
     resident_bytes,
 )
 from tests.support.cluster import Cluster, children_of, free_ports
+from tests.support.sockets import sockets_of
 
 _CALM_LOAD_S = 4.0
 _FIRST_PART = 0.25
@@ -201,12 +201,13 @@ def _target(
 ) -> Target:
     assert cluster.secret_file is not None
     (engine,) = children_of(cluster.prefill[0].child.pid)
+    (data,) = [f"{each.host}:{each.port}" for each in sockets_of(engine) if each.kind == "tcp"]
     return Target(
         http=f"127.0.0.1:{cluster.http_port}",
         router=cluster.address,
         prefill=cluster.prefill[0].address,
         decode=cluster.decode[0].address,
-        data=_listens(engine),
+        data=data,
         metrics=tuple(f"127.0.0.1:{port}" for port in metrics),
         secret_file=cluster.secret_file,
         api_key=api_key,
@@ -265,20 +266,3 @@ def _moves(ended: Sequence[Arm]) -> dict[str, Counter[str]]:
         with contextlib.suppress(ValueError, IndexError):  # it has failed, and said something else
             moves.setdefault(arm.name, Counter()).update(json.loads(arm.output.splitlines()[-1]))
     return moves
-
-
-def _listens(pid: int) -> str:
-    """Return the address on which a process listens for TCP. It must be the only one."""
-    inodes = {
-        link.readlink().name.removeprefix("socket:[").removesuffix("]")
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-        if link.is_symlink() and str(link.readlink()).startswith("socket:")
-    }
-    found = []
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            host, port = fields[1].split(":")
-            found.append(f"{socket.inet_ntoa(bytes.fromhex(host)[::-1])}:{int(port, 16)}")
-    (place,) = found
-    return place

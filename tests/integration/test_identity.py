@@ -61,12 +61,6 @@ async def _answers(cluster: Cluster) -> None:
     assert len((await cluster.generate(PROMPT, max_tokens=4)).token_ids) == 4
 
 
-async def test_with_a_secret_requests_go_through_a_hand_off(cluster: Cluster) -> None:
-    await _answers(cluster)
-    (link,) = (await cluster.decode[0].describe()).links
-    assert link.peer == cluster.prefill[0].address
-
-
 async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
     cluster: Cluster, metrics_port: int
 ) -> None:

@@ -2,14 +2,12 @@
 answers to the prompt that its own processing of image and text makes."""
 
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
 pytest.importorskip("PIL")
 
-import msgspec
 import numpy as np
 import torch
 from PIL import Image as Pillow
@@ -21,14 +19,10 @@ from tests.support.vision import (
     END,
     PAD,
     PAD_ID,
-    SIDE,
-    clip,
     data_url,
-    greedy_vision_tokens,
     image_processor,
     make_vision_checkpoint,
     reference_vision_model,
-    with_images,
 )
 
 pytestmark = pytest.mark.long
@@ -58,24 +52,8 @@ def expected(directory: Path, image: Pillow.Image, question: str) -> str:
     return answered
 
 
-async def answered(directory: Path, tmp_path: Path, content: list[dict[str, Any]]) -> list[Any]:
-    """Return the responses to the same message, sent twice."""
-    async with Cluster(directory, tmp_path, rig=CPU, path="tcp") as cluster:
-        base = f"http://127.0.0.1:{cluster.http_port}/v1"
-        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
-            return [
-                await client.chat.completions.create(  # type: ignore[call-overload]
-                    model=str(directory),
-                    messages=[{"role": "user", "content": content}],
-                    temperature=0,
-                    max_tokens=NUM_TOKENS,
-                    extra_body={"ignore_eos": True},
-                )
-                for _ in range(2)
-            ]
-
-
-# Other models: tests/pair/test_image_models.py, tests/api/images.
+# Other models and videos: tests/pair/test_image_models.py, tests/pair/test_videos.py,
+# tests/api/images.
 async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> None:
     directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl")
     noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
@@ -84,30 +62,19 @@ async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> N
         {"type": "text", "text": "What is it? "},
         {"type": "image_url", "image_url": {"url": data_url(image)}},
     ]
-    answers = await answered(directory, tmp_path, content)
+    async with Cluster(directory, tmp_path, rig=CPU, path="tcp") as cluster:
+        base = f"http://127.0.0.1:{cluster.http_port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+            answers = [
+                await client.chat.completions.create(
+                    model=str(directory),
+                    messages=[{"role": "user", "content": content}],  # type: ignore[list-item]
+                    temperature=0,
+                    max_tokens=NUM_TOKENS,
+                    extra_body={"ignore_eos": True},
+                )
+                for _ in range(2)
+            ]
     wanted = expected(directory, image, "What is it? ")
-    assert [answer.choices[0].message.content for answer in answers] == [wanted] * 2
-    assert answers[1].usage.prompt_tokens_details.cached_tokens > 0
-
-
-async def test_a_video_is_answered_as_transformers_answers(tmp_path: Path) -> None:
-    directory = make_vision_checkpoint(tmp_path / "model")
-    shown = clip(3, 4, 5, 1, 1)  # a quarter of a second a patch, at 4 positions a second
-    size = 4 * SIDE, 5 * SIDE, 3
-    pixels = b"".join(patch.pixels for patch in shown)
-    frames = np.frombuffer(pixels, np.uint8).reshape(-1, *size)
-    content = [
-        {"type": "text", "text": "What is it? "},
-        {"type": "video", "video": [data_url(Pillow.fromarray(each)) for each in frames], "fps": 8},
-    ]
-    answers = await answered(directory, tmp_path, content)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    before = "<|start|>user\nWhat is it? "
-    spoken = [tokenizer.encode(text).ids for text in (before, "<|end|>\n<|start|>assistant\n")]
-    token_ids, images = with_images("", shown)
-    prompt = [*spoken[0], *token_ids, *spoken[1]]
-    placed = [msgspec.structs.replace(image, at=image.at + len(spoken[0])) for image in images]
-    tokens = greedy_vision_tokens(reference_vision_model(directory), prompt, placed, NUM_TOKENS)
-    wanted = tokenizer.decode(tokens, skip_special_tokens=True)
     assert [answer.choices[0].message.content for answer in answers] == [wanted] * 2
     assert answers[1].usage.prompt_tokens_details.cached_tokens > 0

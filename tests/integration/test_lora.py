@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.identity.secret import operator_keys, parse
-from tests.integration.oracle import Oracle, oracle
+from tests.integration.oracle import Oracle
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import greedy_tokens, reference_model
 from tests.support.cluster import Cluster
@@ -39,6 +39,7 @@ async def test_adapters_are_models_of_their_own(
     expected = {
         name: greedy_tokens(model, prompts, NUM_TOKENS) for name, model in merged.items()
     } | {"": [list(known.tokens(prompt, NUM_TOKENS)) for prompt in prompts]}
+    assert len({str(tokens) for tokens in expected.values()}) == 3, "adapters make no difference"
     flags = (f"--engine.lora.adapter-dir={tmp_path / 'shelf'}", "--engine.lora.preload=sql")
     async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
 
@@ -70,11 +71,3 @@ async def test_adapters_are_models_of_their_own(
         gone = await post(cluster.http_port, "/v1/completions", {"model": "sql", "prompt": "x"})
         assert gone.status == 404
         await all_asked("", "poems")
-
-
-def test_the_adapters_make_a_difference(model: Path, tmp_path: Path) -> None:
-    directory = make_adapter(tmp_path / "a", reference_model(model))
-    merged = merge(reference_model(model), directory)
-    prompts = _prompts()
-    plain = [list(oracle(model).tokens(prompt, NUM_TOKENS)) for prompt in prompts]
-    assert greedy_tokens(merged, prompts, NUM_TOKENS) != plain

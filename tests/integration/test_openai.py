@@ -14,7 +14,7 @@ import torch
 
 from tests.support.checkpoints import reference_model
 from tests.support.cluster import RIGS, Cluster
-from tests.support.http_client import get, post
+from tests.support.http_client import post
 from tests.support.noise_model import write
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -76,13 +76,6 @@ async def _streamed(client: openai.AsyncOpenAI, prompt: object, **fields: Any) -
     return "".join(texts), usage
 
 
-async def test_it_is_ready_and_knows_its_model(
-    cluster: Cluster, client: openai.AsyncOpenAI
-) -> None:
-    assert (await get(cluster.http_port, "/ready")).status == 200
-    assert [model.id async for model in client.models.list()] == [NAME]
-
-
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}], ids=str)
 async def test_a_completion_is_what_grpc_answers(
     cluster: Cluster, client: openai.AsyncOpenAI, sampling: dict[str, Any]
@@ -99,14 +92,6 @@ async def test_a_completion_is_what_grpc_answers(
         assert (text, usage.completion_tokens) == (parsed.text, NUM_TOKENS)
 
 
-async def test_a_prompt_seen_before_is_cached(client: openai.AsyncOpenAI) -> None:
-    (prompt,) = _prompts(1)
-    prompt = prompt * 4
-    await _streamed(client, prompt)
-    _, usage = await _streamed(client, prompt)
-    assert 0 < usage.prompt_tokens_details.cached_tokens <= len(prompt)
-
-
 async def test_a_chat_is_answered_whole_and_streamed_alike(client: openai.AsyncOpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "Be brief."},
@@ -120,26 +105,6 @@ async def test_a_chat_is_answered_whole_and_streamed_alike(client: openai.AsyncO
         text += chunk.choices[0].delta.content or ""
     assert text == whole.choices[0].message.content
     assert whole.choices[0].finish_reason == "length"
-
-
-async def test_a_stop_string_is_cut_and_ends_the_answer(client: openai.AsyncOpenAI) -> None:
-    text = (await client.completions.create(prompt="Once upon", **WHOLE)).choices[0].text
-    stop = text[8:11]
-    cut = await client.completions.create(prompt="Once upon", stop=[stop], **WHOLE)
-    assert cut.choices[0].text == text[: text.index(stop)]
-    assert cut.choices[0].finish_reason == "stop"
-    assert cut.usage is not None and cut.usage.completion_tokens < NUM_TOKENS
-
-
-async def test_a_seed_repeats_an_answer_and_choices_differ(client: openai.AsyncOpenAI) -> None:
-    warm = {**WHOLE, "temperature": 1.0}
-    three = await client.completions.create(prompt="x", seed=11, n=3, **warm)
-    again = await client.completions.create(prompt="x", seed=11, n=3, **warm)
-    alone = await client.completions.create(prompt="x", seed=11, **warm)
-    texts = [choice.text for choice in three.choices]
-    assert texts == [choice.text for choice in again.choices]
-    assert alone.choices[0].text == texts[0]
-    assert len(set(texts)) == 3
 
 
 async def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(
@@ -252,32 +217,6 @@ async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
     with pytest.raises(openai.BadRequestError) as refusal:
         await parsed({"type": "nonsense"})
     assert "nonsense" in refusal.value.message
-
-
-async def test_64_streams_at_once_are_what_grpc_answers_one_by_one(
-    cluster: Cluster, client: openai.AsyncOpenAI
-) -> None:
-    prompts = _prompts(8)
-    parsed = [await cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
-    answers = await asyncio.gather(
-        *(_streamed(client, prompts[number % 8]) for number in range(NUM_CONCURRENT))
-    )
-    for number, (text, usage) in enumerate(answers):
-        assert text == parsed[number % 8].text
-        assert usage.completion_tokens == NUM_TOKENS
-
-
-async def test_a_client_that_leaves_frees_what_its_request_held(
-    cluster: Cluster, client: openai.AsyncOpenAI
-) -> None:
-    (node,) = cluster.decode
-    before = (await node.describe()).counters["generated_tokens"]
-    async with await client.completions.create(
-        prompt="x", stream=True, **{**WHOLE, "max_tokens": 5000}
-    ) as stream:
-        await anext(aiter(stream))
-    await cluster.until_nothing_is_held()
-    assert (await node.describe()).counters["generated_tokens"] < before + 5000
 
 
 async def test_a_prompt_that_no_node_can_hold_is_refused_in_openais_words(

@@ -25,6 +25,7 @@ from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.cluster import children_of, free_ports, free_row
+from tests.support.local_system import start_up
 from tests.support.programs import Program, await_end, runs
 from tests.support.sockets import OpenSocket, sockets_of
 
@@ -45,18 +46,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     started = []
 
     def run_up(*flags: str) -> Program:
-        router, http, prefill, decode = free_ports(4)
-        program = Program(
-            "cli.up",
-            f"--var={tmp_path}",
-            f"--port={router}",
-            f"--http-port={http}",
-            f"--prefill-port={prefill}",
-            f"--decode-port={decode}",
-            "--device=cpu",
-            "--engine.cache.num-pages=64",
-            *flags,
-        )
+        program, _ = start_up(tmp_path, *flags)
         started.append(program)
         return program
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import device
+from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import Operators
 from tests.support import interpreter
 from tests.support.devices import operators_here
@@ -42,6 +43,19 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 def operators() -> Operators:
     """Compiled for this machine, or found in the cache."""
     return operators_here() or pytest.skip("no C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def teams(operators: Operators) -> list[Operators]:
+    """The same operations in one thread, in two, and in more than this machine may have cores."""
+    path = library(cache_directory(), lambda: None)
+    return [Operators(path, threads=threads) for threads in (1, 2, 7)]
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Triton's kernels whatever the device."""
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
 
 
 @pytest.fixture(params=["reference", "compiled", "triton"])

@@ -154,16 +154,6 @@ def test_a_query_that_is_not_finite_shows(implementation):
     assert not case.attend()[1].isnan().any()
 
 
-def test_a_row_is_the_same_whoever_shares_its_step(operators, monkeypatch):
-    monkeypatch.setattr(device, "compiled", lambda tensor: operators)
-    case = Case([(1, 1300), (1, 700), (1, 20)], head_dim=32)
-    together, queries = case.attend(), case.q
-    for row in range(3):
-        case.q = torch.randn_like(queries)
-        case.q[row] = queries[row]
-        assert torch.equal(case.attend()[row], together[row])
-
-
 def test_wrong_arguments_are_refused(implementation):
     case = Case([(1, 5), (1, 6)])
     with pytest.raises(ValueError, match="page_starts"):

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import DTYPES, Operators
 
 SIZES = [10, 24, 64, 96, 128, 256]
@@ -85,12 +84,6 @@ def compare(operators: list[Operators], seed: int, dtype: torch.dtype) -> None:
     for name, actual in (("batch", together), ("prompt", whole), ("chunks", in_chunks)):
         differing = int((actual != expected).sum())
         assert not differing, f"{name}: {differing} of {actual.numel()} numbers differ"
-
-
-@pytest.fixture(scope="module")
-def teams(operators) -> list[Operators]:
-    path = library(cache_directory(), lambda: None)
-    return [Operators(path, threads=threads) for threads in (1, 2, 7)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,24 +5,19 @@ import threading
 import pytest
 import torch
 
-from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
-from kernels.attention.paged import paged_attention, plan_attention
-from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import Operators
 
 DEADLINE_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def alone(operators) -> Operators:
-    """In one thread; there is a compiler, or this is skipped."""
-    return Operators(library(cache_directory(), lambda: None), threads=1)
+@pytest.fixture
+def alone(teams) -> Operators:
+    return teams[0]
 
 
-@pytest.fixture(scope="module")
-def crowd(alone) -> Operators:
-    """In more threads than this machine may have cores."""
-    return Operators(library(cache_directory(), lambda: None), threads=5)
+@pytest.fixture
+def crowd(teams) -> Operators:
+    return teams[-1]
 
 
 def activations(operators: Operators) -> torch.Tensor:
@@ -54,30 +49,3 @@ def test_a_team_that_has_slept_works_again(alone, crowd):
     activations(crowd)
     threading.Event().wait(0.05)  # workers sleep after a tenth of a millisecond
     assert torch.equal(activations(crowd), activations(alone))
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_query_sees_gives_the_same_to_the_bit_in_any_chunk(
-    crowd, monkeypatch, dtype, window
-):
-    monkeypatch.setattr("kernels.device.compiled_for", lambda where: crowd)
-    length, page = 300, 16
-    kv = torch.randn(-(-length // page), 2, 2, page, 32).to(dtype)
-    q = torch.randn(length, 6, 32).to(dtype)
-
-    def attended(start: int, end: int) -> torch.Tensor:
-        rows = AttentionRows(
-            torch.arange(kv.shape[0], dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32),
-            torch.tensor([0, end - start], dtype=torch.int32),
-            torch.tensor([end], dtype=torch.int32),
-            num_tokens=end - start,
-            num_decodes=0,
-        )
-        plan = plan_attention(rows, kv, AttentionKind(6, window))
-        return paged_attention(q[start:end], kv, plan, Scoring(0.2))
-
-    whole = attended(0, length)
-    for start, end in ((0, 1), (0, 100), (37, 230), (100, 101), (128, 300)):
-        assert torch.equal(attended(start, end), whole[start:end])

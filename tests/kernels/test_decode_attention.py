@@ -8,15 +8,12 @@ from kernels import device
 from kernels.attention import split_kv, split_plan
 from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
-from tests.kernels.attention_case import SCALE, Case
+from tests.kernels.attention_case import SCALE, Case, check_captured
+
+pytestmark = pytest.mark.usefixtures("by_kernels")
 
 # A long row among short ones, lengths around tiles of 64 keys, padding.
 SKEWED = [(1, 3), (1, 0), (1, 700), (1, 64), (1, 65), (1, 0), (1, 130)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
 
 
 @pytest.mark.parametrize("window", [None, 130])
@@ -109,19 +106,4 @@ def test_a_captured_step_is_right_for_other_lengths_and_pages():
         Case([(1, length) for length in lengths], head_dim=128, dtype=torch.float16)
         for lengths in ([1, 1, 1, 0, 0], [5000, 3, 64, 65, 1], [130, 129, 2000, 0, 0])
     ]
-    num_pages = max(len(case.kv) for case in cases)
-    num_ids = max(len(case.page_ids) for case in cases)
-    static = cases[0]
-    static.kv = static.kv.new_empty(num_pages, *static.kv.shape[1:])
-    static.page_ids = static.page_ids.new_zeros(num_ids)
-    static.attend()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = static.attend()
-    for case in cases[1:]:
-        static.kv[: len(case.kv)] = case.kv
-        static.page_ids[: len(case.page_ids)] = case.page_ids
-        for name in ("q", "page_starts", "lengths"):
-            getattr(static, name).copy_(getattr(case, name))
-        graph.replay()
-        torch.testing.assert_close(out.double(), case.expected(), atol=2e-3, rtol=2e-3)
+    check_captured(*cases)

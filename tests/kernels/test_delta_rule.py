@@ -111,16 +111,29 @@ def test_padding_rows_write_no_state_and_give_numbers(implementation):
     assert int((~pool.isnan()).sum()) == HEADS * K * V
 
 
-def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
-    end = 67 if implementation == "triton" else 130  # the reference computes short rows otherwise
-    x, gates = inputs(end)
+def check_cut(at, end, dtype=torch.float32):
+    """Compute a prompt whole and in two parts, which must have the same bits."""
+    x, gates = inputs(end, dtype)
     whole, _ = cells_of(HEADS, (K, V))
     expected = delta_rule(x, gates, whole, rows_of([end], [NONE], [0]))
     cut, _ = cells_of(HEADS, (K, V))
-    first = delta_rule(x[:64], of_row(gates, 0, 64), cut, rows_of([64], [NONE], [5]))
-    rest = delta_rule(x[64:], of_row(gates, 64, end), cut, rows_of([end - 64], [5], [0]))
+    first = delta_rule(x[:at], of_row(gates, 0, at), cut, rows_of([at], [NONE], [5]))
+    rest = delta_rule(x[at:], of_row(gates, at, end), cut, rows_of([end - at], [5], [0]))
     assert torch.equal(torch.cat((first, rest)), expected)
     assert torch.equal(get(cut, 0), get(whole, 0))
+
+
+def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
+    # The reference computes short rows otherwise.
+    check_cut(64, 67 if implementation == "triton" else 130)
+
+
+@pytest.mark.parametrize(
+    "at, end, dtype", [(2 * CHUNK, 3 * CHUNK + 5, torch.float16), (21, 40, torch.float32)]
+)
+def test_kernels_leave_the_same_bits_where_a_prompt_is_cut(by_kernels, at, end, dtype):
+    """At a whole chunk, and in float32 anywhere."""
+    check_cut(at, end, dtype)
 
 
 def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation):
@@ -162,9 +175,8 @@ def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance)
     ],
 )
 @pytest.mark.parametrize("group, v", [(GROUP, V), (1, 37)])
-def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(monkeypatch, longest, mark, group, v):
+def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(by_kernels, longest, mark, group, v):
     """Beside a short row and a decode row. float16 is rounded in products, as bfloat16 would be."""
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
     counts, reads, writes = [longest, 3, 1], [1, NONE, 2], [1, 4, NONE]
     rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=[3, NONE, NONE])
     x, gates = inputs(sum(counts), torch.float16, group, v)
@@ -190,9 +202,8 @@ def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(monkeypatch, longest, 
     assert int((~pool.isnan()).sum()) == 4 * heads * K * v
 
 
-def test_equal_keys_that_are_not_forgotten_leave_a_prompt_in_chunks_exact(monkeypatch):
+def test_equal_keys_that_are_not_forgotten_leave_a_prompt_in_chunks_exact(by_kernels):
     """The hardest triangular system: every token replaces the value of the one before."""
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
     x, gates = inputs(40, torch.float16)
     x[:, :, K : 2 * K] = x[:1, :, K : 2 * K]
     gates = gates._replace(b=torch.full_like(gates.b, 9.0), a_log=gates.a_log - 20)
@@ -201,32 +212,6 @@ def test_equal_keys_that_are_not_forgotten_leave_a_prompt_in_chunks_exact(monkey
     outputs, states = one_row(x, gates, torch.zeros(HEADS, K, V, device=DEVICE))
     close(out, outputs, 3e-3)
     close(get(cells, 0), states[-1], 3e-3)
-
-
-def test_a_prompt_in_chunks_that_is_cut_at_one_leaves_the_same_bits(monkeypatch):
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
-    end = 3 * CHUNK + 5
-    x, gates = inputs(end, torch.float16)
-    whole, _ = cells_of(HEADS, (K, V))
-    expected = delta_rule(x, gates, whole, rows_of([end], [NONE], [0]))
-    cut, _ = cells_of(HEADS, (K, V))
-    at = 2 * CHUNK
-    first = delta_rule(x[:at], of_row(gates, 0, at), cut, rows_of([at], [NONE], [5]))
-    rest = delta_rule(x[at:], of_row(gates, at, end), cut, rows_of([end - at], [5], [0]))
-    assert torch.equal(torch.cat((first, rest)), expected)
-    assert torch.equal(get(cut, 0), get(whole, 0))
-
-
-def test_a_float32_prompt_leaves_the_same_bits_wherever_it_is_cut(monkeypatch):
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
-    x, gates = inputs(40)
-    whole, _ = cells_of(HEADS, (K, V))
-    expected = delta_rule(x, gates, whole, rows_of([40], [NONE], [0]))
-    cut, _ = cells_of(HEADS, (K, V))
-    first = delta_rule(x[:21], of_row(gates, 0, 21), cut, rows_of([21], [NONE], [5]))
-    rest = delta_rule(x[21:], of_row(gates, 21, 40), cut, rows_of([19], [5], [0]))
-    assert torch.equal(torch.cat((first, rest)), expected)
-    assert torch.equal(get(cut, 0), get(whole, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels import device
 from kernels.attention import extend as extend_attention
 from kernels.attention import paged
 from kernels.attention.extend import AttentionTile
@@ -11,8 +10,7 @@ from tests.kernels.attention_case import Case
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+def _whole_rows(by_kernels, monkeypatch):
     monkeypatch.setattr(paged, "lanes_of_items", lambda *sizes, **kinds: None)
 
 

@@ -19,8 +19,7 @@ LONG = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+def _segments(by_kernels, monkeypatch):
     monkeypatch.setattr(paged, "SEGMENT", 64)
     device.use_batch_invariant(True)
     yield

@@ -24,11 +24,6 @@ SHAPE = {"heads": 6, "kv_heads": 1, "head_dim": 40, "value_dim": 32}
 PAGE_SIZE, EPS = 4, 0.03  # so large that it shows
 
 
-@pytest.fixture
-def by_kernels(monkeypatch):
-    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
-
-
 @pytest.mark.parametrize(
     "heads, head_dim, value_dim", [(6, 40, 32), (1, 24, 16), (36, 30, 24)], ids=str
 )

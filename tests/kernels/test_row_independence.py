@@ -20,7 +20,6 @@ from kernels import device
 from kernels.adapters import low_rank
 from kernels.attention import paged
 from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
-from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import ACTIVATIONS, PANEL, Operators
 from kernels.experts import routing
 from kernels.experts.routing import Routing
@@ -356,12 +355,6 @@ COMBINED: dict[str, Operation] = {
 
 ALL = OPERATIONS | IN_TORCH | COMBINED
 HELPERS = {"rms_norm", "rotate", "plan"}  # parts of operations
-
-
-@pytest.fixture(scope="module")
-def teams(operators) -> list[Operators]:
-    path = library(cache_directory(), lambda: None)
-    return [Operators(path, threads=threads) for threads in (1, 2, 7)]
 
 
 def references() -> set[str]:

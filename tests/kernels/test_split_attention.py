@@ -18,8 +18,10 @@ from kernels.attention.split_plan import (
     plan_split,
     program_of,
 )
-from tests.kernels.attention_case import SCALE, Case
+from tests.kernels.attention_case import SCALE, Case, check_captured
 from tests.kernels.conftest import DEVICE
+
+pytestmark = pytest.mark.usefixtures("by_kernels")
 
 H200 = 132  # multiprocessors
 BLOCK = 512
@@ -27,11 +29,6 @@ BLOCK = 512
 # padding. Lengths around tiles of 64 keys.
 VERIFIED = [(4, 4), (5, 700), (2, 65), (9, 130), (3, 64), (1, 0), (1, 200)]
 MORE = (16, 1), (16, 20), (64, 1)  # lanes and multiprocessors of `make test-long`
-
-
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch):
-    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
 
 
 def split(monkeypatch, lanes, multiprocessors, min_tiles=1):
@@ -207,18 +204,4 @@ def test_a_captured_verify_step_is_right_for_other_lengths_and_pages():
         Case([(4, length) for length in lengths], heads=8, head_dim=128, dtype=torch.float16)
         for lengths in ([4, 4, 4], [5000, 9, 64], [130, 129, 2000])
     ]
-    num_pages = max(len(case.kv) for case in cases)
-    static = cases[0]
-    static.kv = static.kv.new_empty(num_pages, *static.kv.shape[1:])
-    static.page_ids = static.page_ids.new_zeros(max(len(case.page_ids) for case in cases))
-    static.attend()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = static.attend()
-    for case in cases[1:]:
-        static.kv[: len(case.kv)] = case.kv
-        static.page_ids[: len(case.page_ids)] = case.page_ids
-        for name in ("q", "page_starts", "lengths"):
-            getattr(static, name).copy_(getattr(case, name))
-        graph.replay()
-        torch.testing.assert_close(out.double(), case.expected(), atol=2e-3, rtol=2e-3)
+    check_captured(*cases)

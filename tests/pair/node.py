@@ -89,8 +89,9 @@ class Loaded:
     model: Model
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "Loaded":
-        return cls(directory, load(directory, torch.device("cpu"), torch.float32))
+    def from_directory(cls, directory: Path, **options: Any) -> "Loaded":
+        """Args: options: of `load`."""
+        return cls(directory, load(directory, torch.device("cpu"), torch.float32, **options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ turn.
 
 import itertools
 import math
+import random
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ from node.messages import (
     RouterStreamClosed,
     SubmitRequest,
 )
+from tests.pair import timeline_laws
 from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
 from tests.pair.wires import Wires
 from tests.support.loopback import LoopbackBackend
@@ -53,17 +55,25 @@ PATIENT = TransferConfig(
     canary_tokens=0,
 )
 
+# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
+ALWAYS_SHARES = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
+
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     """Return a prompt without repetitions, one for each seed."""
     return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
 
 
+def random_prompts(vocabulary_size: int, *lengths: int) -> list[list[int]]:
+    source = random.Random(5)
+    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in lengths]
+
+
 class PairRig:
     """Nodes of one model. Every decode node is paired with every prefill node.
 
-    `with` starts the nodes. Its end waits until they are at rest and checks that nothing is left,
-    unless the test has failed.
+    `with` starts the nodes. Its end waits until they are at rest and checks that nothing is left
+    and that every timeline is consistent, unless the test has failed.
 
     Args:
         prefill, decode: one entry for each node. Without prefill nodes the decode nodes compute
@@ -75,7 +85,8 @@ class PairRig:
         own_models: each node has its own copy of the weights.
         paired: wait until all nodes are paired.
         settings: fields of SchedulerConfig for all nodes, and of DecodeConfig. By default requests
-            do not wait for a lost prefill node.
+            do not wait for a lost prefill node. With a small `new_token_ratio`, which is the least
+            one too, a small pool runs out while it decodes.
     """
 
     def __init__(
@@ -97,6 +108,8 @@ class PairRig:
         torch.set_num_threads(1)
         self._wake = WakeUp()
         settings = {"chunked_prefill_tokens": 64, "reconnect_wait_s": 0.0, **settings}
+        if "new_token_ratio" in settings:
+            settings.setdefault("min_new_token_ratio", settings["new_token_ratio"])
         scheduler = {name: settings.pop(name) for name in SCHEDULER if name in settings}
         common = Common(
             loaded,
@@ -386,3 +399,5 @@ class PairRig:
                 self.until_free()
                 for node in self.nodes:
                     node.check_at_rest()
+                for one in self.asked:
+                    timeline_laws.check(one.ended, len(one.tokens))

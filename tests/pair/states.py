@@ -122,8 +122,7 @@ class State:
         return self.reach.__name__
 
     def rig(self, loaded: Loaded, **options: Any) -> PairRig:
-        bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-        options = {"chunked_prefill_tokens": 32, **bold, **self.sizes, **options}
+        options = {"chunked_prefill_tokens": 32, "new_token_ratio": 0.01, **self.sizes, **options}
         return PairRig(loaded, **options)
 
 

@@ -4,18 +4,14 @@ and retraction know nothing of how a model is computed."""
 import random
 
 import pytest
-import torch
 
 from engine.kv_cache.layout import KVLayout
-from engine.models import load
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.checkpoints import greedy_tokens, reference_model
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64
-# Little is reserved for growth: a small pool runs out while it decodes.
-BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 
 
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "gemma3n_text")]
@@ -25,8 +21,8 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "
 def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
     """With and without what either side has cached, in a pool that requests outgrow together."""
     directory = make_tiny(tmp_path, kind)
-    model = load(directory, torch.device("cpu"), torch.float32, backend="transformers")
-    loaded = Loaded(directory, model)
+    loaded = Loaded.from_directory(directory, backend="transformers")
+    model = loaded.model
     source = random.Random(kind)
     lengths = [1, 15, 16, 17, 3 * CHUNK_TOKENS + 5, *[8] * 6]
     prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
@@ -38,7 +34,7 @@ def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
         prefill=[Size(max_running_requests=4)],
         decode=[Size(num_pages=num_pages, max_running_requests=16)],
         chunked_prefill_tokens=CHUNK_TOKENS,
-        **BOLD,
+        new_token_ratio=0.1,
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         for cold in ((prefill, decode), (), (decode,)):

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from common.config import LoraConfig, SpeculativeConfig
 from common.requests.sampling import GuidedDecoding, ReasoningTokens
 from engine.grammar import matching
 from engine.grammar.matching import Match
-from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.adapters import make_adapter
@@ -174,8 +172,7 @@ def with_layer(request, tmp_path_factory, noise) -> Loaded:
         make = make_eagle if request.param == "eagle" else make_draft
         drafter = make(root / "drafter", model)
         speculation = SpeculativeConfig(method=request.param, draft_model=str(drafter))
-    loaded = load(model, torch.device("cpu"), torch.float32, speculation=speculation)
-    return Loaded(model, loaded)
+    return Loaded.from_directory(model, speculation=speculation)
 
 
 class RecallingLayer:
@@ -228,7 +225,7 @@ def test_a_small_pool_takes_such_requests_off_the_device_among_drafts(noise, pla
     loaded, _ = noise
     drafts = _drafter("random", plain, loaded.model.spec.vocabulary_size)
     size = _size(num_pages=28, speculator=drafts)
-    with PairRig(loaded, decode=[size], new_token_ratio=0.1, min_new_token_ratio=0.1) as rig:
+    with PairRig(loaded, decode=[size], new_token_ratio=0.1) as rig:
         reported = _asked(rig, list(FEATURES))
         assert rig.decode[0].count("retractions") > 0
         assert min(rig.decode[0].drafts()) > 0
@@ -319,8 +316,7 @@ def test_such_requests_with_adapters_have_drafts(known, tmp_path, kind):
     if kind == "draft_model":
         itself = known.loaded.directory
         speculation = SpeculativeConfig(method=kind, draft_model=str(itself))
-        cpu = torch.device("cpu")
-        loaded = Loaded(itself, load(itself, cpu, torch.float32, speculation=speculation))
+        loaded = Loaded.from_directory(itself, speculation=speculation)
         drafts, least = Speculator(HeadDrafter(), AllDrafts(NUM_DRAFTS), NUM_DRAFTS), 0.0
     else:
         texts = [[*one.prompt, *one.tokens] for one in plain]

@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from common.config import SpeculativeConfig
-from engine.models import load
+from engine.kv_cache.layout import KVLayout
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
-from tests.pair.rig import Asked, Loaded, PairRig, Size, prompt
+from tests.pair.rig import Asked, Loaded, PairRig, Size, prompt, random_prompts
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.drafters import (
     make_draft,
     make_eagle,
     make_eagle3,
     make_followed,
+    make_followed_hybrid,
     make_follower,
     make_hybrid_mtp,
     make_knower,
@@ -31,7 +32,6 @@ from tests.support.drafters import (
 )
 
 NUM_TOKENS = 24
-BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 CPU = torch.device("cpu")
 LONG = pytest.mark.long
@@ -39,8 +39,7 @@ ROOM = Size(num_pages=256, max_running_requests=32)
 
 
 def _loaded(directory: Path, **speculative: Any) -> Loaded:
-    speculation = SpeculativeConfig(**speculative)
-    return Loaded(directory, load(directory, CPU, torch.float32, speculation=speculation))
+    return Loaded.from_directory(directory, speculation=SpeculativeConfig(**speculative))
 
 
 def _size(max_drafts: int = 3, **fields: Any) -> Size:
@@ -50,8 +49,7 @@ def _size(max_drafts: int = 3, **fields: Any) -> Size:
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
     """Return prompts with lengths around a page's edge."""
-    source = random.Random(5)
-    return [[source.randrange(vocabulary_size) for _ in range(n)] for n in (1, 15, 16, 33)]
+    return random_prompts(vocabulary_size, 1, 15, 16, 33)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,11 @@ class Itself:
         return tokens
 
 
-@pytest.fixture(scope="module", params=["eagle", pytest.param("draft_model", marks=LONG)])
+FOLLOWED = ["eagle", pytest.param("draft_model", marks=LONG)]
+WITH_STATES = pytest.mark.parametrize("followed", [*FOLLOWED, "hybrid"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=FOLLOWED)
 def followed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Followed | Itself:
@@ -92,11 +94,14 @@ def followed(
         model = make_checkpoint(root / "model", "llama")
         loaded = _loaded(model, method="draft_model", draft_model=str(model))
         return Itself(loaded, reference_model(model))
-    model = make_followed(root / "model")
-    loaded, knower = (
-        _loaded(model, method="eagle", draft_model=str(make(root / make.__name__, model)))
-        for make in (make_follower, make_knower)
-    )
+    if request.param == "hybrid":
+        loaded = knower = _loaded(make_followed_hybrid(root), method="mtp")
+    else:
+        model = make_followed(root / "model")
+        loaded, knower = (
+            _loaded(model, method="eagle", draft_model=str(make(root / make.__name__, model)))
+            for make in (make_follower, make_knower)
+        )
     weight = loaded.model.logits(torch.eye(320))
     after = {token: int(row.argmax()) for token, row in enumerate(weight)}
     return Followed(loaded, knower, after)
@@ -208,13 +213,17 @@ def test_a_prefix_that_was_evicted_to_the_host_leaves_it_right(followed: Followe
         assert rejected == 0 and accepted > 0
 
 
-@pytest.mark.parametrize("swap_pages", [64, pytest.param(0, marks=LONG)])
+@WITH_STATES
+@pytest.mark.parametrize("swap_pages", [256, pytest.param(0, marks=LONG)])
 def test_who_was_off_the_device_comes_back_to_it(
     followed: Followed | Itself, swap_pages: int
 ) -> None:
     prompts = [[first] * 12 for first in range(1, 9)]
-    size = _size(num_pages=12, max_running_requests=40, swap_pages=swap_pages)
-    with PairRig(followed.loaded, decode=[size], **BOLD) as rig:
+    spec = followed.loaded.model.spec
+    tables = KVLayout.of(spec.layers, 16, torch.float32, draft=spec.draft).tables
+    num_pages = len(prompts) * tables.pages_for(20)  # all may begin
+    size = _size(num_pages=num_pages, max_running_requests=40, swap_pages=swap_pages)
+    with PairRig(followed.loaded, prefill=[ROOM], decode=[size], new_token_ratio=0.1) as rig:
         asked = [rig.ask(prompt, 40) for prompt in prompts]
         rig.run()
         for prompt, one in zip(prompts, asked, strict=True):
@@ -249,9 +258,11 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed | Itself) -
         assert rejected == 0 and accepted > 0
 
 
+@WITH_STATES
 def test_a_request_that_moves_takes_it_along(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
-    with PairRig(followed.loaded, decode=[_size(), _size()], migrates=True) as rig:
+    sizes = [_size(num_pages=ROOM.num_pages) for _ in range(2)]
+    with PairRig(followed.loaded, prefill=[ROOM], decode=sizes, migrates=True) as rig:
         asked = rig.ask(prompt, 50)
         reported = rig.moved_midway(asked)
         assert reported == followed.answer(prompt, 50)
@@ -296,7 +307,7 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
         rig.run()
     expected = [one.tokens for one in plain]
     small = _size(num_pages=7, prefix_cache=False)
-    scheduler = {**BOLD, "preemption_threshold": 10}
+    scheduler = {"new_token_ratio": 0.1, "preemption_threshold": 10}
     both = [Size(), Size()]
     with PairRig(guessed[1], prefill=both, decode=[small] * 2, **scheduler) as rig:
 

@@ -68,6 +68,7 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
             (48, 48, ())
         ]
         assert asked.cached_tokens == 48
+        assert [one.num_pages for one in asked.ended.timeline.attempts] == [0]
         assert rig.decode[0].count("handoffs_completed") == 2
 
 
@@ -178,9 +179,8 @@ def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
 def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
     """Seen failing with kept slots never set by the decode role: the running request waited for
     pages of the granted one, which waited for its slot."""
-    bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     tight = [Size(num_pages=6, max_running_requests=1)]
-    with PairRig(known.loaded, decode=tight, **bold) as rig:
+    with PairRig(known.loaded, decode=tight, new_token_ratio=0.01) as rig:
         first, second = rig.ask([7] * 10, 80), rig.ask([9] * 30, 4)
         rig.run()
         known.check(first, second)

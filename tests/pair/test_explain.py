@@ -94,8 +94,7 @@ def test_a_prompt_that_is_prefilled_here_says_why(known):
 
 
 def test_a_retracted_request_says_when_it_was_off_the_device(known):
-    bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
-    with PairRig(known.loaded, decode=[Size(num_pages=16)], **bold) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], new_token_ratio=0.02) as rig:
         for number, prompt in enumerate((LONG, OTHER)):
             rig.ask(prompt, 60, request_id=f"{number}")
         rig.run()

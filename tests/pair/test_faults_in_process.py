@@ -8,7 +8,6 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
-from node.messages import AbortRequests
 from tests.pair.rig import PATIENT, Asked, PairRig, Size
 from tests.pair.states import AT_THE_PRODUCER, EVERYWHERE, LONG, OTHER, between_chunks
 from tests.pair.wires import BOTH
@@ -111,24 +110,6 @@ def test_what_lands_late_lands_in_pages_that_nobody_has(known):
         known.check(heir, behind)
 
 
-def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
-    """Keep the pages apart as above, where the request that takes its own old pages is the same
-    one.
-
-    Seen failing in the same way."""
-    with PairRig(known.loaded, chunked_prefill_tokens=WHOLE) as rig:
-        (prefill,) = rig.prefill
-        asked = _frozen_read(rig, request_id="doomed")
-        behind = rig.ask(LONG[20:])
-        rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
-        rig.tell(prefill, AbortRequests("doomed"))
-        rig.until(lambda: len(asked.tokens) == 3, "it runs, prefilled here")
-        rig.faults[0].release()
-        rig.until(lambda: rig.wires.said(ReadsDone), "all reads have ended", prefill)
-        rig.run()
-        known.check(asked, behind)
-
-
 def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
     """Seen failing with the PUBLICATION hold of the producer's Handoffs.admitted removed: the
     second prompt was computed into the pages of the first, and then the rest of these was read."""
@@ -142,19 +123,6 @@ def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
         rig.faults[0].release()
         rig.run()
         known.check(first, second)
-
-
-def test_nothing_is_computed_from_pages_that_have_not_landed(known):
-    """Seen failing with `held` set in Handoffs.first_token: the forward met pages that nobody
-    had written."""
-    with PairRig(known.loaded) as rig:
-        asked = _frozen_read(rig)
-        for _ in range(20):
-            rig.turn()
-        assert len(asked.tokens) == 1 and rig.decode[0].queue("on_device") == 0
-        rig.faults[0].release()
-        rig.run()
-        known.check(asked)
 
 
 def test_nothing_is_computed_from_pages_that_their_producer_had_let_go(known):

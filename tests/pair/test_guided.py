@@ -100,7 +100,6 @@ def test_every_finished_answer_has_its_form(noise, pool, overlap):
         decode=[Size(num_pages=num_pages, max_running_requests=12)],
         overlap_schedule=overlap,
         new_token_ratio=0.1,
-        min_new_token_ratio=0.1,
         **({"mode": "colocated"} if pool == "colocated" else {}),
     ) as rig:
         asked = _asked(rig, tokenizer)
@@ -170,7 +169,6 @@ def test_a_form_begins_behind_the_thought(noise, pool):
         loaded,
         decode=[Size(num_pages=20 if pool == "small" else 96, max_running_requests=12)],
         new_token_ratio=0.1,
-        min_new_token_ratio=0.1,
     ) as rig:
         close, asked = _thinking(rig, tokenizer)
         rig.run()

@@ -9,16 +9,13 @@ pytest.importorskip("PIL")
 
 from engine.batch.request import FinishReason
 from engine.models.vision import encoder_thread
-from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair import vision
+from tests.pair.rig import Size
+from tests.pair.vision import VisionModel, rig_of, seen
 from tests.support.vision import (
-    greedy_vision_tokens,
-    make_vision_checkpoint,
     picture,
-    reference_vision_model,
-    with_images,
 )
 
-NUM_TOKENS = 8
 TEXT = list(b"A text to be continued for long.")
 
 
@@ -45,14 +42,13 @@ class HeldEncoder:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = make_vision_checkpoint(tmp_path_factory.mktemp("vision"))
-    return Loaded.from_directory(directory), reference_vision_model(directory)
+    return VisionModel(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture
 def rig(model):
     size = Size(prefix_cache=False)
-    with PairRig(model[0], prefill=[], decode=[size], own_models=True, mode="colocated") as rig:
+    with rig_of(model, prefill=[], decode=[size], mode="colocated") as rig:
         yield rig
         encoder = rig.decode[0].engine.model.seeing._encoder
         if isinstance(encoder, HeldEncoder):  # a test has failed before it released the thread
@@ -70,17 +66,11 @@ def parts_of(seed):
 
 
 def ask(rig, seed, **options):
-    token_ids, images = with_images(*parts_of(seed))
-    return rig.ask(token_ids, NUM_TOKENS, images=images, **options)
+    return vision.ask(rig, parts_of(seed), **options)
 
 
 def greedy(model, seed):
-    return greedy_vision_tokens(model[1], *with_images(*parts_of(seed)), NUM_TOKENS)
-
-
-def counts(rig):
-    seeing = rig.decode[0].engine.model.seeing.counts
-    return seeing.encoded, seeing.found
+    return model.greedy(parts_of(seed))
 
 
 def test_other_requests_go_on_while_images_are_encoded(rig, model):
@@ -90,13 +80,13 @@ def test_other_requests_go_on_while_images_are_encoded(rig, model):
     asked = ask(rig, 1)
     rig.until(lambda: encoder.calls, "the image is being encoded")
     later = rig.ask(TEXT[:20], 4)
-    seen = len(running.tokens)
-    rig.until(lambda: later.ended and len(running.tokens) > seen + 5, "others go on")
+    before = len(running.tokens)
+    rig.until(lambda: later.ended and len(running.tokens) > before + 5, "others go on")
     assert not asked.tokens and rig.decode[0].engine.encoder.num_waiting == 0
     encoder.release()
     rig.run(asked)
     assert asked.tokens == greedy(model, 1)
-    assert counts(rig) == (1, 0) and encoder.calls == [1]
+    assert seen(rig.decode[0]) == (1, 0) and encoder.calls == [1]
     rig.cancel(running)
     rig.run()
 
@@ -137,7 +127,7 @@ def test_what_the_thread_fails_to_encode_the_forward_encodes(rig, model):
     asked = ask(rig, 3)
     rig.run()
     assert asked.tokens == greedy(model, 3)
-    assert encoder.calls == [1, 1] and counts(rig) == (1, 0)
+    assert encoder.calls == [1, 1] and seen(rig.decode[0]) == (1, 0)
 
 
 @pytest.mark.long
@@ -159,4 +149,4 @@ def test_an_image_that_was_evicted_is_encoded_by_the_forward(rig, model):
     asked = [ask(rig, seed) for seed in range(4)]
     rig.run()
     assert [one.tokens for one in asked] == [greedy(model, seed) for seed in range(4)]
-    assert counts(rig)[0] >= 4
+    assert seen(rig.decode[0])[0] >= 4

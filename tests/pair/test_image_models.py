@@ -19,6 +19,7 @@ from engine.models.families import read_decoder
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_split_prefill import SplitRig
+from tests.pair.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
 from tests.support import devices
 from tests.support.devices import CPU
 from tests.support.drafters import TENSORS, make_followed_vision
@@ -36,62 +37,44 @@ from tests.support.vision import (
     write_vision_files,
 )
 
-NUM_TOKENS = 8
-ROOM = Size(num_pages=400)
 TEXT = ("No image at all, as most prompts are.",)
 LONG = pytest.mark.long
 MTP = SpeculativeConfig(method="mtp")
 
 
-class VisionModel:
+class ImageModel(VisionModel):
     def __init__(self, directory, model_type):
-        self.directory = make_vision_checkpoint(directory, model_type=model_type)
-        self.loaded = Loaded.from_directory(self.directory)
-        self.reference = reference_vision_model(self.directory)
-        self._model_type = model_type
+        super().__init__(directory, model_type)
         self.one = ("What is on this? ", self.shown(5, 3, 1), " Say it in one word.")
         between = ", then some text between them, "
         self.two = ("First ", self.shown(2, 7, 2), between, self.shown(4, 4, 3), "?")
 
     def shown(self, rows, columns, seed):
-        if self._model_type == "llava":  # all of its images have one size
+        if self.type == "llava":  # all of its images have one size
             return picture(SQUARE, SQUARE, seed, PATCH)
-        if self._model_type == "gemma3":
+        if self.type == "gemma3":
             return picture(SQUARE, SQUARE, seed)
         return picture(rows, columns, seed)
 
     def inputs(self, parts):
-        return vision_inputs(*with_images(*parts), self._model_type)
+        return vision_inputs(*with_images(*parts), self.type)
 
-    def greedy(self, parts):
-        return greedy_vision_tokens(self.reference, *with_images(*parts), NUM_TOKENS)
+
+QUICK = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "llava", "gemma3")
+MODELS = (*QUICK, "qwen3_5_moe", "qwen3_vl_moe")
+QUICK_WITH_ONE = pytest.mark.parametrize(
+    "model",
+    [pytest.param(each, marks=() if each == QUICK[0] else LONG) for each in MODELS],
+    indirect=True,
+)
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *("qwen3_5", pytest.param("qwen3_5_moe", marks=LONG)),
-        *("qwen3_vl", pytest.param("qwen3_vl_moe", marks=LONG)),
-        *("llava", "gemma3"),
-    ],
+    params=[pytest.param(each, marks=() if each in QUICK else LONG) for each in MODELS],
 )
 def model(request, tmp_path_factory):
-    return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
-
-
-def rig_of(model, **options):
-    return PairRig(
-        model.loaded, **{"prefill": [ROOM], "decode": [ROOM], "own_models": True, **options}
-    )
-
-
-def ask(rig, parts, num_tokens=NUM_TOKENS):
-    token_ids, images = with_images(*parts)
-    return rig.ask(token_ids, num_tokens, images=images)
-
-
-def encoded(node):
-    return node.engine.model.seeing.counts.encoded
+    return ImageModel(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.mark.parametrize("operations", [pytest.param("torch", marks=LONG), "compiled"])
@@ -122,7 +105,7 @@ def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefil
         assert (encoded(rig.prefill[0]), encoded(rig.decode[0])) == (3, 0)
 
 
-@LONG
+@QUICK_WITH_ONE
 def test_images_in_groups_of_layers(model):
     with SplitRig(model.loaded, prefill=[], decode=[ROOM], own_models=True) as rig:
         running = rig.begin(200)
@@ -147,14 +130,13 @@ def test_a_second_question_about_an_image_reuses_its_kv(model):
         assert encoded(rig.prefill[0]) == 1
 
 
-@LONG
+@QUICK_WITH_ONE
 def test_retracted_requests_are_recomputed_with_their_images(model):
     prompts = [("Look: ", model.shown(6, 6, 20 + i), "...") for i in range(4)]
     tables = KVLayout.of(model.loaded.model.spec.layers, 16, torch.float32).tables
     num_pages = 4 * tables.pages_to_compute(47) + 1
     size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
-    ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
+    with rig_of(model, prefill=[], decode=[size], mode="colocated", new_token_ratio=0.01) as rig:
         # All are admitted together, because their images are cached.
         rig.decode[0].engine.model.seeing.encode([image for _, image, _ in prompts], None)
         asked = [ask(rig, parts, 24) for parts in prompts]
@@ -212,7 +194,7 @@ def test_quantised_decoders_see_images(tmp_path, model_type):
 
 
 def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
-    model = VisionModel(tmp_path, "llava")
+    model = ImageModel(tmp_path, "llava")
     with rig_of(model, prefill=[]) as rig:
         asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
         rig.run()
@@ -234,7 +216,7 @@ def test_a_draft_layer_that_is_right_is_right_behind_images(tmp_path):
     """Its vectors are found by token indices, which differ from positions. Seen failing with
     positions."""
     directory = make_followed_vision(tmp_path)
-    loaded = Loaded(directory, load(directory, CPU, torch.float32, speculation=MTP))
+    loaded = Loaded.from_directory(directory, speculation=MTP)
     drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), AllDrafts(3), 3))
     with PairRig(loaded, prefill=[ROOM], decode=[drafting], chunked_prefill_tokens=16) as rig:
         two = ("First ", picture(2, 7, 2), ", then some text, ", picture(4, 4, 3), "?")

@@ -25,6 +25,7 @@ from engine.speculative import AllDrafts, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_pauses import call_node, resumed
 from tests.pair.test_weights import pause, put
+from tests.pair.vision import NUM_TOKENS, VisionModel, ask, rig_of, seen
 from tests.support.drafters import recall, speculator
 from tests.support.vision import (
     greedy_vision_tokens,
@@ -34,63 +35,19 @@ from tests.support.vision import (
     with_images,
 )
 
-NUM_TOKENS = 8
 ONE = ("What is on this? ", picture(5, 3, 1), " Say it in one word.")
 TWO = ("First ", picture(2, 7, 2), ", then some text between them, ", picture(4, 4, 3), "?")
-TEXT = ("No image at all, as most prompts are.",)
-
-
-class Model:
-    def __init__(self, directory):
-        self.loaded = Loaded.from_directory(make_vision_checkpoint(directory))
-        self._reference = reference_vision_model(directory)
-        self._known = {}
-
-    def greedy(self, *parts, num_tokens=NUM_TOKENS):
-        token_ids, images = with_images(*parts)
-        key = (*token_ids, num_tokens)
-        if key not in self._known:
-            self._known[key] = greedy_vision_tokens(self._reference, token_ids, images, num_tokens)
-        return self._known[key]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return Model(tmp_path_factory.mktemp("vision"))
-
-
-def rig_of(model, **options):
-    options = {"prefill": [Size()], "decode": [Size()], **options}
-    return PairRig(model.loaded, own_models=True, **options)
-
-
-def ask(rig, *parts, **options):
-    token_ids, images = with_images(*parts)
-    return rig.ask(token_ids, NUM_TOKENS, images=images, **options)
-
-
-def seen(node):
-    """Images that a node has encoded, and found."""
-    counts = node.engine.model.seeing.counts
-    return counts.encoded, counts.found
-
-
-@pytest.mark.parametrize("chunked_prefill_tokens", [512, 16], ids=["whole", "cut_through_images"])
-def test_answers_are_those_of_transformers(model, chunked_prefill_tokens):
-    with rig_of(model, chunked_prefill_tokens=chunked_prefill_tokens) as rig:
-        asked = {parts: ask(rig, *parts) for parts in (ONE, TWO, TEXT)}
-        rig.run()
-        for parts, one in asked.items():
-            assert one.tokens == model.greedy(*parts)
-        assert seen(rig.decode[0]) == (0, 0)  # nobody there computes a prompt
-        encoded, _ = seen(rig.prefill[0])
-        assert encoded == 3  # each once, however many chunks it takes
+    return VisionModel(tmp_path_factory.mktemp("vision"))
 
 
 def test_what_is_seen_matters_and_where(model):
     other = ("What is on this? ", picture(5, 3, 9), " Say it in one word.")
     turned = ("What is on this? ", picture(3, 5, 1), " Say it in one word.")
-    answers = [model.greedy(*parts) for parts in (ONE, other, turned)]
+    answers = [model.greedy(parts) for parts in (ONE, other, turned)]
     assert len({tuple(answer) for answer in answers}) == 3
 
 
@@ -98,17 +55,17 @@ def test_kv_is_shared_by_prompts_with_the_same_image_and_by_no_others(model):
     other = (ONE[0], picture(5, 3, 9), ONE[2])  # the same placeholders, as many
     longer = (*ONE, " And another: ", picture(2, 2, 4), ".")
     with rig_of(model) as rig:
-        first = ask(rig, *ONE)
+        first = ask(rig, ONE)
         rig.run()
         rig.flush(rig.decode[0])
-        again, different = ask(rig, *ONE), ask(rig, *other)
+        again, different = ask(rig, ONE), ask(rig, other)
         rig.run()
         rig.flush(rig.decode[0])
-        follow_up = ask(rig, *longer)
+        follow_up = ask(rig, longer)
         rig.run()
-        assert first.tokens == again.tokens == model.greedy(*ONE)
-        assert different.tokens == model.greedy(*other)
-        assert follow_up.tokens == model.greedy(*longer)
+        assert first.tokens == again.tokens == model.greedy(ONE)
+        assert different.tokens == model.greedy(other)
+        assert follow_up.tokens == model.greedy(longer)
         num_tokens = len(again.prompt)
         assert different.cached_tokens == 16 < len(ONE[0]) + 1 + 15  # what is before the image
         assert again.cached_tokens == (num_tokens - 1) // 16 * 16
@@ -120,37 +77,15 @@ def test_kv_is_shared_by_prompts_with_the_same_image_and_by_no_others(model):
 def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
     parts = ("One: ", picture(4, 4, 5), ", two: ", picture(4, 4, 5), ".")
     with rig_of(model) as rig:
-        asked = ask(rig, *parts)
+        asked = ask(rig, parts)
         rig.run()
-        assert asked.tokens == model.greedy(*parts)
+        assert asked.tokens == model.greedy(parts)
         assert seen(rig.prefill[0]) == (1, 1)
-
-
-def test_a_decode_node_without_producers_computes_them_itself(model):
-    with rig_of(model, prefill=[], mode="colocated", chunked_prefill_tokens=16) as rig:
-        asked = [ask(rig, *parts) for parts in (ONE, TWO, TEXT)]
-        rig.run()
-        assert [one.tokens for one in asked] == [model.greedy(*p) for p in (ONE, TWO, TEXT)]
-        assert seen(rig.decode[0])[0] == 3
-
-
-def test_who_was_retracted_is_computed_anew_with_its_images(model):
-    size = Size(num_pages=13, swap_pages=0, max_running_requests=4, prefix_cache=False)
-    # Of 47 tokens each: three pages, and a fourth for the answer.
-    prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
-    ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
-        # All are admitted together, because their images are cached.
-        rig.decode[0].engine.model.seeing.encode([image for _, image, _ in prompts], None)
-        asked = [ask(rig, *parts) for parts in prompts]
-        rig.run()
-        assert [one.tokens for one in asked] == [model.greedy(*parts) for parts in prompts]
-        assert rig.decode[0].count("recomputed") > 0
 
 
 def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
     token_ids, images = with_images(*TWO)
-    answer = model.greedy(*TWO)
+    answer = model.greedy(TWO)
     with rig_of(model) as rig:
         asked = rig.serve(token_ids, NUM_TOKENS, generated=answer[:3], images=images)
         assert asked.tokens == answer[3:]
@@ -160,7 +95,7 @@ def test_a_request_moves_with_its_images(model):
     with rig_of(model, decode=[Size(), Size(prefix_cache=False)], migrates=True) as rig:
         token_ids, images = with_images(*ONE)
         tokens = rig.moved_midway(rig.ask(token_ids, 40, images=images), 2)
-        assert tokens == model.greedy(*ONE, num_tokens=40)
+        assert tokens == model.greedy(ONE, num_tokens=40)
 
 
 def test_what_a_node_cannot_compute_it_refuses(model):
@@ -206,17 +141,17 @@ class SaysImages:
 def test_tokens_of_images_are_neither_guessed_nor_counted(model):
     size = Size(speculator=Speculator(SaysImages(), AllDrafts(5), 5))
     with rig_of(model, decode=[size]) as rig:
-        guessed = ask(rig, *ONE)
-        penalised = ask(rig, *TWO, repetition_penalty=1.3, frequency_penalty=0.5)
+        guessed = ask(rig, ONE)
+        penalised = ask(rig, TWO, repetition_penalty=1.3, frequency_penalty=0.5)
         rig.run()
-        assert guessed.tokens == model.greedy(*ONE)
+        assert guessed.tokens == model.greedy(ONE)
         assert len(penalised.tokens) == NUM_TOKENS
 
 
 def test_drafts_that_are_rejected_leave_no_trace(model):
     """Rows that begin earlier than they were launched for, at positions that are no indices."""
     asked_of = {parts: with_images(*parts)[0] for parts in (ONE, TWO)}
-    answers = [[*asked_of[parts], *model.greedy(*parts, num_tokens=24)] for parts in asked_of]
+    answers = [[*asked_of[parts], *model.greedy(parts, num_tokens=24)] for parts in asked_of]
     guesses = speculator("random", recall(answers), 256)
     with rig_of(model, decode=[Size(speculator=guesses)]) as rig:
         asked = [
@@ -286,7 +221,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True, migrates=True) as rig:
         (producer,), (consumer,) = rig.prefill, rig.decode
-        asked = ask(rig, *ONE)
+        asked = ask(rig, ONE)
         rig.run()
         assert asked.tokens == known["old"] and seen(producer) == (1, 0)
         pause(rig)
@@ -299,7 +234,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
         assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
         resumed(rig)
         rig.until_paired()
-        asked = ask(rig, *ONE)
+        asked = ask(rig, ONE)
         rig.run()
         assert (asked.tokens, asked.cached_tokens) == (known["new"], 0)
 
@@ -322,7 +257,7 @@ def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
-        before = ask(rig, *ONE)
+        before = ask(rig, ONE)
         rig.run()
         pause(rig)
         (producer,) = rig.prefill
@@ -331,6 +266,6 @@ def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
         assert not call_node(rig, producer, ResumeMemory(("weights",))).error
         resumed(rig)
         rig.flush(*rig.nodes)
-        after = ask(rig, *ONE)
+        after = ask(rig, ONE)
         rig.run()
         assert before.tokens == after.tokens

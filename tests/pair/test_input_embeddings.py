@@ -17,7 +17,6 @@ from tests.support.specs import make_spec
 
 NUM_TOKENS = 10
 LENGTHS = (1, 15, 65, 150)
-SMALL = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 
 
 class Given:
@@ -66,7 +65,7 @@ def test_tokens_are_those_of_transformers(known, pool):
     asking = [Given(known, length) for length in LENGTHS]
     decode = Size(num_pages=12 if pool == "small" else 64, input_embeddings=True)
     alone = {"mode": "colocated", "prefill": ()} if pool == "colocated" else {}
-    with rig_of(known, decode=[decode], **SMALL, **alone) as rig:
+    with rig_of(known, decode=[decode], new_token_ratio=0.1, **alone) as rig:
         for _ in range(2):
             asked = [ask(rig, one) for one in asking]
             plain = rig.serve(range(40), NUM_TOKENS)

@@ -80,32 +80,24 @@ BAD_WORDS = ((20,), (21, 22), (23, 24, 25))
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetition_penalty": 1.2}
 
 
+CARRIED: dict[str, dict[str, Any]] = {
+    "sampled-with-penalties": SAMPLED,
+    "grammar": {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60},
+    "log-probabilities": {"logprobs": 2},
+    "log-probabilities-of-the-prompt": {"prompt_logprobs": 1},
+    "thinking-budget": {"thought": ReasoningTokens(close=3), "thinking_budget": 20},
+    "least-tokens-and-bias": SAMPLED
+    | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
+    "bad-words": SAMPLED | {"allowed_token_ids": tuple(range(20, 26)), "bad_word_ids": BAD_WORDS},
+}
+QUICK = ("sampled-with-penalties", "grammar")
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
-        pytest.param(SAMPLED, id="sampled-with-penalties"),
-        pytest.param({"logprobs": 2}, id="log-probabilities", marks=pytest.mark.long),
-        pytest.param(
-            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"
-        ),
-        pytest.param(
-            SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
-            id="least-tokens-and-bias",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            SAMPLED | {"allowed_token_ids": tuple(range(20, 26)), "bad_word_ids": BAD_WORDS},
-            id="bad-words",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt", marks=pytest.mark.long
-        ),
-        pytest.param(
-            {"thought": ReasoningTokens(close=3), "thinking_budget": 20},
-            id="thinking-budget",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(sampling, id=name, marks=() if name in QUICK else pytest.mark.long)
+        for name, sampling in CARRIED.items()
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:

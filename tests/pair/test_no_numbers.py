@@ -5,18 +5,16 @@ it computed anew."""
 import numpy as np
 from grpc import StatusCode
 
-from common.config import PrefixSharingConfig, TransferConfig
+from common.config import TransferConfig
 from common.request import PrefixHint
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
-from tests.pair.rig import PATIENT, Asked, Node, PairRig, Size
+from tests.pair.rig import ALWAYS_SHARES, PATIENT, Asked, Node, PairRig, Size
 
 MANY = 60  # tokens
 ROOM = Size(num_pages=256)
-# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
-ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 # Bytes that change once they are published are found out by their checksums else.
 UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"checksum_interval": 0})
 
@@ -84,7 +82,7 @@ def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -
 # Seen failing without being told, however often it is asked: the other one lends it again.
 def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
     sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
-    with PairRig(known.loaded, prefix_sharing=ALWAYS, **sizes) as rig:
+    with PairRig(known.loaded, prefix_sharing=ALWAYS_SHARES, **sizes) as rig:
         lender, consumer = rig.prefill
         rig.learn_what_computing_takes()
         rig.serve(range(5, 105), 2, prefill=[0])

@@ -11,7 +11,6 @@ from tests.support.checkpoints import LATENT_ARCHITECTURES
 
 LONG = 150
 ROOM = Size(num_pages=128)
-BOLD = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
 WINDOW = 24  # of gemma3_text as these tests make it: two pages, and three at a page's edge
 LENGTHS = {
     "gemma3_text": (1, 16, WINDOW, 48, 300),
@@ -86,7 +85,7 @@ def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model
     tables = known.tables(16)
     for factor, retracts in ((1.0, True), (2.2, False)):
         num_pages = int(factor * tables.pages_to_compute(300))
-        with PairRig(known.loaded, decode=[Size(num_pages=num_pages)], **BOLD) as rig:
+        with PairRig(known.loaded, decode=[Size(num_pages=num_pages)], new_token_ratio=0.01) as rig:
             asked = [rig.ask(prompt(200, seed), 60) for seed in range(3)]
             rig.run()
             known.check(*asked)
@@ -102,7 +101,7 @@ def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model
 def test_a_request_that_leaves_the_device_comes_back(model, architecture, swap_pages, recomputed):
     known = model(architecture)
     size = Size(num_pages=3 * known.tables(16).pages_for(64) + 2, swap_pages=swap_pages)
-    with PairRig(known.loaded, decode=[size], **BOLD) as rig:
+    with PairRig(known.loaded, decode=[size], new_token_ratio=0.01) as rig:
         asked = [rig.ask(prompt(50, seed), 60) for seed in range(3)]
         rig.run()
         known.check(*asked)

@@ -15,8 +15,6 @@ NUM_TOKENS = 14
 CHUNK_TOKENS = 64
 NUM_GROWING = 6
 QUICK_EXPERTS = ("qwen3_moe",)
-# Little is reserved for growth: a small pool runs out while it decodes.
-BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 
 
 def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
@@ -108,7 +106,7 @@ def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> Non
         page_size=page_size,
         chunked_prefill_tokens=CHUNK_TOKENS,
         overlap_schedule=overlap,
-        **BOLD,
+        new_token_ratio=0.1,
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         for cold in ((prefill, decode), (), (decode,), (prefill,)):
@@ -165,5 +163,6 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
     colocated = sampled(prefill=(), mode="colocated")
     assert sampled() == colocated
     least = 16 * known.tables(16).num_tables
-    assert sampled(decode=[Size(num_pages=least)], **BOLD) == colocated  # with retractions
+    with_retractions = sampled(decode=[Size(num_pages=least)], new_token_ratio=0.1)
+    assert with_retractions == colocated
     assert colocated[0] != known.greedy(prompts[0], NUM_TOKENS)

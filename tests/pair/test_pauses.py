@@ -104,7 +104,6 @@ def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
         known.loaded,
         decode=[Size(num_pages=14, max_running_requests=4, swap_pages=32)],
         new_token_ratio=0.02,
-        min_new_token_ratio=0.02,
     ) as rig:
         (node,) = rig.decode
         # The pages that others are granted keep the first one from its end until they run.

@@ -203,8 +203,7 @@ def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
 # Seen failing with nothing kept for the growth of granted requests: both are granted.
 def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
     """Each has four pages, and one to grow into. One page is missing for both."""
-    ratio = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
-    with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], **ratio) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], new_token_ratio=1.0) as rig:
         rig.wires.hold_back(PagesReady)
         asked = [rig.ask([n] * 50, max_tokens=20) for n in range(2)]
         rig.until(lambda: _grants(rig) == 1, "one is granted")

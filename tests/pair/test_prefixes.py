@@ -11,20 +11,18 @@ from common.config import PrefixSharingConfig
 from common.request import PrefixHint
 from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
-from tests.pair.rig import Asked, Node, PairRig, Size, prompt
+from tests.pair.rig import ALWAYS_SHARES, Asked, Node, PairRig, Size, prompt
 
 ROOM = Size(num_pages=256)
 SMALL = Size(num_pages=40)
 TWO = (ROOM, ROOM)
-# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
-ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 SALTED = b"s" * 16
 HINT = PrefixHint("prefill-0:1", 96)  # at the first of two prefill nodes
 PAGE = 16
 
 
 def rig_of(known: Known, **how: object) -> PairRig:
-    fields = {"prefill": (ROOM,), "decode": (ROOM,), "prefix_sharing": ALWAYS, **how}
+    fields = {"prefill": (ROOM,), "decode": (ROOM,), "prefix_sharing": ALWAYS_SHARES, **how}
     return PairRig(known.loaded, **fields)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,6 @@ Those of the prompt come from the prefill node, the others from the decode node,
 has exactly one row.
 """
 
-import random
 from array import array
 
 import numpy as np
@@ -17,21 +16,15 @@ from engine.build import build
 from engine.load import check_routed_experts
 from kvtransfer.pairs import codec
 from node import request_state
-from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.rig import Loaded, PairRig, Size, random_prompts
 from tests.pair.test_speculation import _guessing
 from tests.support.checkpoints import make_checkpoint, reference_model
 
 NUM_TOKENS = 10
 TOLERANCE = 1e-4
 LENGTHS = (1, 15, 64, 150)
-SMALL = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 ALONE = {"prefill": (), "mode": "colocated"}
 RETURNED = RoutedExpertsConfig(enabled=True)
-
-
-def prompts(vocabulary_size):
-    source = random.Random(5)
-    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in LENGTHS]
 
 
 class HiddenStates:
@@ -127,10 +120,10 @@ def check(returned, one, first=1, logprobs=None):
 def test_rows_are_those_of_transformers(returned, overlap, pool):
     """In chunks, after retractions, beside other requests, and for prompts in the caches."""
     known = returned.known
-    asking = prompts(known.vocabulary_size)
+    asking = random_prompts(known.vocabulary_size, *LENGTHS)
     size = returned.size(num_pages=12 if pool == "small" else 64)
     alone = ALONE if pool == "colocated" else {}
-    with returned.pair([size], overlap_schedule=overlap, **SMALL, **alone) as rig:
+    with returned.pair([size], overlap_schedule=overlap, new_token_ratio=0.1, **alone) as rig:
         for _ in range(2):
             asked = [rig.ask(prompt, NUM_TOKENS, **wanted(returned)) for prompt in asking]
             other = rig.serve(asking[1], NUM_TOKENS, logprobs=1, prompt_logprobs=1)
@@ -145,7 +138,7 @@ def test_rows_are_sent_once_each_when_the_prompt_is_recomputed(returned):
     with returned.pair([returned.size(swap_pages=0)], **ALONE, retract_every=3) as rig:
         asked = [
             rig.ask(prompt, NUM_TOKENS, prompt_logprobs_start=10, **wanted(returned))
-            for prompt in prompts(returned.known.vocabulary_size)[1:]
+            for prompt in random_prompts(returned.known.vocabulary_size, *LENGTHS)[1:]
         ]
         rig.run()
         assert rig.decode[0].count("recomputed") >= 1
@@ -166,7 +159,7 @@ def test_rows_continue_on_the_node_to_which_a_request_migrates(returned):
 
 def test_rows_of_accepted_drafts_are_those_of_their_tokens(returned):
     known = returned.known
-    asking = prompts(known.vocabulary_size)[1:3]
+    asking = random_prompts(known.vocabulary_size, *LENGTHS)[1:3]
     speculator = _guessing("random", known, asking).speculator
     both = wanted(returned) | {"hidden_states": True}
     with returned.pair([returned.size(32, speculator=speculator)]) as rig:

@@ -3,22 +3,15 @@
 The prefill node samples the first token and the decode node the others, with no visible difference.
 """
 
-import random
-
 import pytest
 import torch
 
 from kvtransfer.pairs import codec
-from tests.pair.rig import PairRig, Size
+from tests.pair.rig import PairRig, Size, random_prompts
 
 NUM_TOKENS = 10
 TOLERANCE = 1e-4
 LENGTHS = (1, 15, 64, 150)
-
-
-def prompts(vocabulary_size):
-    source = random.Random(5)
-    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in LENGTHS]
 
 
 def by_transformers(known, tokens):
@@ -39,23 +32,20 @@ def check(reported, tokens, expected, num_top):
         assert torch.allclose(named, top.values, atol=TOLERANCE)
 
 
-SMALL = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize("pool", ["large", "small", "colocated"])
 def test_logprobs_are_those_of_transformers(known, overlap, pool):
     """The prompt is in both caches the second time, and is computed all the same where its own are
     asked for. Seen failing with the prompt matched in the cache, with the targets of a chunk one
     place off, and without those of the first token."""
-    asking = prompts(known.vocabulary_size)
+    asking = random_prompts(known.vocabulary_size, *LENGTHS)
     num_pages = 12 if pool == "small" else 64
     with PairRig(
         known.loaded,
         prefill=() if pool == "colocated" else [Size()],
         decode=[Size(num_pages=num_pages)],
         overlap_schedule=overlap,
-        **SMALL,
+        new_token_ratio=0.1,
         **({"mode": "colocated"} if pool == "colocated" else {}),
     ) as rig:
         for _ in range(2):
@@ -78,7 +68,7 @@ def test_prompt_logprobs_begin_at_a_token_and_the_prefix_before_it_comes_from_th
     known, nodes
 ):
     """In whole pages, chunks and parts of both."""
-    prompt = prompts(known.vocabulary_size)[-1]
+    prompt = random_prompts(known.vocabulary_size, *LENGTHS)[-1]
     rows = by_transformers(known, prompt)
     with PairRig(known.loaded, **nodes) as rig:
         rig.serve(prompt, 1)
@@ -93,7 +83,7 @@ def test_prompt_logprobs_begin_at_a_token_and_the_prefix_before_it_comes_from_th
 
 
 def test_prompt_logprobs_are_sent_once_each_when_the_prompt_is_recomputed(known):
-    asking = prompts(known.vocabulary_size)[1:]
+    asking = random_prompts(known.vocabulary_size, *LENGTHS)[1:]
     alone = {"prefill": (), "mode": "colocated", "decode": [Size(swap_pages=0)]}
     with PairRig(known.loaded, **alone, retract_every=3) as rig:
         for number, start in enumerate((0, 20), 1):
@@ -118,7 +108,7 @@ def test_prompt_logprobs_that_begin_behind_the_prompt_are_none(known):
 
 def test_what_may_not_be_sampled_is_not_on_either_node(known):
     """Against a node that does both halves itself, and what is asked for."""
-    asking = prompts(known.vocabulary_size)
+    asking = random_prompts(known.vocabulary_size, *LENGTHS)
     likeliest = [known.greedy(prompt, NUM_TOKENS) for prompt in asking]
     wanted = [
         {"logit_bias": tuple((token, -100.0) for token in sorted(set(likeliest[0])))},

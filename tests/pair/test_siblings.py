@@ -5,7 +5,7 @@ import math
 import pytest
 
 from decode_node import handoffs
-from tests.pair.rig import PairRig, Size
+from tests.pair.rig import PairRig, Size, prompt
 
 PAGE, NUM = 16, 4
 ROOMY = (Size(num_pages=256),)
@@ -18,19 +18,15 @@ def _reads_are_soon(monkeypatch):
     monkeypatch.setattr(handoffs, "READ_SOON_S", math.inf)
 
 
-def _prompt(length: int) -> list[int]:
-    return [(7 * i + i * i) % 250 for i in range(length)]
-
-
 # Seen failing with all of them granted at once: each read all pages.
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_prompt_is_computed_and_moved_once(known, length):
-    prompt = _prompt(length)
+    text = prompt(length, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
-        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        asked = [rig.ask(text, 20) for _ in range(NUM)]
         rig.run()
-        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+        assert [each.tokens for each in asked] == [known.greedy(text, 20)] * NUM
         pages, rest = divmod(length, PAGE)
         assert decode.count("pages_read") == pages + NUM * (rest > 0)
         computed = prefill.count("prompt_tokens") - prefill.count("cached_tokens")
@@ -39,24 +35,24 @@ def test_the_prompt_is_computed_and_moved_once(known, length):
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
 def test_states_and_windows_come_to_each(model, architecture):
-    known, prompt = model(architecture), _prompt(150)
+    known, text = model(architecture), prompt(150, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
-        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        asked = [rig.ask(text, 20) for _ in range(NUM)]
         rig.run()
-        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+        assert [each.tokens for each in asked] == [known.greedy(text, 20)] * NUM
         alone = known.tables(PAGE).pages_for(150)
         assert rig.decode[0].count("pages_read") < NUM * alone
 
 
 def test_each_has_its_own_seed_and_answer(known):
-    prompt, sampled = _prompt(100), {"temperature": 1.0}
+    text, sampled = prompt(100, 0), {"temperature": 1.0}
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         alone = []
         for seed in range(NUM):
-            alone.append(rig.ask(prompt, 12, seed=seed, **sampled))
+            alone.append(rig.ask(text, 12, seed=seed, **sampled))
             rig.run()
             rig.flush(*rig.nodes)
-        together = [rig.ask(prompt, 12, seed=seed, **sampled) for seed in range(NUM)]
+        together = [rig.ask(text, 12, seed=seed, **sampled) for seed in range(NUM)]
         rig.run()
         assert [each.tokens for each in together] == [each.tokens for each in alone]
         assert len({tuple(each.tokens) for each in together}) > 1
@@ -65,12 +61,12 @@ def test_each_has_its_own_seed_and_answer(known):
 # Seen failing with what has been given up still on its way: the others waited for ever.
 @pytest.mark.parametrize("how", ["cancelled", "lost"])
 def test_if_the_first_does_not_come_the_next_goes_first(known, how):
-    prompt = _prompt(100)
+    text = prompt(100, 0)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
-        first = rig.ask(prompt, 20, prefill=[0, 1])
-        rest = [rig.ask(prompt, 20, prefill=[1]) for _ in range(NUM - 1)]
+        first = rig.ask(text, 20, prefill=[0, 1])
+        rest = [rig.ask(text, 20, prefill=[1]) for _ in range(NUM - 1)]
         rig.until(lambda: decode.queue("prealloc") == NUM - 1, "the others wait")
         if how == "cancelled":
             rig.cancel(first)
@@ -79,41 +75,41 @@ def test_if_the_first_does_not_come_the_next_goes_first(known, how):
         rig.run(*rest)
         rig.faults[0].release()
         rig.run()
-        assert [each.tokens for each in rest] == [known.greedy(prompt, 20)] * (NUM - 1)
+        assert [each.tokens for each in rest] == [known.greedy(text, 20)] * (NUM - 1)
         rig.wires.heal()
 
 
 def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
     monkeypatch.setattr(handoffs, "READ_SOON_S", 0.0)
-    prompt = _prompt(100)
+    text = prompt(100, 0)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         rig.faults[0].freeze()
-        slow, other = rig.ask(prompt, 20, prefill=[0]), rig.ask(prompt, 20, prefill=[1])
+        slow, other = rig.ask(text, 20, prefill=[0]), rig.ask(text, 20, prefill=[1])
         rig.run(other)
         assert slow.ended is None
         rig.faults[0].release()
         rig.run()
-        assert slow.tokens == other.tokens == known.greedy(prompt, 20)
+        assert slow.tokens == other.tokens == known.greedy(text, 20)
 
 
 def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
-    prompt = _prompt(100)
+    text = prompt(100, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (decode,) = rig.decode
-        rig.serve(prompt, 2)
+        rig.serve(text, 2)
         rig.faults[0].freeze()
-        asked = [rig.ask(prompt, 20) for _ in range(NUM)]
+        asked = [rig.ask(text, 20) for _ in range(NUM)]
         rig.until(lambda: decode.queue("transfer") == NUM, "all are granted")
         rig.faults[0].release()
         rig.run()
-        assert [each.tokens for each in asked] == [known.greedy(prompt, 20)] * NUM
+        assert [each.tokens for each in asked] == [known.greedy(text, 20)] * NUM
 
 
 def test_without_a_cache_there_is_nothing_to_wait_for(known):
-    prompt = _prompt(100)
+    text = prompt(100, 0)
     nodes = (Size(num_pages=256, prefix_cache=False),)
     with PairRig(known.loaded, prefill=ROOMY, decode=nodes) as rig:
-        asked = [rig.ask(prompt, 8) for _ in range(NUM)]
+        asked = [rig.ask(text, 8) for _ in range(NUM)]
         rig.run()
         assert rig.decode[0].count("pages_read") == NUM * 7
-        assert [each.tokens for each in asked] == [known.greedy(prompt, 8)] * NUM
+        assert [each.tokens for each in asked] == [known.greedy(text, 8)] * NUM

@@ -85,8 +85,7 @@ def test_responses_are_those_of_transformers(model, architecture):
 )
 def test_retractions_change_no_response(known, swap_pages):
     size = Size(20, swap_pages=swap_pages)
-    bold = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
-    with SplitRig(known.loaded, decode=[size], **bold) as rig:
+    with SplitRig(known.loaded, decode=[size], new_token_ratio=0.1) as rig:
         running = [rig.begin() for _ in range(3)]
         asked = [rig.ask(prompt, MANY) for prompt in PROMPTS[:3]]
         rig.run()
@@ -174,18 +173,3 @@ def test_cancelled_prompts_release_their_pages(known):
             assert asked.reason is FinishReason.ABORT
         rig.run()
         known.check(running)
-
-
-def test_images(tmp_path):
-    pytest.importorskip("PIL")
-    from tests.pair.test_images import ONE, TWO, Model, ask
-
-    vision = Model(tmp_path)
-    with SplitRig(vision.loaded, own_models=True) as rig:
-        running = rig.begin(200)
-        asked = {parts: ask(rig, *parts) for parts in (ONE, TWO)}
-        rig.run(*asked.values())
-        rig.cancel(running)
-        assert rig.splits
-        for parts, one in asked.items():
-            assert one.tokens == vision.greedy(*parts)

@@ -57,7 +57,6 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
         known.loaded,
         decode=[Size(num_pages=8, prefix_cache=False)],
         new_token_ratio=0.01,
-        min_new_token_ratio=0.01,
         make_stream=lambda: next(makers),
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import PrefixSharingConfig
 from common.request import PrefixHint
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
-from tests.pair.rig import Node, PairRig, Size, prompt
+from tests.pair.rig import ALWAYS_SHARES, Node, PairRig, Size, prompt
 from tests.support.engine_rig import ints
 
 ROOM = Size(num_pages=1024)
@@ -110,7 +109,6 @@ def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> N
         assert brought(rig.decode[0]) == LONG // 16 * 16
 
 
-ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 # So much of it is lent at once that a prompt fits.
 LENDS = Size(num_pages=80, tier_pages=400)
 TOLD = LONG // 16 * 16
@@ -127,7 +125,7 @@ def forget_above(rig: PairRig) -> None:
 
 def test_others_read_what_only_a_tier_has(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
         rig.learn_what_computing_takes()
         first, second = rig.prefill
         rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[0]))
@@ -142,7 +140,7 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
 
 def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
         rig.learn_what_computing_takes()
         first, _ = rig.prefill
         for producer in range(2):

@@ -2,13 +2,11 @@
 
 import time
 
-import pytest
-
 from common.requests.timeline import Phase
 from kvtransfer.messages import GrantHandoff, PagesReady
 from tests.pair.rig import Asked, PairRig, Size
-from tests.pair.states import EVERYWHERE, LONG, OTHER
-from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, check, of
+from tests.pair.states import LONG, OTHER
+from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, of
 
 PAGE = 16
 DELAY_S = 0.15
@@ -28,7 +26,6 @@ def besides_delay(asked: Asked) -> float:
 def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         asked = rig.serve(LONG)
-        check(asked.ended, len(asked.tokens))
         timeline = asked.ended.stamps.timeline()
         (attempt,) = timeline.attempts
         assert attempt.prefill == rig.prefill[0].front.address
@@ -43,19 +40,9 @@ def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
         assert len(of(timeline, Phase.RUNNING)) == 1 and not of(timeline, *LOCAL)
 
 
-def test_a_prompt_whose_kv_is_here_moves_no_page(known):
-    with PairRig(known.loaded) as rig:
-        rig.serve(LONG[: 4 * PAGE])
-        again = rig.serve(LONG[: 4 * PAGE])
-        check(again.ended, len(again.tokens))
-        assert again.ended.stamps.timeline().attempts[0].num_pages == 0
-        assert again.ended.stamps.timeline().attempts[0].outcome == "completed"
-
-
 def test_a_prompt_prefilled_here_has_no_attempt(known):
     with PairRig(known.loaded, prefill=()) as rig:
         asked = rig.serve(LONG)
-        check(asked.ended, len(asked.tokens))
         timeline = asked.ended.stamps.timeline()
         assert not timeline.attempts
         assert [row.phase for row in of(timeline, *LOCAL)] == list(LOCAL)
@@ -67,7 +54,6 @@ def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG, prefill=[0, 1])
-        check(asked.ended, len(asked.tokens))
         lost, held = asked.ended.stamps.timeline().attempts
         assert (lost.outcome, held.outcome) == ("failed", "completed")
         assert lost.reason and not held.reason
@@ -79,7 +65,6 @@ def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
     with PairRig(known.loaded) as rig:
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG)
-        check(asked.ended, len(asked.tokens))
         assert [one.outcome for one in asked.ended.stamps.timeline().attempts] == ["failed"]
         assert len(of(asked.ended.stamps.timeline(), *LOCAL)) == 2
 
@@ -93,7 +78,6 @@ def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_
         rig.let_time_pass(time.monotonic() + DELAY_S)
         rig.wires.let_go()
         rig.run()
-        check(asked.ended, len(asked.tokens))
         assert seconds(asked, Phase.PREFILL_WAIT, 1) >= DELAY_S
         assert seconds(asked, Phase.BOOTSTRAP_QUEUE, 1) >= DELAY_S
         assert seconds(asked, Phase.PREFILL, 1) <= besides_delay(asked)
@@ -108,7 +92,6 @@ def test_time_in_which_pages_do_not_land_is_the_transfer(known):
         rig.let_time_pass(time.monotonic() + DELAY_S)
         rig.faults[0].release()
         rig.run()
-        check(asked.ended, len(asked.tokens))
         timeline = asked.ended.stamps.timeline()
         (transfer,) = of(timeline, Phase.TRANSFER, attempt=1)
         assert transfer.end - transfer.start >= DELAY_S
@@ -125,41 +108,23 @@ def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
         rig.let_time_pass(time.monotonic() + DELAY_S)
         rig.faults[0].release()
         rig.run()
-        check(asked.ended, len(asked.tokens))
         assert seconds(asked, Phase.PREFILL_WAIT, 1) <= besides_delay(asked)
         assert seconds(asked, Phase.TRANSFER, 1) >= DELAY_S / 2
 
 
 def test_a_request_taken_off_the_device_says_when_and_for_how_long(known):
-    bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
-    with PairRig(known.loaded, decode=[Size(num_pages=16)], **bold) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], new_token_ratio=0.02) as rig:
         asked = [rig.ask(prompt, 60) for prompt in (LONG, OTHER)]
         rig.run()
         assert rig.decode[0].count("retractions")
-        for one in asked:
-            check(one.ended, len(one.tokens))
         away = [seconds(one, Phase.RETRACTED) for one in asked]
         assert sum(each > 0.0 for each in away) >= 1
-
-
-@pytest.mark.parametrize("state", EVERYWHERE, ids=str)
-def test_the_timeline_of_a_request_that_is_cancelled_in_this_state_ends_there(known, state):
-    with state.rig(known.loaded) as rig:
-        asked = state.reach(rig, rig.ask)
-        rig.cancel(asked)
-        rig.until(lambda: asked.ended, "it ends")
-        rig.wires.let_go()
-        rig.faults[0].release()
-        rig.run()
-        for one in rig.asked:
-            check(one.ended, len(one.tokens))
 
 
 def test_a_request_that_is_refused_has_a_timeline_too(known):
     with PairRig(known.loaded, context_length=64) as rig:
         asked = rig.serve(LONG)
         assert asked.ended.error
-        check(asked.ended, 0)
         assert {row.phase for row in asked.ended.stamps.timeline().intervals} == {Phase.DISPATCH}
 
 
@@ -169,5 +134,4 @@ def test_a_request_out_of_time_is_told_up_to_its_end(known):
         asked = rig.ask(LONG, budget_s=1.0)
         rig.run(asked)
         rig.wires.let_go()
-        check(asked.ended, len(asked.tokens))
         assert asked.ended.stamps.timeline().attempts[0].outcome in ("cancelled", "failed")

@@ -12,12 +12,12 @@ from common.requests.images import check_images
 from engine.batch.images import AXES, positions_of, shift_of
 from engine.models import load
 from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
 from tests.support.devices import CPU
 from tests.support.steps import logits_after
 from tests.support.vision import (
     SQUARE,
     clip,
-    greedy_vision_tokens,
     make_vision_checkpoint,
     patches,
     picture,
@@ -26,17 +26,12 @@ from tests.support.vision import (
     with_images,
 )
 
-NUM_TOKENS = 8
 LONG = pytest.mark.long
-ROOM = Size(num_pages=400)
 
 
-class VideoModel:
+class VideoModel(VisionModel):
     def __init__(self, directory, model_type):
-        self.type = model_type
-        self.directory = make_vision_checkpoint(directory, model_type=model_type)
-        self.loaded = Loaded.from_directory(self.directory)
-        self.reference = reference_vision_model(self.directory)
+        super().__init__(directory, model_type)
         image = picture(2, 3, 5)
         self.one = ("What happens? ", *self.shown(3, 4, 3, 1), " Say it in one word.")
         self.two = ("First ", *self.shown(2, 2, 5, 2), ", ", image, *self.shown(2, 3, 2, 3), "?")
@@ -48,29 +43,12 @@ class VideoModel:
         shown = patches(num_patches, rows, columns, seed)
         return [part for n, patch in enumerate(shown) for part in (f"<{n}.2 seconds>", patch)]
 
-    def greedy(self, parts, num_tokens=NUM_TOKENS):
-        return greedy_vision_tokens(self.reference, *with_images(*parts), num_tokens)
-
 
 @pytest.fixture(
     scope="module", params=["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=LONG)]
 )
 def model(request, tmp_path_factory):
     return VideoModel(tmp_path_factory.mktemp("video"), request.param)
-
-
-def rig_of(model, **options):
-    options = {"prefill": [ROOM], "decode": [ROOM], **options}
-    return PairRig(model.loaded, own_models=True, **options)
-
-
-def ask(rig, parts):
-    token_ids, images = with_images(*parts)
-    return rig.ask(token_ids, NUM_TOKENS, images=images)
-
-
-def encoded(node):
-    return node.engine.model.seeing.counts.encoded
 
 
 def test_tokens_after_a_hand_off_are_those_of_transformers(model):

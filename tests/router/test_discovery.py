@@ -249,20 +249,20 @@ async def test_a_file_is_read_again_however_it_is_written(file, write):
         assert await watched.changed() == DiscoveredNodes()
 
 
-async def test_a_file_that_is_being_written_is_not_believed(file):
+async def test_a_file_that_is_being_written_is_not_believed(file, monkeypatch):
     """Every part of it would be a list. Seen failing with two readings that may differ."""
-    file.write_text(f"- {D0}\n- {D1}\n")
-    times = RefreshTimes(dns_s=1.0, file_s=0.005, settled_s=1.0)
-    watched = Watched(Discovery([], [f"file:{file}"], times=times))
-    await watched.discovery.start()
-    running = asyncio.create_task(watched.discovery.run(watched.changes.put_nowait))
-    with file.open("w") as writer:
-        for number in range(1, 9):
-            writer.write(f"- {number}:1\n")
-            writer.flush()
-            await asyncio.sleep(0.03)  # a slow writer, and readings in between
-    assert await watched.changed() == DiscoveredNodes((), tuple(f"{n}:1" for n in range(1, 9)))
-    running.cancel()
+    source = sources.parse(f"file:{file}", "decode", resolve, HURRIED)
+    assert await source.look() == (D0,)
+    file.write_text("")
+    unwritten = [f"- {number}:1\n" for number in range(8, 0, -1)]
+
+    async def write_more(seconds: float) -> None:
+        """Happens between two readings."""
+        with file.open("a") as writer:
+            writer.write(unwritten.pop() if unwritten else "")
+
+    monkeypatch.setattr(sources.asyncio, "sleep", write_more)
+    assert await source.look() == tuple(f"{number}:1" for number in range(1, 9))
 
 
 BAD = [

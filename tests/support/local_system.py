@@ -41,11 +41,10 @@ class Router:
         return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
 
 
-@contextmanager
-def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
-    """Run `baton up` with these flags. Its router needs no API key."""
+def start_up(var: Path, *flags: str) -> tuple[Program, int]:
+    """Start `baton up`, which the caller closes. Return it and its router's HTTP port."""
     router, http, prefill = free_ports(3)
-    up = Program(
+    program = Program(
         "cli.up",
         f"--var={var}",
         f"--port={router}",
@@ -56,6 +55,13 @@ def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
         "--engine.cache.num-pages=64",
         *flags,
     )
+    return program, http
+
+
+@contextmanager
+def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
+    """Run `baton up` with these flags. Its router needs no API key."""
+    up, http = start_up(var, *flags)
     try:
         up.line_with("Ready.", WAIT_S)
         yield Router(http), up
