@@ -29,6 +29,7 @@ from engine.adapters.stored import AdapterLimits, LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.batch.upload import HostColumn
 from engine.models import Model
 from engine.models.linear import Linear, Product
 from kernels.adapters.low_rank import LEAST_RANK, TILE_ROWS, TokensBySlot, add_low_rank
@@ -215,9 +216,11 @@ class AdapterBatch:
     tokens: TokensBySlot | None = None
     fills: Sequence[tuple[int, LoraAdapter]] = ()
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, contiguous and in host memory."""
-        return [] if self.tokens is None else [self.tokens.order, self.tokens.tiles]
+    def columns(self) -> list[HostColumn]:
+        """Return the columns to upload."""
+        if self.tokens is None:
+            return []
+        return [self.tokens.order.numpy(), self.tokens.tiles.numpy()]
 
     def fill(self, bank: AdapterBank) -> None:
         """Fill the slots of a bank. On the forward stream."""
@@ -228,7 +231,7 @@ class AdapterBatch:
         """Return the adapters of the step as the forward uses them. None if no token has one.
 
         Args:
-            sent: `tensors()`, on the device.
+            sent: `columns()`, on the device.
         """
         if self.tokens is None:
             return None

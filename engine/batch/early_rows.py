@@ -8,8 +8,8 @@ new indices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import ForwardBatch
 from engine.batch.table import SlotTable
+from engine.batch.upload import HostColumn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrestagedRows:
-    """The early rows of one step. Each row's drafts are in a window of the guesses. The window
-    begins at the first index that one of its drafts may have."""
+    """The early rows of one step, on the device. Each row's drafts are in a window of the guesses.
+    The window begins at the first index that one of its drafts may have."""
 
     most: Tensor  # int32 [num_rows]: maximum number of tokens by which the row moves back
     rows: Tensor  # int64 [num_tokens]: row of each token
@@ -34,36 +35,6 @@ class PrestagedRows:
     guesses: Tensor  # int32 [any], all windows concatenated
     # int64 [num_tokens]: index of a draft in `guesses`, if no draft is rejected. -1: no draft.
     places: Tensor
-
-    @classmethod
-    def of(cls, batch: ScheduleBatch, table: SlotTable) -> Self | None:
-        """Build the rows in host memory when a step is launched. Return None if no row may begin
-        early."""
-        if batch.early is None:
-            return None
-        early, counts = batch.early, batch.ends - batch.starts
-        rows, offsets = _ranges(counts)
-        drafts = counts - 1 if batch.mode is ForwardMode.VERIFY else np.zeros_like(counts)
-        widths = np.where(drafts > 0, early + drafts, 0)
-        owners, indices = _ranges(widths)
-        indices += (batch.starts - early + 1)[owners]
-        firsts = np.cumsum(widths) - widths
-        is_draft = (offsets > 0) & (drafts > 0)[rows]
-        places = np.where(is_draft, (firsts + early - 1)[rows] + offsets, -1)
-        return cls(
-            torch.from_numpy(early),
-            torch.from_numpy(rows),
-            torch.from_numpy((batch.starts[rows] + offsets).astype(np.int32)),
-            torch.from_numpy(table.tokens[batch.slots[owners], indices]),
-            torch.from_numpy(places.astype(np.int64)),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-    def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """Return the same rows with the uploaded copies of their `tensors`."""
-        return type(self)(*sent)
 
     def moved(
         self, batch: ForwardBatch, rejected: Tensor, page_size: int
@@ -102,6 +73,29 @@ class PrestagedRows:
             ),
             by_token,
         )
+
+
+def early_columns(batch: ScheduleBatch, table: SlotTable) -> Sequence[HostColumn]:
+    """Return the columns of PrestagedRows when a step is launched. Empty if no row may begin
+    early."""
+    if batch.early is None:
+        return ()
+    early, counts = batch.early, batch.ends - batch.starts
+    rows, offsets = _ranges(counts)
+    drafts = counts - 1 if batch.mode is ForwardMode.VERIFY else np.zeros_like(counts)
+    widths = np.where(drafts > 0, early + drafts, 0)
+    owners, indices = _ranges(widths)
+    indices += (batch.starts - early + 1)[owners]
+    firsts = np.cumsum(widths) - widths
+    is_draft = (offsets > 0) & (drafts > 0)[rows]
+    places = np.where(is_draft, (firsts + early - 1)[rows] + offsets, -1)
+    return (
+        early,
+        rows,
+        (batch.starts[rows] + offsets).astype(np.int32),
+        table.tokens[batch.slots[owners], indices],
+        places.astype(np.int64),
+    )
 
 
 def _ranges(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -1,15 +1,17 @@
-"""The tensors of one step, built from the scheduler's decision and the slot table.
+"""The inputs of one step, built from the scheduler's decision and the slot table.
 
-The engine thread builds a step with a few column operations, whatever the number of rows. Every
-tensor is a copy, so that a launched forward never sees the table change.
+The engine thread builds a step with a few column operations, whatever the number of rows. Columns
+stay numpy arrays until the single copy to the device, because each conversion to a tensor and back
+takes microseconds. Every column is a copy, so that a launched forward never sees the table change.
 """
 
 from collections.abc import Sequence
+from typing import Generic, Self, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,20 +19,21 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
 from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
 from engine.batch.table import SlotTable
-from engine.batch.upload import upload
+from engine.batch.upload import HostColumn, upload
 from kernels.linear_attention.state_cells import StateRows
 
 # Maximum padding as a multiple of the real tokens. Copying whole rows is faster than copying single
 # pages by about this factor.
 MAX_PADDING = 4
+_Column = TypeVar("_Column", HostColumn, Tensor)
 _ONE_FULL = (None,)  # windows of a model with one page table and no sliding window
 
 
-class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
+class _Rows(msgspec.Struct, Generic[_Column], frozen=True, eq=False):
     """The rows of a step as consecutive ranges of tokens. Immutable.
 
     A request has one or more page tables. Each layer's KV is in the pages of one table (KVLayout).
-    Tuples have one entry per table. Each entry is a separate tensor, because kernels are compiled
+    Tuples have one entry per table. Each entry is a separate column, because kernels are compiled
     for the alignment of a tensor's start.
 
     A captured graph needs fixed numbers of tokens and rows. Padding consists of rows of length 0,
@@ -43,22 +46,22 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     """
 
     # int64 [num_tokens]: page * page_size + offset, where the token's KV is written.
-    locations: tuple[Tensor, ...]
-    page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
-    token_ids: Tensor  # int32 [num_tokens]; -(slot + 1) means the last token sampled in that slot
-    positions: Tensor  # int32 [num_tokens], or [3, num_tokens]
-    lengths: Tensor  # int32 [num_rows]: tokens of the request up to the last one of this step
-    query_starts: Tensor  # int32 [num_rows + 1], in tokens
+    locations: tuple[_Column, ...]
+    page_starts: tuple[_Column, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
+    token_ids: _Column  # int32 [num_tokens]; -(slot + 1) means the last token sampled in that slot
+    positions: _Column  # int32 [num_tokens], or [3, num_tokens]
+    lengths: _Column  # int32 [num_rows]: tokens of the request up to the last one of this step
+    query_starts: _Column  # int32 [num_rows + 1], in tokens
     # int64 [any]: tokens whose logits are needed: the last of each row, then others
-    sampled: Tensor
+    sampled: _Column
     # State pages, see kernels/linear_attention: int32 [num_rows, state pages], and [num_rows] for
     # marks. A row with drafts writes its state to `state_kept`, only after verification.
-    state_reads: Tensor
-    state_writes: Tensor
-    state_marks: Tensor
-    state_kept: Tensor
-    page_ids: Tensor  # int32 [any]
-    slots: Tensor  # int64 [num_rows without padding]
+    state_reads: _Column
+    state_writes: _Column
+    state_marks: _Column
+    state_kept: _Column
+    page_ids: _Column  # int32 [any]
+    slots: _Column  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[VisibleImage | VisibleEmbeddings, ...]
     # Number of tokens and length of each row before the decode rows, as known on the host. The
@@ -67,12 +70,46 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_rows(self) -> int:
-        return self.lengths.shape[0]
+        return len(self.lengths)
 
     @property
     def is_decode(self) -> bool:
         """Return whether each row has one token and no other logits are needed."""
-        return self.num_decodes == self.num_rows == self.sampled.shape[0]
+        return self.num_decodes == len(self.lengths) == len(self.sampled)
+
+    def columns(self) -> list[_Column]:
+        """Return all columns, contiguous."""
+        return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _COLUMNS)]
+
+    @classmethod
+    def of(
+        cls,
+        columns: Sequence[_Column],
+        num_decodes: int,
+        seen: tuple[VisibleImage | VisibleEmbeddings, ...],
+        extends: tuple[tuple[int, int], ...],
+    ) -> Self:
+        """Return a batch with these `columns`, which may be copies of the columns of another
+        batch."""
+        tables = (len(columns) - len(_COLUMNS)) // 2
+        return cls(
+            locations=tuple(columns[:tables]),
+            page_starts=tuple(columns[tables : 2 * tables]),
+            **dict(zip(_COLUMNS, columns[2 * tables :], strict=True)),
+            num_decodes=num_decodes,
+            seen=seen,
+            extends=extends,
+        )
+
+
+# The columns after the tuples.
+_COLUMNS = _Rows.__struct_fields__[2:-3]
+# The last `columns`: their sizes depend on more than the numbers of tokens and rows.
+NUM_VARYING = 2
+
+
+class ForwardBatch(_Rows[Tensor], frozen=True, eq=False):
+    """The rows of a step as a forward reads them, on the device."""
 
     @property
     def starts(self) -> Tensor:
@@ -106,51 +143,26 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
             0,
         )
 
-    def wanting(self, places: Tensor) -> "ForwardBatch":
+
+class HostBatch(_Rows[HostColumn], frozen=True, eq=False):
+    """The rows of a step in host memory, before their copy to the device."""
+
+    def wanting(self, places: Sequence[HostColumn]) -> Self:
         """Return the same step with additional logits, of these tokens (int64 [any])."""
-        return replace(self, sampled=torch.cat((self.sampled, places)))
+        return replace(self, sampled=np.concatenate((self.sampled, *places)))
 
     def to(
-        self, device: torch.device, beside: Sequence[Tensor] = ()
-    ) -> tuple["ForwardBatch", list[Tensor]]:
-        """Copy the batch and the tensors in `beside` to the device. See `upload`."""
-        own = self.tensors()
+        self, device: torch.device, beside: Sequence[HostColumn] = ()
+    ) -> tuple[ForwardBatch, list[Tensor]]:
+        """Copy the batch and the columns in `beside` to the device. See `upload`."""
+        own = self.columns()
         uploaded = upload([*own, *beside], device)
         batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen, self.extends)
         return batch, uploaded[len(own) :]
 
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[Tensor],
-        num_decodes: int,
-        seen: tuple[VisibleImage | VisibleEmbeddings, ...],
-        extends: tuple[tuple[int, int], ...],
-    ) -> "ForwardBatch":
-        """Return a batch with these `tensors`, which may be copies of the tensors of another
-        batch."""
-        tables = (len(tensors) - len(_TENSORS)) // 2
-        return cls(
-            locations=tuple(tensors[:tables]),
-            page_starts=tuple(tensors[tables : 2 * tables]),
-            **dict(zip(_TENSORS, tensors[2 * tables :], strict=True)),
-            num_decodes=num_decodes,
-            seen=seen,
-            extends=extends,
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, contiguous."""
-        return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _TENSORS)]
-
-
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
-# The last `tensors`: their sizes depend on more than the numbers of tokens and rows.
-NUM_VARYING = 2
-
 
 class BatchBuilder:
-    """Builds the tensors of a step in host memory. Engine thread only.
+    """Builds the inputs of a step in host memory. Engine thread only.
 
     Args:
         axial_images: see RowImages.
@@ -165,88 +177,68 @@ class BatchBuilder:
         self._page_size_32 = np.array(table.page_size, np.int32)
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
-        self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
-        self._places_32 = torch.from_numpy(self._rows_32)
-        self._places_64 = torch.arange(table.num_slots + 1)
-        self._stateless: dict[int, dict[str, Tensor]] = {}  # by number of rows
+        self._places_32 = self._places.astype(np.int32)
+        self._stateless: dict[int, dict[str, HostColumn]] = {}  # by number of rows
 
-    def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        """Build the tensors of a step. O(tokens + pages of all rows)."""
+    def build(self, batch: ScheduleBatch) -> HostBatch:
+        """Build the inputs of a step. O(tokens + pages of all rows)."""
         built = self._of_tokens(batch)
         if not self._images.among(batch):
             return built
-        token_ids, positions = built.token_ids.numpy(), built.positions.numpy()
-        shown = self._images.shown(batch, built.query_starts.numpy(), token_ids, positions)
-        return replace(
-            built,
-            token_ids=torch.from_numpy(shown.token_ids),
-            positions=torch.from_numpy(shown.positions),
-            seen=shown.seen,
-        )
+        shown = self._images.shown(batch, built.query_starts, built.token_ids, built.positions)
+        return replace(built, token_ids=shown.token_ids, positions=shown.positions, seen=shown.seen)
 
-    def _of_tokens(self, batch: ScheduleBatch) -> ForwardBatch:
+    def _of_tokens(self, batch: ScheduleBatch) -> HostBatch:
         """Build the step as if no row had images."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
         earliest = starts if batch.early is None else starts - batch.early
         page_ids, page_starts = self._pages(slots, earliest, ends)
-        lengths = torch.from_numpy(ends)
         if self._table.state.shape[1]:
             states = self._states(batch, slots)
         elif (known := self._stateless.get(num_rows)) is not None:  # the case of most models
             states = known
         else:
             states = self._stateless[num_rows] = self._states(batch, slots)
+        extends: Sequence[tuple[int, int]] = ()
         if batch.mode is ForwardMode.DECODE:
+            query_starts, sampled = self._places_32[: num_rows + 1], self._places[:num_rows]
+            positions = starts
             token_ids, locations = self._tokens(slots, starts)
-            return ForwardBatch(
-                token_ids=token_ids,
-                positions=torch.from_numpy(starts),
-                locations=locations,
-                lengths=lengths,
-                page_starts=page_starts,
-                query_starts=self._places_32[: num_rows + 1],
-                sampled=self._places_64[:num_rows],
-                **states,
-                page_ids=page_ids,
-                slots=torch.from_numpy(slots),
-                num_decodes=num_rows,
-                seen=(),
-                extends=(),
-            )
-        counts = ends - starts
-        query_starts = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        rows = np.repeat(self._places[:num_rows], counts)
-        first_places = query_starts[:-1]
-        positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
-        sampled = query_starts[1:].astype(np.int64) - 1
-        guessed = None
-        if batch.mode is ForwardMode.VERIFY:
-            guessed = positions > starts[rows]
-            others, indices = batch.before_last()
-            sampled = np.concatenate((sampled, query_starts[others] + (indices - starts[others])))
-        token_ids, locations = self._tokens(slots[rows], positions, guessed)
-        long_rows = (counts != 1).nonzero()[0]
-        num_extends = 1 + int(long_rows[-1]) if len(long_rows) else 0
-        extends = zip(counts[:num_extends].tolist(), ends[:num_extends].tolist(), strict=True)
-        return ForwardBatch(
+        else:
+            counts = ends - starts
+            query_starts = np.zeros(num_rows + 1, np.int32)
+            np.cumsum(counts, out=query_starts[1:])
+            rows = np.repeat(self._places[:num_rows], counts)
+            positions = np.arange(len(rows), dtype=np.int32) - (query_starts[:-1] - starts)[rows]
+            sampled = query_starts[1:].astype(np.int64) - 1
+            guessed = None
+            if batch.mode is ForwardMode.VERIFY:
+                guessed = positions > starts[rows]
+                others, indices = batch.before_last()
+                drafted = query_starts[others] + (indices - starts[others])
+                sampled = np.concatenate((sampled, drafted))
+            token_ids, locations = self._tokens(slots[rows], positions, guessed)
+            long_rows = (counts != 1).nonzero()[0]
+            past = 1 + int(long_rows[-1]) if len(long_rows) else 0
+            extends = [*zip(counts[:past].tolist(), ends[:past].tolist(), strict=True)]
+        return HostBatch(
             token_ids=token_ids,
-            positions=torch.from_numpy(positions),
+            positions=positions,
             locations=locations,
-            lengths=lengths,
+            lengths=ends,
             page_starts=page_starts,
-            query_starts=torch.from_numpy(query_starts),
-            sampled=torch.from_numpy(sampled),
+            query_starts=query_starts,
+            sampled=sampled,
             **states,
             page_ids=page_ids,
-            slots=torch.from_numpy(slots),
-            num_decodes=num_rows - num_extends,
+            slots=slots,
+            num_decodes=num_rows - len(extends),
             seen=(),
             extends=tuple(extends),
         )
 
-    def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:
+    def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, HostColumn]:
         writes = self._table.state[slots]
         reads = np.where(batch.starts[:, None] == 0, NO_PAGE, writes)
         kept, marks = np.full_like(writes, NO_PAGE), np.zeros(len(slots), np.int32)
@@ -258,20 +250,20 @@ class BatchBuilder:
         for state in batch.kept:
             kept[state.row], marks[state.row] = state.pages, state.num_tokens
         return {
-            "state_reads": torch.from_numpy(reads),
-            "state_writes": torch.from_numpy(writes),
-            "state_marks": torch.from_numpy(marks),
-            "state_kept": torch.from_numpy(kept),
+            "state_reads": reads,
+            "state_writes": writes,
+            "state_marks": marks,
+            "state_kept": kept,
         }
 
     def _pages(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[HostColumn, tuple[HostColumn, ...]]:
         """Return the page ids of the rows, and where each row starts among them. In a table with a
         window, starts are shifted as if the pages before the window were listed."""
         if self._windows == _ONE_FULL:  # the case of most models: nothing to concatenate
             page_ids, page_starts = self._all_pages(0, slots, ends)
-            return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
+            return page_ids, (page_starts,)
         found = [
             self._all_pages(table, slots, ends)
             if window is None
@@ -280,11 +272,8 @@ class BatchBuilder:
         ]
         firsts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])], dtype=np.int32)
         return (
-            torch.from_numpy(np.concatenate([ids for ids, _ in found])),
-            tuple(
-                torch.from_numpy(starts + first)
-                for (_, starts), first in zip(found, firsts, strict=True)
-            ),
+            np.concatenate([ids for ids, _ in found]),
+            tuple(starts + first for (_, starts), first in zip(found, firsts, strict=True)),
         )
 
     def _all_pages(self, table: int, slots: NDArray[np.intp], ends: Ints) -> tuple[Ints, Ints]:
@@ -293,7 +282,7 @@ class BatchBuilder:
         if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
             num_pages = -(-longest // self._table.page_size)
             page_ids = self._table.by_table[table][slots, :num_pages].reshape(-1)
-            return page_ids, self._rows_32[: len(slots)] * np.int32(num_pages)
+            return page_ids, self._places_32[: len(slots)] * np.int32(num_pages)
         return self._row_by_row(table, slots, -(-ends // self._page_size_32))
 
     def _seen_pages(
@@ -318,7 +307,7 @@ class BatchBuilder:
         slots: NDArray[np.intp],
         positions: Ints,
         guessed: NDArray[np.bool_] | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[HostColumn, tuple[HostColumn, ...]]:
         """Return ids and locations of tokens, each given by its slot and its index. `guessed` marks
         drafts."""
         table = self._table
@@ -335,7 +324,6 @@ class BatchBuilder:
         places = positions.astype(np.intp)
         pages = places // self._page_size
         locations = [
-            torch.from_numpy((mine[slots, pages] - pages) * self._page_size + places)
-            for mine in table.by_table
+            (mine[slots, pages] - pages) * self._page_size + places for mine in table.by_table
         ]
-        return torch.from_numpy(token_ids), tuple(locations)
+        return token_ids, tuple(locations)

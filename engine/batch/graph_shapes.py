@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.batch.batch import Ints
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from kernels.linear_attention.state_cells import FEW
 
 # Minimum tokens of ragged shapes. Above about 200 tokens, a forward of a large model takes a GPU
@@ -50,21 +50,23 @@ class GraphShape(NamedTuple):
         """Number of rows at the end that have one token each, see ForwardBatch."""
         return 0 if self.is_ragged else self.rows
 
-    def fits(self, batch: ForwardBatch) -> bool:
+    def fits(self, batch: HostBatch) -> bool:
         """Return whether a step without images can be padded to this shape.
 
         A ragged step needs a padding row with at least one token. Recurrent layers compute long
         rows in another way than short ones, and padding must not change that.
         """
-        num_tokens, num_rows = batch.token_ids.shape[0], batch.num_rows
+        num_tokens, num_rows = len(batch.token_ids), batch.num_rows
         if not self.is_ragged:
             return batch.is_decode and num_rows <= self.rows
         if not (num_tokens < self.tokens and num_rows < self.rows):
             return False
-        is_long = self.tokens > FEW * self.rows
-        if batch.state_reads.shape[1] and batch.states.has_long_rows(num_tokens) != is_long:
-            return False
-        return batch.sampled.shape[0] <= self.tokens
+        if batch.state_reads.shape[1]:  # see StateRows.has_long_rows
+            num_extends = num_rows - batch.num_decodes
+            has_long_rows = num_tokens - batch.num_decodes > FEW * num_extends
+            if has_long_rows != (self.tokens > FEW * self.rows):
+                return False
+        return len(batch.sampled) <= self.tokens
 
     def padded_starts(self, query_starts: Ints) -> Ints:
         """Return `query_starts` of a step padded to this shape.

@@ -1,119 +1,110 @@
-"""Upload of the tensors of one step from host memory to the device, in one copy."""
+"""Upload of the columns of one step from host memory to the device, in one copy."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+HostColumn: TypeAlias = NDArray[Any]  # contiguous, of one of these dtypes
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32")}
 _ALIGNMENT = 16  # bytes: kernels are compiled for this alignment, and load 16 bytes at a time
 _GAP = bytes(_ALIGNMENT)
-ONLY_PADDING = torch.empty(0)  # stands for a missing tensor in PaddedBlock
+ONLY_PADDING: HostColumn = np.empty(0)  # stands for a missing column in PaddedBlock
 
 
-def packed_bytes(tensors: Sequence[Tensor]) -> int:
+def packed_bytes(columns: Sequence[HostColumn]) -> int:
     """Return the bytes that `pack` and `upload` need at their destination."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+    return sum(_aligned(column.nbytes) for column in columns)
 
 
-def pack(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> list[int]:
-    """Copy contiguous host tensors into a block, one after the other. Return the offset of each in
-    bytes.
+def pack(columns: Sequence[HostColumn], block: NDArray[np.uint8]) -> list[int]:
+    """Copy columns into a block, one after the other. Return the offset of each in bytes.
 
     Args:
         block: at least `packed_bytes` long.
     """
     starts = []
     start = 0
-    for tensor in tensors:
-        array = tensor.numpy()  # numpy properties are faster than those of a tensor
+    for column in columns:
         starts.append(start)
-        block[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        start += _aligned(array.nbytes)
+        block[start : start + column.nbytes] = column.reshape(-1).view(np.uint8)
+        start += _aligned(column.nbytes)
     return starts
 
 
 def upload(
-    tensors: Sequence[Tensor], device: torch.device, into: Tensor | None = None
+    columns: Sequence[HostColumn], device: torch.device, into: Tensor | None = None
 ) -> list[Tensor]:
-    """Copy contiguous host tensors to the device on the current stream, without waiting.
+    """Copy columns to the device on the current stream, without waiting.
 
-    A tensor's address depends only on the sizes of the tensors before it. A graph captured with
+    A tensor's address depends only on the sizes of the columns before it. A graph captured with
     `into` therefore finds the next step's tensors at the same addresses.
 
     Args:
         into: uint8 [any] on the device, at least `packed_bytes` long. None: allocate new memory.
     Returns:
-        The same tensors on the device. On a CPU without `into`, the tensors themselves.
+        The columns on the device. On a CPU without `into`, tensors over the columns' own memory.
     """
     if device.type == "cpu" and into is None:
-        return list(tensors)
-    num_bytes = packed_bytes(tensors)
+        return [torch.from_numpy(column) for column in columns]
+    num_bytes = packed_bytes(columns)
     staged = _staged(num_bytes, device)
-    starts = pack(tensors, staged.numpy())
+    starts = pack(columns, staged.numpy())
     if into is None:
         packed = staged.to(device, non_blocking=True)
     else:
         packed = into[:num_bytes].copy_(staged, non_blocking=True)
-    return [
-        _view(packed, tensor.dtype, tensor.shape, start)
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
+    return [_view(packed, column, start) for start, column in zip(starts, columns, strict=True)]
 
 
 class PaddedBlock:
-    """Padding of tensors that are uploaded into the memory from which captured graphs read.
+    """Padding of columns that are uploaded into the memory from which captured graphs read.
 
     Args:
-        tensors: in host memory, contiguous. All their values are padding.
+        columns: all their values are padding.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        packed = np.zeros(packed_bytes(tensors), np.uint8)
-        starts = [*pack(tensors, packed), len(packed)]
+    def __init__(self, columns: Sequence[HostColumn]) -> None:
+        packed = np.zeros(packed_bytes(columns), np.uint8)
+        starts = [*pack(columns, packed), len(packed)]
         padding = memoryview(packed.tobytes())
         self._paddings = [padding[start:end] for start, end in pairwise(starts)]
         self._num_bytes = len(packed)
-        self.num_tensors = len(tensors)
+        self.num_columns = len(columns)
 
     def upload(
-        self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor
+        self, columns: Sequence[HostColumn], others: Sequence[HostColumn], into: Tensor
     ) -> list[Tensor]:
-        """Copy contiguous host tensors to the device on the current stream, without waiting.
+        """Copy columns to the device on the current stream, without waiting.
 
         Args:
-            tensors: at most as long as the padding, which fills the rest.
-            others: tensors without padding.
+            columns: at most as long as the padding, which fills the rest.
+            others: columns without padding.
             into: uint8 [any] on the device. If it is too small for `others`, a second copy is made.
         Returns:
             `others` on the device.
         """
         first, fits = self._num_bytes, self._num_bytes + packed_bytes(others) <= into.nbytes
-        self.send(tensors, others if fits else (), into)
+        self.send(columns, others if fits else (), into)
         if not fits:
             return upload(others, into.device)
-        starts = accumulate((_aligned(tensor.nbytes) for tensor in others), initial=first)
-        return [
-            _view(into, tensor.dtype, tensor.shape, start)
-            for start, tensor in zip(starts, others, strict=False)
-        ]
+        starts = accumulate((_aligned(column.nbytes) for column in others), initial=first)
+        return [_view(into, column, start) for start, column in zip(starts, others, strict=False)]
 
-    def send(self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor) -> None:
-        """Copy the same tensors without returning views. `into` must be large enough for
+    def send(
+        self, columns: Sequence[HostColumn], others: Sequence[HostColumn], into: Tensor
+    ) -> None:
+        """Copy the same columns without returning views. `into` must be large enough for
         `others`."""
         parts: list[Any] = []
-        for tensor, padding in zip(tensors, self._paddings, strict=True):
-            if tensor is ONLY_PADDING:
-                parts.append(padding)
-            else:
-                array = tensor.numpy()
-                parts += array, padding[array.nbytes :]
-        for tensor in others:
-            array = tensor.numpy()
-            parts += array, _GAP[: -array.nbytes % _ALIGNMENT]
+        for column, padding in zip(columns, self._paddings, strict=True):
+            parts += column, padding[column.nbytes :]
+        for column in others:
+            parts += column, _GAP[: -column.nbytes % _ALIGNMENT]
         packed = b"".join(parts)  # the fastest way in Python to copy many arrays
         staged = _staged(len(packed), into.device)
         staged.numpy()[:] = np.frombuffer(packed, np.uint8)
@@ -125,12 +116,14 @@ def _staged(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def _view(packed: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
-    num_bytes = shape.numel() * dtype.itemsize
-    return packed[start : start + num_bytes].view(dtype).view(shape)
+def _view(packed: Tensor, column: HostColumn, start: int) -> Tensor:
+    view = packed[start : start + column.nbytes].view(_DTYPES[column.dtype])
+    return view if column.ndim == 1 else view.view(column.shape)
 
 
-def divided(sent: Sequence[Tensor], parts: Iterable[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+def divided(
+    sent: Sequence[Tensor], parts: Iterable[Sequence[HostColumn]]
+) -> list[Sequence[Tensor]]:
     """Split the uploaded tensors into the parts that were uploaded together."""
     rest = iter(sent)
     return [[*islice(rest, len(part))] for part in parts]

@@ -7,8 +7,7 @@ however the draft was made.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch.batch import AcceptedRuns, ForwardMode, ScheduleBatch
+from engine.batch.upload import HostColumn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,34 +36,15 @@ class VerifiedDrafts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRows:
-    """The rows of one step to verify. The step's samples begin with one after each row's last
-    token. The others follow, row by row (ForwardBatch.sampled)."""
+    """The rows of one step to verify, on the device.
+
+    The step's samples begin with one after each row's last token. The others follow, row by row
+    (ForwardBatch.sampled).
+    """
 
     counts: Tensor  # int32 [num_rows], number of tokens
     samples: Tensor  # int64 [num_rows, most]: index of the sample after each token
     drafts: Tensor  # int64 [num_rows, most - 1]: index of the draft after each token, or -1
-
-    @classmethod
-    def of(cls, batch: ScheduleBatch) -> Self | None:
-        """Build the rows in host memory when a step is launched. Return None if no row has
-        drafts."""
-        if batch.mode is not ForwardMode.VERIFY:
-            return None
-        counts = (batch.ends - batch.starts).astype(np.int64)
-        firsts, each = np.cumsum(counts) - counts, np.arange(counts.max())
-        drafts = np.where(each[1:] < counts[:, None], firsts[:, None] + each[1:], -1)
-        return cls(
-            torch.from_numpy(counts.astype(np.int32)),
-            torch.from_numpy(_samples(counts)),
-            torch.from_numpy(drafts),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-    def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """Return the same rows with the uploaded copies of their `tensors`."""
-        return type(self)(*sent)
 
     def judge(self, token_ids: Tensor, sampled: Tensor) -> VerifiedDrafts:
         """Compare drafts with samples. Runs on the forward stream with all tensors on the device.
@@ -79,6 +60,16 @@ class VerifiedRows:
         ends = accepted[:, None].long()
         newest, last = tokens.gather(1, ends).squeeze(1), self.samples.gather(1, ends).squeeze(1)
         return VerifiedDrafts(tokens, accepted + 1, newest, self.counts - 1 - accepted, last)
+
+
+def verified_columns(batch: ScheduleBatch) -> Sequence[HostColumn]:
+    """Return the columns of VerifiedRows when a step is launched. Empty if no row has drafts."""
+    if batch.mode is not ForwardMode.VERIFY:
+        return ()
+    counts = (batch.ends - batch.starts).astype(np.int64)
+    firsts, each = np.cumsum(counts) - counts, np.arange(counts.max())
+    drafts = np.where(each[1:] < counts[:, None], firsts[:, None] + each[1:], -1)
+    return counts.astype(np.int32), _samples(counts), drafts
 
 
 def standing(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.adapters.adapters import AdapterBank, AdapterStep
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
-from engine.batch.upload import divided, upload
+from engine.batch.upload import HostColumn, divided, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.protocol import LateStates
@@ -33,14 +33,13 @@ Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class TokenSampling(Protocol):
-    """The choice of a step's tokens. `sent` are its `tensors` on the device."""
+    """The choice of a step's tokens. `sent` are its `columns` on the device."""
 
-    def tensors(self) -> list[Tensor]:
-        """Return contiguous tensors in host memory that are uploaded together with the step's
-        tensors."""
+    def columns(self) -> Sequence[HostColumn]:
+        """Return the columns that are uploaded together with the step's columns."""
         ...
 
-    def parameters(self) -> Sequence[Tensor] | None:
+    def parameters(self) -> Sequence[HostColumn] | None:
         """Return the sampling parameters in host memory, as in SamplingColumns. Empty if every row
         is greedy. None: the choice depends on more, or other ranks take part in it."""
         ...
@@ -58,12 +57,12 @@ class TokenSampling(Protocol):
         ...
 
 
-# Both take the sampling work, its tensors to upload, and the destination of the results. The first
+# Both take the sampling work, its columns to upload, and the destination of the results. The first
 # one launches the sampling of a launched forward. The second one returns it as work of the forward
 # stream.
-SampleLater: TypeAlias = Callable[[TokenSampling, Sequence[Tensor], StepOutput], StreamEvent]
+SampleLater: TypeAlias = Callable[[TokenSampling, Sequence[HostColumn], StepOutput], StreamEvent]
 SamplingWork: TypeAlias = Callable[
-    [TokenSampling, Sequence[Tensor], StepOutput], Callable[[], None]
+    [TokenSampling, Sequence[HostColumn], StepOutput], Callable[[], None]
 ]
 
 
@@ -238,7 +237,7 @@ class Forwards:
         """Shapes of the graphs to `capture`, in descending order."""
         return self._graphs.shapes if self._graphs is not None else ()
 
-    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+    def graph_of(self, rows: HostBatch, *, late: bool, adapted: bool) -> GraphShape | None:
         """Return the shape of the smallest graph for a step. None: no captured graph fits.
 
         Args:
@@ -275,18 +274,18 @@ class Forwards:
         return self.enqueue(work)
 
     def _replayed(
-        self, step: Step, rows: ForwardBatch, sampling: TokenSampling, output: StepOutput
+        self, step: Step, rows: HostBatch, sampling: TokenSampling, output: StepOutput
     ) -> bool:
         """Run a step by graphs alone, including the choice of its tokens. Return False, without any
         effect, if that is not possible."""
-        if step.graph is None or step.speculated:
+        if step.graph is None or step.speculated.columns():
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
-        if parameters is None or not graphs.chooses(rows.slots.shape[0]):
+        if parameters is None or not graphs.chooses(len(rows.slots)):
             return False
         step.adapters.fill(self._bank)
-        tokens = graphs.run(step.graph, rows, step.adapters.tensors(), parameters)
+        tokens = graphs.run(step.graph, rows, step.adapters.columns(), parameters)
         output.tokens = _copied_to_host(tokens)
         return True
 
@@ -367,7 +366,7 @@ class Forwards:
         """Return the sampling of a forward. The forward is in `done` when the work runs."""
 
         def sampling_work(
-            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+            whole: TokenSampling, added: Sequence[HostColumn], output: StepOutput
         ) -> Callable[[], None]:
             def work() -> None:
                 sent = [*done[0].sent, *upload(added, self._model.device)]
@@ -419,25 +418,25 @@ class Forwards:
         if step.swap_in is not None:
             swap_in(self._pool, self._host_pool, step.swap_in)
 
-    def _forward(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Forward:
+    def _forward(self, step: Step, rows: HostBatch, sampling: TokenSampling) -> _Forward:
         """Run the forward. Upload the sampling tensors together with its inputs."""
         return self._computed(self._prepared(step, rows, sampling))
 
-    def _prepared(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Prepared:
+    def _prepared(self, step: Step, rows: HostBatch, sampling: TokenSampling) -> _Prepared:
         """Copy the inputs of a step to the device, with the real start and drafts of each row."""
         speculated, adapters, heads = step.speculated, step.adapters, step.heads
         adapters.fill(self._bank)
-        parts = [sampling.tensors(), speculated.tensors(), heads.tensors()]
+        parts = [sampling.columns(), speculated.columns(), heads.columns()]
         chooses = False
         if step.graph is None:
-            parts.append(adapters.tensors())
+            parts.append(adapters.columns())
             uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
         else:
             assert self._graphs is not None
             parameters = sampling.parameters()
-            chooses = parameters is not None and self._graphs.chooses(rows.sampled.shape[0])
+            chooses = parameters is not None and self._graphs.chooses(len(rows.sampled))
             uploaded, sent = self._graphs.upload(
-                step.graph, rows, [*(parameters or ()), *adapters.tensors()], [*chain(*parts)]
+                step.graph, rows, [*(parameters or ()), *adapters.columns()], [*chain(*parts)]
             )
         of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size

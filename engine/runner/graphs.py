@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -24,9 +25,9 @@ from torch import Tensor
 from common.errors import EngineFault
 from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
-from engine.batch.forward import NUM_VARYING, ForwardBatch
+from engine.batch.forward import NUM_VARYING, ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
-from engine.batch.upload import ONLY_PADDING, PaddedBlock, packed_bytes, upload
+from engine.batch.upload import ONLY_PADDING, HostColumn, PaddedBlock, packed_bytes, upload
 from engine.models.blocks.protocol import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
@@ -248,7 +249,7 @@ class StepGraphs:
         self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
         self._impossible: set[_Kind] = set()
         # Every graph reads its inputs here. The inputs of every step are copied here.
-        num_bytes = max(packed_bytes(self._tensors(shape)) for shape in self._shapes)
+        num_bytes = max(packed_bytes(self._columns(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hidden = torch.zeros(
@@ -324,25 +325,24 @@ class StepGraphs:
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph on the device, filled with padding."""
-        tensors = self._tensors(shape)
-        sent = upload(tensors, self._device, self._block)[NUM_INPUTS:]
+        columns = self._columns(shape)
+        sent = upload(columns, self._device, self._block)[NUM_INPUTS:]
         adapted = None
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
         batch = ForwardBatch.of(sent, shape.num_decodes, (), ())
-        return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
+        return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(columns[:-NUM_VARYING]))
 
-    def _tensors(self, shape: GraphShape) -> list[Tensor]:
+    def _columns(self, shape: GraphShape) -> list[HostColumn]:
         """Return the inputs of a graph in host memory, filled with padding."""
         sizes = self._sizes
         num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
         batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
         if not shape.adapted:
-            return [*self._choice_padding, *batch.tensors()]
+            return [*self._choice_padding, *batch.columns()]
         num_tiles = most_tiles(shape.tokens, self._bank.num_slots)
-        order = torch.zeros(shape.tokens, dtype=torch.int32)
-        tiles = torch.zeros(num_tiles, 3, dtype=torch.int32)
-        return [*self._choice_padding, order, tiles, *batch.tensors()]
+        order, tiles = np.zeros(shape.tokens, np.int32), np.zeros((num_tiles, 3), np.int32)
+        return [*self._choice_padding, order, tiles, *batch.columns()]
 
     def _give_up(self, shape: GraphShape, error: Uncapturable) -> None:
         """Remove all graphs of the shape's kind."""
@@ -359,7 +359,7 @@ class StepGraphs:
             ),
         )
 
-    def shape_for(self, batch: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+    def shape_for(self, batch: HostBatch, *, late: bool, adapted: bool) -> GraphShape | None:
         """Return the shape of the smallest graph for this step, or None if no graph fits.
 
         Args:
@@ -369,31 +369,31 @@ class StepGraphs:
         if batch.seen:  # a graph has no images or embeddings
             return None
         shapes = self._captured[not batch.is_decode, late and self._sizes.late, adapted]
-        first = bisect_left(shapes, (batch.token_ids.shape[0],))
+        first = bisect_left(shapes, (len(batch.token_ids),))
         return next((shape for shape in shapes[first:] if shape.fits(batch)), None)
 
     def upload(
         self,
         shape: GraphShape,
-        batch: ForwardBatch,
-        given: Sequence[Tensor],
-        beside: Sequence[Tensor],
+        batch: HostBatch,
+        given: Sequence[HostColumn],
+        beside: Sequence[HostColumn],
     ) -> tuple[ForwardBatch, list[Tensor]]:
-        """Copy a step to the inputs of a graph. Return the step without padding and the tensors of
+        """Copy a step to the inputs of a graph. Return the step without padding and the columns of
         `beside`, on the device. Both are valid until the next `upload`.
 
         Args:
             given: parameters of sampling, if not all rows are greedy, and adapters of an adapted
                 shape.
-            beside: tensors to upload in the same copy.
+            beside: columns to upload in the same copy.
         """
-        own, inputs = batch.tensors(), self._graphs[shape].inputs
+        own, inputs = batch.columns(), self._graphs[shape].inputs
         fixed = [*given, *_fixed(shape, batch)]
-        greedy = [ONLY_PADDING] * (inputs.padding.num_tensors - len(fixed))
+        greedy = [ONLY_PADDING] * (inputs.padding.num_columns - len(fixed))
         sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
         views = [
-            padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
-            for padded, tensor in zip(inputs.fixed, own, strict=False)
+            padded if padded.shape == column.shape else padded[: len(column)]
+            for padded, column in zip(inputs.fixed, own, strict=False)
         ]
         self._views = views + sent[:NUM_VARYING]
         return ForwardBatch.of(self._views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
@@ -401,7 +401,7 @@ class StepGraphs:
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy tensors of the step that changed since `upload` to the inputs of the graph. Return
         the step over these inputs."""
-        for view, tensor in zip(self._views, batch.tensors(), strict=True):
+        for view, tensor in zip(self._views, batch.columns(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)
         return ForwardBatch.of(self._views, batch.num_decodes, (), ())
@@ -438,9 +438,9 @@ class StepGraphs:
     def run(
         self,
         shape: GraphShape,
-        batch: ForwardBatch,
-        adapters: Sequence[Tensor],
-        parameters: Sequence[Tensor],
+        batch: HostBatch,
+        adapters: Sequence[HostColumn],
+        parameters: Sequence[HostColumn],
     ) -> Tensor:
         """Compute a step without drafts, and choose its tokens, by one copy to the device and two
         graphs.
@@ -457,7 +457,7 @@ class StepGraphs:
             [*choice, *adapters, *_fixed(shape, batch)], [batch.page_ids], self._block
         )
         recorded.graph.replay()
-        return self._choice.replay(slots.shape[0])
+        return self._choice.replay(len(slots))
 
     def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
         """Replay a graph. Return the hidden states of `batch.sampled` and the pending state
@@ -472,12 +472,12 @@ class StepGraphs:
         return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
 
 
-def _fixed(shape: GraphShape, batch: ForwardBatch) -> list[Tensor]:
-    """Return the tensors of a step whose sizes follow from the shape, without padding. Empty if
+def _fixed(shape: GraphShape, batch: HostBatch) -> list[HostColumn]:
+    """Return the columns of a step whose sizes follow from the shape, without padding. Empty if
     equal to the padding."""
     if shape.is_ragged:
-        starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
-        return replace(batch, query_starts=starts).tensors()[:-NUM_VARYING]
+        starts = shape.padded_starts(batch.query_starts)
+        return replace(batch, query_starts=starts).columns()[:-NUM_VARYING]
     each = batch.token_ids, batch.positions, batch.lengths
     states = (ONLY_PADDING,) * 4
     if batch.state_reads.shape[1]:

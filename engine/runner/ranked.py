@@ -19,8 +19,9 @@ from torch import Tensor
 from common.errors import EngineFault
 from common.requests.namespace import AdapterId
 from engine.adapters.stored import LoraAdapter
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
+from engine.batch.upload import HostColumn
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Group, Stage
@@ -63,8 +64,8 @@ class _Leading:
         self._sampling = sampling
         self._group = group
 
-    def tensors(self) -> list[Tensor]:
-        return self._sampling.tensors()
+    def columns(self) -> Sequence[HostColumn]:
+        return self._sampling.columns()
 
     def parameters(self) -> None:
         return None
@@ -87,8 +88,8 @@ class _Following:
         self._group = group
         self._device = device
 
-    def tensors(self) -> list[Tensor]:
-        return []
+    def columns(self) -> Sequence[HostColumn]:
+        return ()
 
     def parameters(self) -> None:
         return None
@@ -155,7 +156,7 @@ class LeadingForwards:
     def graph_shapes(self) -> tuple[GraphShape, ...]:
         return self._forwards.graph_shapes
 
-    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+    def graph_of(self, rows: HostBatch, *, late: bool, adapted: bool) -> GraphShape | None:
         return self._forwards.graph_of(rows, late=late, adapted=adapted)
 
     def capture(self, shape: GraphShape) -> None:
@@ -177,7 +178,7 @@ class LeadingForwards:
         forward = self._noted(begun.event)
 
         def launch_sampling(
-            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+            whole: TokenSampling, added: Sequence[HostColumn], output: StepOutput
         ) -> StreamEvent:
             sampled = begun.sample(_Leading(whole, group), added, output)
             self._events[(forward.number - 1) % BLOCKS] = sampled

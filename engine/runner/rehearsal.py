@@ -4,42 +4,42 @@ They write no page. The content of pages that they read is arbitrary, and so are
 """
 
 import numpy as np
-import torch
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
+from engine.batch.upload import HostColumn
 
 
 def decode_rehearsal(
     num_rows: int, num_tables: int, num_pages: int = 0, state_pages: int = 0
-) -> ForwardBatch:
+) -> HostBatch:
     """Return a decode step of padding rows, with space for `num_pages` page ids."""
     return padding(GraphShape(num_rows, num_rows), num_tables, num_pages, state_pages)
 
 
 def padding(
     shape: GraphShape, num_tables: int, num_pages: int = 0, state_pages: int = 0
-) -> ForwardBatch:
+) -> HostBatch:
     """Return a step of one shape that has only padding rows, with space for `num_pages` page
     ids."""
     num_tokens, num_rows = shape.tokens, shape.rows
-    starts = torch.arange(num_rows + 1)
+    starts = np.arange(num_rows + 1)
     sampled = starts[:-1]
     if shape.is_ragged:
-        starts = torch.from_numpy(shape.padded_starts(np.zeros(1, np.int32)))
-        sampled = torch.zeros(num_tokens, dtype=torch.int64)
-    return ForwardBatch(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int32),
-        positions=torch.zeros(num_tokens, dtype=torch.int32),
-        locations=tuple(torch.full((num_tokens,), -1) for _ in range(num_tables)),
-        lengths=torch.zeros(num_rows, dtype=torch.int32),
-        page_starts=tuple(torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_tables)),
-        query_starts=starts.int(),
+        starts = shape.padded_starts(np.zeros(1, np.int32))
+        sampled = np.zeros(num_tokens, dtype=np.int64)
+    return HostBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        positions=np.zeros(num_tokens, dtype=np.int32),
+        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
+        lengths=np.zeros(num_rows, dtype=np.int32),
+        page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
+        query_starts=starts.astype(np.int32),
         sampled=sampled,
         **_no_states(num_rows, state_pages),
-        page_ids=torch.zeros(num_pages, dtype=torch.int32),
-        slots=torch.arange(num_rows),
+        page_ids=np.zeros(num_pages, dtype=np.int32),
+        slots=np.arange(num_rows),
         num_decodes=shape.num_decodes,
         seen=(),
         extends=(),
@@ -48,7 +48,7 @@ def padding(
 
 def mixed_rehearsal(
     num_tokens: int, num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
-) -> ForwardBatch:
+) -> HostBatch:
     """Return a step with one prompt and decode rows of padding.
 
     The prompt attends to itself like a real one, with page 0 as all of its pages. `num_tokens`
@@ -56,20 +56,20 @@ def mixed_rehearsal(
     """
     num_decodes = num_rows - 1
     num_prompt = num_tokens - num_decodes
-    starts = torch.arange(num_prompt, num_tokens + 1, dtype=torch.int32)
-    lengths = torch.zeros(num_rows, dtype=torch.int32)
+    starts = np.arange(num_prompt, num_tokens + 1, dtype=np.int32)
+    lengths = np.zeros(num_rows, dtype=np.int32)
     lengths[0] = num_prompt
-    return ForwardBatch(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int32),
-        positions=torch.arange(num_tokens, dtype=torch.int32),
-        locations=tuple(torch.full((num_tokens,), -1) for _ in range(num_tables)),
+    return HostBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        positions=np.arange(num_tokens, dtype=np.int32),
+        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
         lengths=lengths,
-        page_starts=tuple(torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_tables)),
-        query_starts=torch.cat((torch.zeros(1, dtype=torch.int32), starts)),
-        sampled=torch.arange(num_prompt - 1, num_tokens),
+        page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
+        query_starts=np.concatenate((np.zeros(1, dtype=np.int32), starts)),
+        sampled=np.arange(num_prompt - 1, num_tokens),
         **_no_states(num_rows, state_pages),
-        page_ids=torch.zeros(-(-num_prompt // page_size), dtype=torch.int32),
-        slots=torch.arange(num_rows),
+        page_ids=np.zeros(-(-num_prompt // page_size), dtype=np.int32),
+        slots=np.arange(num_rows),
         num_decodes=num_decodes,
         seen=(),
         extends=((num_prompt, num_prompt),),
@@ -78,22 +78,22 @@ def mixed_rehearsal(
 
 def verify_rehearsal(
     num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
-) -> tuple[ForwardBatch, ScheduleBatch]:
+) -> tuple[HostBatch, ScheduleBatch]:
     """Return rows with one draft each after a step with drafts, as a forward and as its schedule.
     They start at the given positions, independent of rejected drafts."""
-    num_tokens, rows = 2 * num_rows, torch.arange(num_rows, dtype=torch.int32)
-    firsts = torch.arange(0, num_tokens, 2)
-    forward = ForwardBatch(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int32),
-        positions=torch.arange(num_tokens, dtype=torch.int32) % 2,
-        locations=tuple(torch.full((num_tokens,), -1) for _ in range(num_tables)),
-        lengths=torch.full((num_rows,), 2, dtype=torch.int32),
+    num_tokens, rows = 2 * num_rows, np.arange(num_rows, dtype=np.int32)
+    firsts = np.arange(0, num_tokens, 2)
+    forward = HostBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        positions=np.arange(num_tokens, dtype=np.int32) % 2,
+        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
+        lengths=np.full(num_rows, 2, dtype=np.int32),
         page_starts=tuple(rows * 0 for _ in range(num_tables)),
-        query_starts=torch.arange(0, num_tokens + 1, 2, dtype=torch.int32),
-        sampled=torch.cat((firsts + 1, firsts)),
+        query_starts=np.arange(0, num_tokens + 1, 2, dtype=np.int32),
+        sampled=np.concatenate((firsts + 1, firsts)),
         **_no_states(num_rows, state_pages),
-        page_ids=torch.zeros(-(-2 // page_size), dtype=torch.int32),
-        slots=rows.long(),
+        page_ids=np.zeros(-(-2 // page_size), dtype=np.int32),
+        slots=rows.astype(np.int64),
         num_decodes=0,
         seen=(),
         extends=((2, 2),) * num_rows,
@@ -110,10 +110,10 @@ def verify_rehearsal(
     return forward, batch
 
 
-def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:
+def _no_states(num_rows: int, state_pages: int) -> dict[str, HostColumn]:
     """Return recurrent states that are read as zeros and not written."""
-    nowhere = torch.full((num_rows, state_pages), -1, dtype=torch.int32)
-    marks = torch.zeros(num_rows, dtype=torch.int32)
+    nowhere = np.full((num_rows, state_pages), -1, dtype=np.int32)
+    marks = np.zeros(num_rows, dtype=np.int32)
     return {
         "state_reads": nowhere,
         "state_writes": nowhere,

@@ -67,7 +67,7 @@ class ModelRunner:
                 self.builder.note_drafts(batch, begun.token_ids().numpy())
             late = self.builder.build_late(batch, sampling)
             whole = replace(sampling, works=sampling.works + late.works)
-            return begun.sample(whole, late.tensors(), output)
+            return begun.sample(whole, late.columns(), output)
 
         return LaunchedStep(batch, output, begun.event, sample)
 

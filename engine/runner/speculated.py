@@ -7,10 +7,11 @@ import numpy as np
 from torch import Tensor
 
 from engine.batch.batch import TO_GUESS, ForwardMode, ScheduleBatch
-from engine.batch.early_rows import PrestagedRows
+from engine.batch.early_rows import PrestagedRows, early_columns
 from engine.batch.forward import ForwardBatch
 from engine.batch.table import SlotTable
-from engine.batch.verified_rows import VerifiedRows
+from engine.batch.upload import HostColumn
+from engine.batch.verified_rows import VerifiedRows, verified_columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,12 +19,14 @@ class SpeculativeStep:
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
+        early: columns of PrestagedRows. Empty: no row may begin early.
+        verified: columns of VerifiedRows. Empty: no row has drafts.
         to_guess: if the device drafts: number of rows with at least one draft, with at least two,
             and so on.
     """
 
-    early: PrestagedRows | None = None
-    verified: VerifiedRows | None = None
+    early: Sequence[HostColumn] = ()
+    verified: Sequence[HostColumn] = ()
     to_guess: tuple[int, ...] = ()
 
     @classmethod
@@ -31,15 +34,12 @@ class SpeculativeStep:
         """Return the data when a step is launched."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
-        early, verified = PrestagedRows.of(batch, table), VerifiedRows.of(batch)
-        return cls(early, verified, () if verified is None else _to_guess(batch, table))
+        verified = verified_columns(batch)
+        to_guess = _to_guess(batch, table) if verified else ()
+        return cls(early_columns(batch, table), verified, to_guess)
 
-    def __bool__(self) -> bool:
-        return self.early is not None or self.verified is not None
-
-    def tensors(self) -> list[Tensor]:
-        parts = (self.early, self.verified)
-        return [tensor for part in parts if part is not None for tensor in part.tensors()]
+    def columns(self) -> Sequence[HostColumn]:
+        return (*self.early, *self.verified)
 
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
@@ -49,14 +49,13 @@ class SpeculativeStep:
 
         Args:
             batch: on the device.
-            sent: `tensors` on the device.
+            sent: `columns` on the device.
             rejected: see FutureMap.
         """
-        taken, early = 0, None
-        if self.early is not None:
-            taken = len(self.early.tensors())
-            batch, early = self.early.on_device(sent[:taken]).moved(batch, rejected, page_size)
-        verified = None if self.verified is None else self.verified.on_device(sent[taken:])
+        num_early, early = len(self.early), None
+        if self.early:
+            batch, early = PrestagedRows(*sent[:num_early]).moved(batch, rejected, page_size)
+        verified = VerifiedRows(*sent[num_early:]) if self.verified else None
         return SettledDrafts(batch, early, verified)
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from common.errors import EngineFault
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
+from engine.batch.upload import HostColumn
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
@@ -61,8 +62,8 @@ class _Received:
         self._sampling = sampling
         self._stage = stage
 
-    def tensors(self) -> list[Tensor]:
-        return self._sampling.tensors()
+    def columns(self) -> Sequence[HostColumn]:
+        return self._sampling.columns()
 
     def parameters(self) -> None:
         return None
@@ -108,7 +109,7 @@ class StagedForwards:
     def device(self) -> torch.device:
         return self._forwards.device
 
-    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> None:
+    def graph_of(self, rows: HostBatch, *, late: bool, adapted: bool) -> None:
         return None
 
     def capture(self, shape: GraphShape, *, choice: bool = True) -> None:
@@ -139,7 +140,7 @@ class StagedForwards:
         sent = self._forwards.enqueue(self._stage.send_held)
 
         def launch_sampling(
-            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+            whole: TokenSampling, added: Sequence[HostColumn], output: StepOutput
         ) -> StreamEvent:
             received = _Received(whole, self._stage)
             self._waiting = _Sampling(sampling_work(received, added, output), self._wanted)
@@ -166,8 +167,8 @@ class StagedForwards:
 class _NotSampling:
     """The sampling of a rank without a head, which has no drafts either."""
 
-    def tensors(self) -> list[Tensor]:
-        return []
+    def columns(self) -> Sequence[HostColumn]:
+        return ()
 
     def parameters(self) -> None:
         return None
@@ -214,6 +215,6 @@ def _without_drafter(spec: ModelSpec) -> ModelSpec:
     return replace(spec, draft=None)
 
 
-def _has_newest_tokens(rows: ForwardBatch) -> bool:
+def _has_newest_tokens(rows: HostBatch) -> bool:
     """Return whether input tokens may still have to be sampled."""
     return bool((rows.token_ids < 0).any())

@@ -4,7 +4,7 @@ import msgspec
 
 from engine.adapters.adapters import NO_ADAPTERS, AdapterBatch
 from engine.batch.batch import PageCopies
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.runner.speculated import NOTHING, SpeculativeStep
 from engine.sampling.heads import SAMPLES, HeadInputs
@@ -20,7 +20,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
         swap_in: before the forward and after swap_out, host -> pool.
     """
 
-    rows: ForwardBatch | None = None
+    rows: HostBatch | None = None
     speculated: SpeculativeStep = NOTHING
     adapters: AdapterBatch = NO_ADAPTERS
     heads: HeadInputs = SAMPLES

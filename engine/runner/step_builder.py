@@ -6,11 +6,10 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from engine.adapters.adapters import AdapterManager
 from engine.batch.batch import Ints, ScheduleBatch
-from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.forward import BatchBuilder, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
@@ -29,7 +28,7 @@ SHORT_PROMPTS = (2, 20)
 class GraphOf(Protocol):
     """See Forwards.graph_of."""
 
-    def __call__(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None: ...
+    def __call__(self, rows: HostBatch, *, late: bool, adapted: bool) -> GraphShape | None: ...
 
 
 class StepBuilder:
@@ -57,7 +56,7 @@ class StepBuilder:
         """Return the sizes of the largest steps of a model."""
         num_slots, max_pages = self._table.num_slots, self._table.page_table[0].size
         sampling = self._features.rehearsals(num_slots, 0, spec)
-        num_bytes = packed_bytes(sampling[0].tensors()) if sampling else 0
+        num_bytes = packed_bytes(sampling[0].columns()) if sampling else 0
         return ForwardSizes(num_slots, max_pages, num_bytes)
 
     def build(
@@ -75,8 +74,8 @@ class StepBuilder:
         adapters = self._adapters.build(batch)
         speculated = SpeculativeStep.of(batch, self._table)
         if places := sampling.places:
-            rows = rows.wanting(torch.cat(places))
-        late, adapted = speculated.verified is not None, adapters.tokens is not None
+            rows = rows.wanting(places)
+        late, adapted = bool(speculated.verified), adapters.tokens is not None
         graph = None if graph_of is None else graph_of(rows, late=late, adapted=adapted)
         copies = batch.swap_out, batch.swap_in
         return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
@@ -130,8 +129,8 @@ class StepBuilder:
 
 
 def _rehearsal(
-    rows: ForwardBatch, sampling: SamplingInputs, speculated: SpeculativeStep = NOTHING
+    rows: HostBatch, sampling: SamplingInputs, speculated: SpeculativeStep = NOTHING
 ) -> Step:
     if places := sampling.places:
-        rows = rows.wanting(torch.cat(places))
+        rows = rows.wanting(places)
     return Step(rows, speculated, heads=sampling.heads)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Protocol, TypeAlias
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from engine.batch.upload import HostColumn
 from kernels.sampling.sample import SamplingColumns
 
 NUM_INPUTS = 1 + len(fields(SamplingColumns))
@@ -27,21 +28,22 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-def choice_padding(num_rows: int, no_slot: int) -> list[Tensor]:
+def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:
     """Return the inputs of greedy rows in host memory: their slots, then SamplingColumns.
 
     Args:
         no_slot: number of a slot that no request uses.
     """
-    columns = SamplingColumns(
-        temperature=torch.zeros(num_rows),
-        top_k=torch.zeros(num_rows, dtype=torch.int32),
-        top_p=torch.ones(num_rows),
-        min_p=torch.zeros(num_rows),
-        seeds=torch.zeros(num_rows, 2, dtype=torch.int32),
-        positions=torch.zeros(num_rows, dtype=torch.int32),
-    )
-    return [torch.full((num_rows,), no_slot), *(getattr(columns, f.name) for f in fields(columns))]
+    nothing = np.zeros(num_rows, np.int32)
+    return [
+        np.full(num_rows, no_slot),
+        np.zeros(num_rows, np.float32),  # temperature
+        nothing,  # top_k
+        np.ones(num_rows, np.float32),  # top_p
+        np.zeros(num_rows, np.float32),  # min_p
+        np.zeros((num_rows, 2), np.int32),  # seeds
+        nothing,  # positions
+    ]
 
 
 class ChoiceGraphs:

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.batch.upload import HostColumn
 from engine.sampling.feature import FeatureInput, FeatureState, Samples, SamplingFeature
 from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
@@ -57,34 +58,35 @@ class SamplerFeature:
         self._seed[slot] = sampling.seed & _MAX_SEED
         return not sampling.greedy
 
-    def build(self, slots: NDArray[np.intp], positions: Ints) -> SamplingColumns:
-        """Return the parameters of all rows of a step, in host memory.
+    def build(self, slots: NDArray[np.intp], positions: Ints) -> Sequence[HostColumn]:
+        """Return the parameters of all rows of a step: SamplingColumns in host memory.
 
         Args:
             positions: index in its request of the token that each row will sample.
         """
-        return SamplingColumns(
-            temperature=torch.from_numpy(self._temperature[slots]),
-            top_k=torch.from_numpy(self._top_k[slots]),
-            top_p=torch.from_numpy(self._top_p[slots]),
-            min_p=torch.from_numpy(self._min_p[slots]),
-            seeds=torch.from_numpy(self._seed[slots].view(np.int32).reshape(-1, 2)),
-            positions=torch.from_numpy(positions),
+        return (
+            self._temperature[slots],
+            self._top_k[slots],
+            self._top_p[slots],
+            self._min_p[slots],
+            self._seed[slots].view(np.int32).reshape(-1, 2),
+            positions,
         )
 
-    def rehearsal(self, num_rows: int) -> SamplingColumns:
+    def rehearsal(self, num_rows: int) -> Sequence[HostColumn]:
         """Return parameters of dummy rows with every filter enabled, for warmup."""
-        return SamplingColumns(
-            temperature=torch.ones(num_rows),
-            top_k=torch.full((num_rows,), 40, dtype=torch.int32),
-            top_p=torch.full((num_rows,), 0.9),
-            min_p=torch.full((num_rows,), 0.01),
-            seeds=torch.zeros(num_rows, 2, dtype=torch.int32),
-            positions=torch.zeros(num_rows, dtype=torch.int32),
+        nothing = np.zeros(num_rows, np.int32)
+        return (
+            np.ones(num_rows, np.float32),
+            np.full(num_rows, 40, np.int32),
+            np.full(num_rows, 0.9, np.float32),
+            np.full(num_rows, 0.01, np.float32),
+            np.zeros((num_rows, 2), np.int32),
+            nothing,
         )
 
 
-_COLUMNS = tuple(f.name for f in fields(SamplingColumns))
+_NUM_COLUMNS = len(fields(SamplingColumns))
 # Bits of a slot: its tokens are random, one of its features waits, one waits in steps with drafts,
 # its prompt needs logprobs, it is pooled. Then one bit per feature.
 _SAMPLED, _WAITING, _FOLLOWING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16, 32
@@ -111,23 +113,23 @@ class SamplingInputs:
     """The sampling work of one step.
 
     Attributes:
-        columns: sampling parameters in host memory. None: every row is greedy.
+        sampler: SamplingColumns in host memory. Empty: every row is greedy.
         works: in the order in which they change the logits.
         late: bits of features that must know more tokens first, see `build_late`. 0: none.
         prompt: logprobs of prompt tokens.
         pooling: rows that generate no token.
     """
 
-    columns: SamplingColumns | None = None
+    sampler: Sequence[HostColumn] = ()
     works: tuple[FeatureInput, ...] = ()
     late: int = 0
     prompt: PromptWork | None = None
     pooling: PoolingWork | None = None
 
     @property
-    def places(self) -> list[Tensor]:
+    def places(self) -> list[HostColumn]:
         """Additional tokens whose hidden states are needed, the ones of `prompt` first."""
-        return [work.places for work in (self.prompt, self.pooling) if work is not None]
+        return [work.places.numpy() for work in (self.prompt, self.pooling) if work is not None]
 
     @property
     def heads(self) -> HeadInputs:
@@ -140,23 +142,20 @@ class SamplingInputs:
         scored = torch.from_numpy(self.pooling.scored)
         return HeadInputs(not self.pooling.only, num_prompt, scored)
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, contiguous and in host memory."""
-        tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
+    def columns(self) -> Sequence[HostColumn]:
+        """Return everything to upload: the columns of `prompt` and `pooling`, `sampler`, and the
+        columns of `works`."""
+        before: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
         if self.pooling is not None:
-            tensors += self.pooling.tensors()
-        if self.columns is not None:
-            tensors += [getattr(self.columns, name) for name in _COLUMNS]
-        for work in self.works:
-            tensors += work.tensors()
-        return tensors
+            before += self.pooling.tensors()
+        after = [tensor for work in self.works for tensor in work.tensors()]
+        return (*_host(before), *self.sampler, *_host(after))
 
-    def parameters(self) -> Sequence[Tensor] | None:
-        """Return the columns in host memory. Empty if every row is greedy. None: the choice depends
-        on more than sampling parameters."""
+    def parameters(self) -> Sequence[HostColumn] | None:
+        """Return `sampler`. None: the choice depends on more than sampling parameters."""
         if self.works or self.late or self.prompt is not None or self.pooling is not None:
             return None
-        return self.tensors()
+        return self.sampler
 
     def draws(
         self, sent: Sequence[Tensor], early: Tensor | None
@@ -176,7 +175,7 @@ class SamplingInputs:
         """Choose the tokens of a step. On the forward stream.
 
         Args:
-            sent: `tensors()`, on the device.
+            sent: `columns()`, on the device.
         """
         logits = states.logits()
         logprobs: dict[str, Tensor] = {}
@@ -195,11 +194,11 @@ class SamplingInputs:
         return SampledTokens(tokens, logprobs, prompt, pooled)
 
     def _columns(self, sent: Sequence[Tensor], early: Tensor | None) -> SamplingColumns | None:
-        """Return `columns` on the device."""
-        if self.columns is None:
+        """Return `sampler` on the device. None: every row is greedy."""
+        if not self.sampler:
             return None
         first = self._first_column
-        columns = SamplingColumns(*sent[first : first + len(_COLUMNS)])
+        columns = SamplingColumns(*sent[first : first + _NUM_COLUMNS])
         if early is None:
             return columns
         return replace(columns, positions=columns.positions - early)
@@ -218,13 +217,13 @@ class SamplingInputs:
         Args:
             logits: [n, vocabulary], may be overwritten. The rows' own logits come first, then the
                 logits before drafts.
-            sent: `tensors()`, on the device.
+            sent: `columns()`, on the device.
             early: see HiddenStates.
         """
         columns = self._columns(sent, early)
         if not self.works:
             return sample(logits, columns), {}
-        taken = self._first_column + (0 if columns is None else len(_COLUMNS))
+        taken = self._first_column + len(self.sampler)
         logits = logits.float()
         parts = []
         for work in self.works:
@@ -237,6 +236,10 @@ class SamplingInputs:
         for work, part in zip(self.works, parts, strict=True):
             logprobs |= work.after(part, tokens)
         return tokens, logprobs
+
+
+def _host(tensors: Sequence[Tensor]) -> list[HostColumn]:
+    return [tensor.numpy() for tensor in tensors]
 
 
 NOTHING_ASKED = SamplingInputs()
@@ -274,7 +277,7 @@ class SamplingFeatures:
         if not np.count_nonzero(wanted):
             return NOTHING_ASKED
         any_wanted = int(np.bitwise_or.reduce(wanted))
-        columns = self._columns(batch, slots) if any_wanted & _SAMPLED else None
+        columns = self._columns(batch, slots) if any_wanted & _SAMPLED else ()
         if any_wanted == _SAMPLED:
             return SamplingInputs(columns)
         wanted = self._of_those_that_sample(batch, wanted)
@@ -286,7 +289,7 @@ class SamplingFeatures:
         works = self._works(wanted, ~late, _samples(batch))
         return SamplingInputs(columns, works, late, prompt, pooling)
 
-    def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
+    def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> Sequence[HostColumn]:
         rows, positions = _positions(batch)
         return self._sampling.build(slots[rows], positions)
 
@@ -323,7 +326,7 @@ class SamplingFeatures:
         return [
             SamplingInputs(columns, works, prompt=prompt),
             SamplingInputs(columns),
-            SamplingInputs(None, works),
+            SamplingInputs(works=works),
             NOTHING_ASKED,
             *pooled,
         ]

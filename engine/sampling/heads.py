@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.batch.upload import HostColumn
 from engine.models.blocks.experts import RoutedExperts
 
 PROMPT_SLICE = 256  # tokens whose logits fit in the reserved memory
@@ -48,12 +49,12 @@ class HeadInputs:
     num_prompt: int = 0
     scored: Tensor = _NO_ROWS
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, contiguous and in host memory."""
-        return [self.scored] if len(self.scored) else []
+    def columns(self) -> list[HostColumn]:
+        """Return the columns to upload."""
+        return [self.scored.numpy()] if len(self.scored) else []
 
     def on_device(self, sent: Sequence[Tensor]) -> "HeadInputs":
-        """Return the same inputs with the uploaded copies of their `tensors`."""
+        """Return the same inputs with the uploaded copies of their `columns`."""
         return replace(self, scored=sent[0]) if sent else self
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import forward
-from engine.batch.upload import packed_bytes, upload
+from engine.batch.upload import HostColumn, packed_bytes, upload
 from engine.build import prepare
 from engine.models import load
 from engine.models.linear import onednn
@@ -47,11 +47,13 @@ def record(work: Callable[[], Tensor]) -> tuple[Silent, Tensor]:
     return Silent(), work()
 
 
-def packed(tensors: Sequence[Tensor], device: torch.device, into: Tensor | None = None) -> object:
+def packed(
+    columns: Sequence[HostColumn], device: torch.device, into: Tensor | None = None
+) -> object:
     """`upload` as for a GPU: tensors lie where packing puts them, not where the host has them."""
     if into is None:
-        into = torch.empty(packed_bytes(tensors), dtype=torch.uint8)
-    return upload(tensors, device, into)
+        into = torch.empty(packed_bytes(columns), dtype=torch.uint8)
+    return upload(columns, device, into)
 
 
 def copy_pages(memory: StagedMemory, page_bytes: int) -> None:

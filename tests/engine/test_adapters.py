@@ -381,7 +381,7 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
 def test_a_step_without_adapters_is_asked_for_nothing():
     nobody = no_adapters(SlotTable(4, 64, 16))
     assert nobody.build(None) is NO_ADAPTERS
-    assert NO_ADAPTERS.tensors() == []
+    assert NO_ADAPTERS.columns() == []
     assert NO_ADAPTERS.adapted(nobody.bank, []) is None
 
 

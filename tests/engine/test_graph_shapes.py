@@ -7,24 +7,26 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import SHORT_TOKENS, GraphShape, graph_shapes
 from engine.models.drafting import live_token
 from engine.runner.rehearsal import padding
 from kernels.linear_attention.state_cells import FEW
 
+CPU = torch.device("cpu")
 
-def step_of(counts: list[int], state_pages: int = 0) -> ForwardBatch:
+
+def step_of(counts: list[int], state_pages: int = 0) -> HostBatch:
     """Return a step with rows of so many tokens, as far as its shape is concerned."""
     starts = np.cumsum([0, *counts], dtype=np.int32)
     made = padding(GraphShape(int(starts[-1]), len(counts)), 1, state_pages=state_pages)
-    made = replace(made, query_starts=torch.from_numpy(starts))
+    made = replace(made, query_starts=starts)
     long = [row for row, count in enumerate(counts) if count > 1]
     num_decodes = len(counts) - 1 - long[-1] if long else len(counts)
     return replace(made, sampled=made.sampled[: len(counts)], num_decodes=num_decodes)
 
 
-def fitting(shapes: tuple[GraphShape, ...], batch: ForwardBatch, **kind: bool) -> list[GraphShape]:
+def fitting(shapes: tuple[GraphShape, ...], batch: HostBatch, **kind: bool) -> list[GraphShape]:
     wanted = GraphShape(0, 0, **kind)[2:]
     return [
         shape
@@ -59,7 +61,7 @@ def test_padding_changes_not_how_recurrent_layers_compute_rows() -> None:
     shapes = graph_shapes(16, late=True, adapted=False)
     for counts in ([200], [64, 1, 1], [FEW, 2], [5], [40, *[1] * 20]):
         batch = step_of(counts, state_pages=1)
-        is_long = batch.states.has_long_rows(sum(counts))
+        is_long = batch.to(CPU)[0].states.has_long_rows(sum(counts))
         for shape in fitting(shapes, batch):
             assert (shape.tokens > FEW * shape.rows) == is_long
     assert fitting(shapes, step_of([200], state_pages=1))
@@ -69,11 +71,11 @@ def test_padding_changes_not_how_recurrent_layers_compute_rows() -> None:
 def test_rows_without_a_draft_are_padding_while_others_are_drafted() -> None:
     batch = replace(
         step_of([3, 2, 1]),
-        token_ids=torch.arange(1, 7, dtype=torch.int32),
-        locations=(torch.arange(20, 26),),
-        lengths=torch.tensor([9, 5, 7], dtype=torch.int32),
+        token_ids=np.arange(1, 7, dtype=np.int32),
+        locations=(np.arange(20, 26),),
+        lengths=np.array([9, 5, 7], np.int32),
     )
-    one = live_token(batch, torch.tensor(1), torch.tensor(2))
+    one = live_token(batch.to(CPU)[0], torch.tensor(1), torch.tensor(2))
     assert one.token_ids.tolist() == [2, 5, 0]
     assert one.locations[0].tolist() == [21, 24, -1]
     assert one.lengths.tolist() == [8, 5, 0]

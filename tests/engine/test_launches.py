@@ -84,7 +84,7 @@ def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
         ends=ends,
         samples=np.ones(len(rows), np.bool_),
     )
-    return BatchBuilder(table).build(batch)
+    return BatchBuilder(table).build(batch).to(CPU)[0]
 
 
 def launched(
@@ -217,7 +217,8 @@ def check_shapes(model, drafts: bool = False) -> None:
     layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype, None, model.spec.draft)
     pool, future = KVPool(layout, 1, CPU), torch.zeros(4, dtype=torch.int32)
     for shape in SHAPES:
-        batch = padding(shape, layout.tables.num_tables, 8, layout.tables.state_pages)
+        rows = padding(shape, layout.tables.num_tables, 8, layout.tables.state_pages)
+        batch, _ = rows.to(CPU)
         late = LateStates() if shape.late else None
         with launching(Counter()):
             check_capturable(

@@ -1,5 +1,7 @@
 """Warmup batches are as large as any batch in service."""
 
+import torch
+
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 
 
@@ -25,4 +27,5 @@ def test_as_many_rows_have_drafts_in_rehearsal_as_a_step_may_sample_tokens():
     assert sorted(batch.sampled.tolist()) == [0, 1, 2, 3, 4, 5]
     assert batch.sampled[:3].tolist() == [1, 3, 5]
     assert len(batch.page_ids) == 2
-    assert batch.states_after(batch.lengths).num_rows == 3
+    on_device, _ = batch.to(torch.device("cpu"))
+    assert on_device.states_after(on_device.lengths).num_rows == 3

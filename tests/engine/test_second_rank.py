@@ -27,6 +27,7 @@ from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import bank_of
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleImage
+from engine.batch.upload import HostColumn
 from engine.build import Engine, build
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.loop.loop import EventLoop
@@ -85,8 +86,8 @@ class FirstSampling:
     def __init__(self, sampling: Any, wire: Wire) -> None:
         self._sampling, self._wire = sampling, wire
 
-    def tensors(self) -> list[Tensor]:
-        return self._sampling.tensors()
+    def columns(self) -> Sequence[HostColumn]:
+        return self._sampling.columns()
 
     def parameters(self) -> None:
         return None  # both ranks take part in the choice
@@ -108,8 +109,8 @@ class SecondSampling:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def tensors(self) -> list[Tensor]:
-        return []
+    def columns(self) -> Sequence[HostColumn]:
+        return ()
 
     def parameters(self) -> None:
         return None  # both ranks take part in the choice
@@ -243,8 +244,8 @@ def _features(step: Step) -> Iterable[str]:
         "swap out": step.swap_out is not None,
         "swap in": step.swap_in is not None,
         "graph": step.graph,
-        "early rows": speculated.early is not None,
-        "drafts": speculated.verified is not None,
+        "early rows": bool(speculated.early),
+        "drafts": bool(speculated.verified),
         "drafts of the device": speculated.to_guess,
         "adapters": step.adapters.tokens is not None,
         "fills": step.adapters.fills,
@@ -258,7 +259,7 @@ def _features(step: Step) -> Iterable[str]:
             "mixed": rows.num_rows > rows.num_decodes > 0,
             "decode": rows.num_rows == rows.num_decodes,
             "windows": len(rows.locations) > 1,
-            "states": rows.state_writes.numel(),
+            "states": rows.state_writes.size,
             "kept states": (rows.state_kept >= 0).any(),
             "images": rows.seen,
             "rotary positions of images": rows.positions.ndim > 1,

@@ -68,7 +68,7 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
             (48, 48, ())
         ]
         assert asked.cached_tokens == 48
-        assert [one.num_pages for one in asked.ended.timeline.attempts] == [0]
+        assert [one.num_pages for one in asked.ended.stamps.timeline().attempts] == [0]
         assert rig.decode[0].count("handoffs_completed") == 2
 
 

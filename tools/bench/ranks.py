@@ -47,7 +47,7 @@ from common.config import (
 )
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import ScheduleBatch
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import HostBatch
 from engine.batch.request import Request
 from engine.build import build
 from engine.loop.loop import EventLoop
@@ -310,15 +310,15 @@ def _ready_s(model: Path, ranks: int) -> float:
 
 def _wide_step(rows: int = 256, pages: int = 64) -> Step:
     """Return a decode step with this number of rows, and pages in each."""
-    wide, long = torch.arange(rows, dtype=torch.int32), torch.arange(rows)
-    none, page_ids = torch.empty(rows, 0, dtype=torch.int32), torch.arange(rows * pages).int()
-    batch = ForwardBatch(
+    wide, long = np.arange(rows, dtype=np.int32), np.arange(rows)
+    none, page_ids = np.empty((rows, 0), np.int32), np.arange(rows * pages, dtype=np.int32)
+    batch = HostBatch(
         locations=(long,),
         page_starts=(wide * pages,),
         token_ids=wide,
         positions=wide,
         lengths=wide,
-        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        query_starts=np.arange(rows + 1, dtype=np.int32),
         sampled=long,
         state_reads=none,
         state_writes=none,

@@ -191,14 +191,14 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
         ends=ends,
         samples=np.ones(len(ends), np.bool_),
     )
-    num_bytes = packed_bytes(builder.build(batch).tensors())
+    num_bytes = packed_bytes(builder.build(batch).columns())
     into = torch.empty(num_bytes, dtype=torch.uint8)
     building, packing, encoding = [], [], []
     for _ in range(steps):
         began = time.thread_time()
         inputs = builder.build(batch)
         built = time.thread_time()
-        upload(inputs.tensors(), into.device, into)
+        upload(inputs.columns(), into.device, into)
         packed = time.thread_time()
         msgspec.msgpack.encode(encode(Step(inputs), into.numpy()))
         encoding.append(time.thread_time() - packed)
