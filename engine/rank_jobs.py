@@ -289,7 +289,7 @@ class FollowerJobs:
         self._host_pool = HostPool(layout, job.num_pages, device)
         self._copier = PageCopier(self._pool, self._host_pool)
         self._reply(job.number)
-        return forwards.over(self._host_pool)
+        return forwards.with_same_graphs(self._host_pool)
 
     def take(self, job: Job, steps: SentSteps) -> None:
         """Begin a job, without waiting."""

@@ -114,7 +114,8 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     pools = KVPool(layout, steps.pool.num_pages, CPU), HostPool(layout, 0, CPU)
     bank, stream = no_adapters(steps.table).bank, WorkerStream()
     jobs: Any = SimpleNamespace(
-        adapter=None, with_host_pages=lambda job, forwards: forwards.over(HostPool(layout, 0, CPU))
+        adapter=None,
+        with_host_pages=lambda job, forwards: forwards.with_same_graphs(HostPool(layout, 0, CPU)),
     )
 
     def run() -> None:
