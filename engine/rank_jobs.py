@@ -308,7 +308,7 @@ class FollowerJobs:
         self._host_pool = HostPool(layout, num_pages, device)
         self._copier = PageCopier(self._pool, self._host_pool)
         self._reply(number)
-        return forwards.over(self._host_pool)
+        return forwards.with_same_graphs(self._host_pool)
 
     def report(self, steps: SentSteps) -> None:
         """Reply to a Ping."""

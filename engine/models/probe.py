@@ -188,7 +188,9 @@ def _computed(
     after_experts = any(isinstance(layer.ffn, ExpertsBlock) for layer in model.layers[-1:])
     norm = _experts(len(model.layers) - 1) if after_experts else "the norm before lm_head"
     for rows in steps:
-        batch, _ = _batch(rows, tokens.int(), states, tables, pages).to(model.device)
+        host = _batch(rows, tokens.int(), states, tables, pages)
+        columns = [column.to(model.device) for column in host.columns()]
+        batch = ForwardBatch.of(columns, host.num_decodes, host.seen, host.extends)
         counts = torch.diff(batch.query_starts).tolist()
         owners = [*chain(*([row.request] * n for row, n in zip(rows, counts, strict=True)))]
         positions = batch.positions.tolist()
@@ -225,7 +227,7 @@ def _has_drafts(rows: Sequence[_Row]) -> bool:
 def _batch(
     rows: Sequence[_Row], tokens: Tensor, states: Tensor, tables: PageTables, pages: int
 ) -> ForwardBatch:
-    """Return a step. Each request has `pages` consecutive pages in each table.
+    """Return a step in host memory. Each request has `pages` consecutive pages in each table.
 
     Args:
         tokens: int32, by request.

@@ -20,9 +20,7 @@ from engine.models import Model, ModelSpec
 from engine.models.blocks.protocol import LateStates
 from engine.models.drafting import DraftSteps, EagerDrafts
 from engine.runner.graphs import GraphDrafter, GraphModel, GraphSizes, Recorder, StepGraphs
-from engine.runner.launched import StepOutput
-from engine.runner.speculated import SettledDrafts
-from engine.runner.step import Step
+from engine.runner.step import SettledDrafts, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
@@ -160,14 +158,14 @@ BeginLayers: TypeAlias = Callable[
 
 
 @dataclass(slots=True, eq=False)
-class HeldForward:
+class GroupedForward:
     """A step whose layers are computed in groups. Its data between two groups is used only on the
     forward stream."""
 
     step: Step
     sampling: TokenSampling
     begin: BeginLayers
-    held: tuple[_Prepared, LayersInGroups] | None = None
+    begun: tuple[_Prepared, LayersInGroups] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +216,7 @@ class Forwards:
         beside = self._bank, self._stream, self._sizes
         return Forwards(self._model, self._pool, host_pool, *beside, recorder)
 
-    def over(self, host_pool: HostPool) -> "Forwards":
+    def with_same_graphs(self, host_pool: HostPool) -> "Forwards":
         """Return these forwards, with the same tokens and graphs, over another host pool."""
         changed = copy(self)
         changed._host_pool = host_pool
@@ -317,7 +315,7 @@ class Forwards:
         sampling_work = self._sampling_of(done)
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)), guessed_ids)
 
-    def launch_group(self, forward: HeldForward, past: int, copies: Step) -> StreamEvent:
+    def launch_group(self, forward: GroupedForward, past: int, copies: Step) -> StreamEvent:
         """Enqueue the layers up to number `past` - 1 of a forward, but not its last layers.
 
         Args:
@@ -331,7 +329,7 @@ class Forwards:
         return self.enqueue(work)
 
     def launch_last_group(
-        self, forward: HeldForward, past: int, copies: Step, output: StepOutput
+        self, forward: GroupedForward, past: int, copies: Step, output: StepOutput
     ) -> StreamEvent:
         """Enqueue the last layers of a forward, and the sampling of the step."""
 
@@ -342,14 +340,14 @@ class Forwards:
 
         return self.enqueue(work)
 
-    def _advance(self, forward: HeldForward, past: int) -> tuple[_Prepared, LayersInGroups]:
-        if forward.held is None:
+    def _advance(self, forward: GroupedForward, past: int) -> tuple[_Prepared, LayersInGroups]:
+        if forward.begun is None:
             assert forward.step.rows is not None
             prepared = self._prepared(forward.step, forward.step.rows, forward.sampling)
             inputs = prepared.step.batch, self._pool, self._future.tokens, prepared.adapted
-            forward.held = prepared, forward.begin(*inputs)
-        forward.held[1].advance(past)
-        return forward.held
+            forward.begun = prepared, forward.begin(*inputs)
+        forward.begun[1].advance(past)
+        return forward.begun
 
     def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
         """Enqueue the forward of a step with rows. Return its sampling as work for the stream."""
@@ -402,8 +400,8 @@ class Forwards:
                 lambda batch: drafter.before(batch, pool),
                 lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
             )
-        of_model = GraphModel(self._eager, self._chosen, self._model.device, self._model.dtype)
-        made = of_model, recorder, self._bank, of_steps, of_drafts
+        graph_model = GraphModel(self._eager, self._chosen, self._model.device, self._model.dtype)
+        made = graph_model, recorder, self._bank, of_steps, of_drafts
         return made_on(self._stream, lambda: StepGraphs(*made))
 
     def _chosen(self, hidden: Tensor, columns: SamplingColumns, slots: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleEmbeddings, VisibleImage
 from engine.batch.upload import HostColumn, pack, packed_bytes
-from engine.runner.speculated import SpeculativeStep
-from engine.runner.step import Step
+from engine.runner.step import SpeculativeStep, Step
 from engine.sampling.heads import HeadInputs
 from kernels.adapters.low_rank import TokensBySlot
 

@@ -5,7 +5,7 @@ They write no page. The content of pages that they read is arbitrary, and so are
 
 import numpy as np
 
-from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import HostColumn
@@ -24,18 +24,17 @@ def padding(
     """Return a step of one shape that has only padding rows, with space for `num_pages` page
     ids."""
     num_tokens, num_rows = shape.tokens, shape.rows
-    starts = np.arange(num_rows + 1)
-    sampled = starts[:-1]
+    starts: Ints = np.arange(num_rows + 1, dtype=np.int32)
+    sampled = np.arange(num_rows)
     if shape.is_ragged:
-        starts = shape.padded_starts(np.zeros(1, np.int32))
-        sampled = np.zeros(num_tokens, dtype=np.int64)
+        starts, sampled = shape.padded_starts(np.zeros(1, np.int32)), np.zeros(num_tokens, np.int64)
     return HostBatch(
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         positions=np.zeros(num_tokens, dtype=np.int32),
         locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
         lengths=np.zeros(num_rows, dtype=np.int32),
         page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
-        query_starts=starts.astype(np.int32),
+        query_starts=starts,
         sampled=sampled,
         **_no_states(num_rows, state_pages),
         page_ids=np.zeros(num_pages, dtype=np.int32),

@@ -1,22 +1,99 @@
-"""The runner launches the scheduler's decisions: it builds a step, and enqueues it with its
-sampling."""
+"""The runner launches the scheduler's decisions: it builds a step, enqueues it with its sampling,
+and returns the launched step, which waits for its result."""
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
 
 from engine.adapters.adapters import AdapterManager
-from engine.batch.batch import LaunchedBatch, ScheduleBatch
+from engine.batch.batch import (
+    NOT_FINITE,
+    NOT_SAMPLED,
+    AcceptedRuns,
+    BatchResult,
+    LaunchedBatch,
+    RowLogprobRequest,
+    ScheduleBatch,
+)
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
+from engine.batch.verified_rows import standing
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
-from engine.runner.forwards import BeginLayers, Forwards, HeldForward
+from engine.runner.forwards import BeginLayers, Forwards, GroupedForward
 from engine.runner.graphs import Recorder
-from engine.runner.launched import LaunchedGroup, LaunchedStep, StepOutput
 from engine.runner.ranked import LeadingForwards
-from engine.runner.step import Step
+from engine.runner.step import Step, StepOutput
 from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import DeviceStream, StreamEvent
 from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures
+from engine.sampling.pooling import of_rows
+
+_NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
+
+
+class LaunchedStep:
+    """A launched forward and the source of its tokens.
+
+    Args:
+        later: launches the sampling, if some rows could not be sampled at launch.
+    """
+
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        output: StepOutput,
+        event: StreamEvent,
+        later: Callable[[], StreamEvent] | None = None,
+    ) -> None:
+        self._batch = batch
+        self._output = output
+        self._events = [event]
+        self._later = later
+
+    @property
+    def batch(self) -> ScheduleBatch:
+        return self._batch
+
+    def sample(self) -> None:
+        if self._later is not None:
+            self._events.append(self._later())
+            self._later = None
+
+    def result(self) -> BatchResult:
+        for event in self._events:
+            event.wait()
+        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        if np.count_nonzero(samples) != len(samples):
+            tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
+        logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)
+        runs = None
+        if self._output.runs is not None:
+            runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
+            logprobs = logprobs and _that_stand(logprobs, self._batch, runs)
+        return BatchResult(tokens, logprobs, prompt, of_rows(self._output.pooled), runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedGroup:
+    """A launched group of layers after which no token is sampled.
+
+    Attributes:
+        num_rows: rows in the result. 0: the group does not end its forward.
+    """
+
+    batch: ScheduleBatch
+    event: StreamEvent
+    num_rows: int = 0
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> BatchResult:
+        self.event.wait()
+        return BatchResult(np.full(self.num_rows, NOT_SAMPLED, np.int32))
 
 
 class ModelRunner:
@@ -84,7 +161,7 @@ class SplitRunner:
         self._runner = runner
         self._forwards = forwards
         self._begin = begin
-        self._held: HeldForward | None = None  # the forward between two of its groups
+        self._unfinished: GroupedForward | None = None  # the forward between two of its groups
 
     def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
         """Launch a step as ModelRunner does. At most one forward is between two of its groups."""
@@ -92,11 +169,11 @@ class SplitRunner:
         if group is None:
             return self._runner.launch(batch)
         if not group.first:
-            self._held = self._built(batch)
-        forward = self._held
+            self._unfinished = self._built(batch)
+        forward = self._unfinished
         assert forward is not None
         if group.drops or group.is_last:
-            self._held = None
+            self._unfinished = None
         copies, output = Step(swap_out=batch.swap_out, swap_in=batch.swap_in), StepOutput()
         if group.drops:
             event = self._forwards.launch(copies, NOTHING_ASKED, output)
@@ -106,10 +183,10 @@ class SplitRunner:
             return LaunchedStep(batch, output, event)
         return LaunchedGroup(batch, self._forwards.launch_group(forward, group.past, copies))
 
-    def _built(self, batch: ScheduleBatch) -> HeldForward:
+    def _built(self, batch: ScheduleBatch) -> GroupedForward:
         step, sampling = self._runner.builder.build(batch)
         assert not sampling.late, "all tokens of prompts are known"
-        return HeldForward(step, sampling, self._begin)
+        return GroupedForward(step, sampling, self._begin)
 
 
 def make_runner(
@@ -128,3 +205,32 @@ def make_runner(
     sizes = builder.sizes(model.spec)
     forwards = Forwards(model, pool, host_pool, adapters.bank, stream, sizes, recorder)
     return ModelRunner(builder, forwards)
+
+
+def _that_stand(
+    logprobs: RowLogprobRequest, batch: ScheduleBatch, runs: AcceptedRuns
+) -> RowLogprobRequest:
+    """Return the logprobs of accepted tokens.
+
+    Args:
+        logprobs: logprobs of all samples, in order.
+    """
+    rows, places = standing(batch, runs)
+    asked = np.isin(places, logprobs.rows)
+    found = np.searchsorted(logprobs.rows, places[asked])
+    return RowLogprobRequest(
+        rows[asked].astype(np.int32),
+        logprobs.chosen[found],
+        logprobs.top_tokens[found],
+        logprobs.top[found],
+        None if logprobs.hidden is None else logprobs.hidden[found],
+        None if logprobs.experts is None else logprobs.experts[found],
+    )
+
+
+def _columns(logprobs: Mapping[str, Tensor]) -> RowLogprobRequest | None:
+    if not logprobs:
+        return None
+    columns = {name: tensor.numpy() for name, tensor in logprobs.items() if name != "hidden"}
+    hidden = logprobs.get("hidden")  # numpy has no bfloat16
+    return RowLogprobRequest(**columns, hidden=None if hidden is None else hidden.float().numpy())

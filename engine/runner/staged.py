@@ -26,8 +26,7 @@ from engine.models import ModelSpec
 from engine.ranks import Stage
 from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
 from engine.runner.graphs import Recorder
-from engine.runner.launched import StepOutput
-from engine.runner.step import Step
+from engine.runner.step import Step, StepOutput
 from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import StreamEvent
 from engine.sampling.composition import SampledTokens

@@ -1,13 +1,75 @@
-"""One step as every rank computes it: all inputs of a forward, without its requests."""
+"""One step as every rank computes it: all inputs of a forward without its requests, and the output.
+
+Most steps have no drafts. A step that verifies drafts, or that follows such a step, has additional
+inputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from engine.adapters.adapters import NO_ADAPTERS, AdapterBatch
-from engine.batch.batch import PageCopies
-from engine.batch.forward import HostBatch
+from engine.batch.batch import TO_GUESS, ForwardMode, PageCopies, ScheduleBatch
+from engine.batch.early_rows import PrestagedRows, early_columns
+from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
-from engine.runner.speculated import NOTHING, SpeculativeStep
+from engine.batch.table import SlotTable
+from engine.batch.upload import HostColumn
+from engine.batch.verified_rows import VerifiedRows, verified_columns
 from engine.sampling.heads import SAMPLES, HeadInputs
+from engine.sampling.pooling import Pooled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeculativeStep:
+    """Speculation data of one step, in host memory. Empty for most steps.
+
+    Attributes:
+        early: columns of PrestagedRows. Empty: no row may begin early.
+        verified: columns of VerifiedRows. Empty: no row has drafts.
+        to_guess: if the device drafts: number of rows with at least one draft, with at least two,
+            and so on.
+    """
+
+    early: Sequence[HostColumn] = ()
+    verified: Sequence[HostColumn] = ()
+    to_guess: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch, table: SlotTable) -> "SpeculativeStep":
+        """Return the data when a step is launched."""
+        if batch.early is None and batch.mode is not ForwardMode.VERIFY:
+            return NOTHING  # the case of most steps
+        verified = verified_columns(batch)
+        to_guess = _to_guess(batch, table) if verified else ()
+        return cls(early_columns(batch, table), verified, to_guess)
+
+    def columns(self) -> Sequence[HostColumn]:
+        return (*self.early, *self.verified)
+
+    def settled(
+        self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
+    ) -> "SettledDrafts":
+        """Return the step with the real starts of its rows. On the forward stream, before the
+        forward.
+
+        Args:
+            batch: on the device.
+            sent: `columns` on the device.
+            rejected: see FutureMap.
+        """
+        num_early, early = len(self.early), None
+        if self.early:
+            batch, early = PrestagedRows(*sent[:num_early]).moved(batch, rejected, page_size)
+        verified = VerifiedRows(*sent[num_early:]) if self.verified else None
+        return SettledDrafts(batch, early, verified)
+
+
+NOTHING = SpeculativeStep()
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
@@ -27,3 +89,54 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     graph: GraphShape | None = None
     swap_out: PageCopies | None = None
     swap_in: PageCopies | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SettledDrafts:
+    """A step on the device, with the real positions of its rows.
+
+    Attributes:
+        early: int32 [num_tokens], number of positions by which each token is earlier than
+            scheduled. None: no token is.
+    """
+
+    batch: ForwardBatch
+    early: Tensor | None = None
+    verified: VerifiedRows | None = None
+
+    @property
+    def num_chosen(self) -> int:
+        """Number of tokens in `sampled` after which a token is sampled."""
+        return len(self.batch.slots if self.verified is None else self.batch.token_ids)
+
+    @property
+    def early_chosen(self) -> Tensor | None:
+        """Values of `early` for these tokens."""
+        return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """The result of a step, in host memory. Written by the forward stream. Valid after its event.
+
+    Attributes:
+        logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
+        pooled: vectors of the rows that generate no token.
+        runs: tokens and counts of a step with drafts, see AcceptedRuns.
+    """
+
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    logprobs: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Pooled = ()
+    runs: tuple[Tensor, Tensor] | None = None
+
+
+def _to_guess(batch: ScheduleBatch, table: SlotTable) -> tuple[int, ...]:
+    """Return the counts of `to_guess`. All drafts of a row are drawn by the device, or none are."""
+    drafts = batch.ends - batch.starts - 1
+    rows = drafts.nonzero()[0]
+    first_drafts = table.tokens[batch.slots[rows], batch.starts[rows] + 1]
+    if not np.count_nonzero(first_drafts == TO_GUESS):
+        return ()
+    return tuple(int(np.count_nonzero(drafts > n)) for n in range(int(drafts.max())))

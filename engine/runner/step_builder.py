@@ -16,8 +16,7 @@ from engine.batch.upload import packed_bytes
 from engine.models.spec import ModelSpec
 from engine.runner.forwards import ForwardSizes
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
-from engine.runner.speculated import NOTHING, SpeculativeStep
-from engine.runner.step import Step
+from engine.runner.step import NOTHING, SpeculativeStep, Step
 from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
 from engine.sampling.heads import HeadInputs
 

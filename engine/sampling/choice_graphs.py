@@ -100,4 +100,4 @@ class ChoiceGraphs:
         the next `replay`."""
         graph, tokens = self._graphs[self._captured[bisect_left(self._captured, num_rows)]]
         graph.replay()
-        return tokens[:num_rows]
+        return tokens if len(tokens) == num_rows else tokens[:num_rows]

@@ -218,7 +218,7 @@ class RowSelector:
         self._preemption = preemption
         self._after_quarantined = False
 
-    def turns(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[bool]:
         """Return the kinds of step to try, in order. False: a shared step. True: a step with one
         quarantined request. The two kinds alternate."""
         if not self._quarantine and not self._admission.quarantined_waits:
@@ -342,8 +342,8 @@ class PrefillGate:
     def reserved_pages(self) -> int:
         return self._rows.reserved_pages
 
-    def turns(self) -> Sequence[bool]:
-        return self._rows.turns()
+    def kinds_to_try(self) -> Sequence[bool]:
+        return self._rows.kinds_to_try()
 
     def choose(self, alone: bool) -> SelectedRows | None:
         if self.is_open or alone:

@@ -88,14 +88,14 @@ class SlotOwners:
         """Return whether all requests are swapped out and none is on its way back."""
         return len(self._requests) == self._retracted.num_away
 
-    def take(self, slot: int, request: Request) -> None:
+    def record(self, slot: int, request: Request) -> None:
         """Record that the request has this slot. Called for every chunk."""
         self._requests[slot] = request
 
     def run(self, slot: int, request: Request) -> None:
         """Start decoding. The prompt is computed, or will be computed by a launched step."""
         self._running.join(slot)
-        self._quarantine.take(slot, request)
+        self._quarantine.add(slot, request)
 
     def end(self, request: Request, *, insert: bool = False) -> None:
         """Remove a request and release its pages.

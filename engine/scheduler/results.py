@@ -147,7 +147,7 @@ class StepResults:
         self._vocabulary_size = np.array(core.limits.vocabulary_size, np.uint32)
         self.num_tokens = 0
 
-    def take(
+    def apply(
         self,
         step: ScheduledStep,
         result: BatchResult,

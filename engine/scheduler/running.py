@@ -177,7 +177,7 @@ class QuarantineQueue:
     def __bool__(self) -> bool:
         return bool(self._until)
 
-    def take(self, slot: int, request: Request) -> None:
+    def add(self, slot: int, request: Request) -> None:
         """Quarantine a request that starts to run, if it must run alone."""
         if request.quarantined:
             self._until[slot] = request.alone_until

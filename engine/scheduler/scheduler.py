@@ -151,7 +151,7 @@ class Scheduler:
         slot = self._admission.take_slot(request, holding)
         if slot is None:
             return False
-        self._residents.take(slot, request)
+        self._residents.record(slot, request)
         self._cache.insert(request.token_ids[:-1], holding, request.namespace)
         self._residents.run(slot, request)
         return True
@@ -421,7 +421,7 @@ class Scheduler:
             self._bring_back()
         if self.running_alone is not None:
             return None  # no other row runs together with it
-        for alone in self._next_rows.turns():
+        for alone in self._next_rows.kinds_to_try():
             if alone and self._launched:
                 return None  # earlier steps must finish first
             rows = self._next_rows.choose(alone)
@@ -467,7 +467,7 @@ class Scheduler:
                 _ONE if decodes.drafts is None else decodes.drafts + _ONE
             )
         for row in step.extends:
-            self._residents.take(row.slot, row.request)
+            self._residents.record(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1
                 self._residents.run(row.slot, row.request)
@@ -493,7 +493,7 @@ class Scheduler:
         step = self._launched.popleft()
         speculation = self._speculation
         predicted = () if speculation is None else speculation.finish(batch, result.runs)
-        outcome = self._results.take(step, result, predicted)
+        outcome = self._results.apply(step, result, predicted)
         for pages in step.held():
             self._pages.drop(pages, PageHolder.STEP)
         self._retracted.swapped(step.swaps)

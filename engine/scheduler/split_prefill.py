@@ -83,7 +83,7 @@ class SplitForwardState:
         self._pages.hold(forward.written, PageHolder.STEP)
         self._table.hold(forward.slots, _UNKNOWN_STEP)
         for row in rows.extends:
-            self._residents.take(row.slot, row.request)
+            self._residents.record(row.slot, row.request)
         return forward
 
 
@@ -128,9 +128,9 @@ class SplitSelector:
         )
         return self._rows.reserved_pages + growth
 
-    def turns(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[bool]:
         """See RowSelector. Quarantined requests wait while a forward is between its groups."""
-        return (False,) if self._state.forwards else self._rows.turns()
+        return (False,) if self._state.forwards else self._rows.kinds_to_try()
 
     def choose(self, alone: bool) -> SelectedRows | None:
         """See RowSelector. After each step with prompts, decode rows are next."""

@@ -115,7 +115,9 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     bank, stream = no_adapters(steps.table).bank, WorkerStream()
     jobs: Any = SimpleNamespace(
         adapter=None,
-        with_host_pages=lambda number, num_pages, forwards: forwards.over(HostPool(layout, 0, CPU)),
+        with_host_pages=lambda number, num_pages, forwards: forwards.with_same_graphs(
+            HostPool(layout, 0, CPU)
+        ),
     )
 
     def run() -> None:

@@ -34,9 +34,8 @@ from engine.loop.loop import EventLoop
 from engine.models import Model
 from engine.runner.forwards import Forwards
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
-from engine.runner.launched import StepOutput
 from engine.runner.runner import ModelRunner
-from engine.runner.step import Step
+from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent, WorkerStream
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HiddenStates

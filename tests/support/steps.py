@@ -24,7 +24,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import Model
 from engine.ranks import WHOLE, Share
 from engine.runner.graphs import Recorder
-from engine.runner.launched import LaunchedStep
+from engine.runner.runner import LaunchedStep
 from engine.runner.stream import made_on
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape, part_of

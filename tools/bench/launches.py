@@ -39,7 +39,7 @@ from common.requests.sampling import SamplingParams
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.models import Model, load
 from engine.models.linear import onednn
-from engine.runner.launched import LaunchedStep
+from engine.runner.runner import LaunchedStep
 from engine.runner.stream import StreamEvent
 from kernels import device
 from kernels.bound import BoundKernel
