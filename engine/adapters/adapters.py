@@ -25,7 +25,7 @@ from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
 from common.requests.namespace import NO_ADAPTER, AdapterId
 from engine.adapters.library import AdapterCache, AdapterDirectory, AdapterSource
-from engine.adapters.stored import AdapterLimits, LoraAdapter
+from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
@@ -152,21 +152,17 @@ class AdapterSlots:
             The slot, and whether the adapter must still be copied into it. None if all slots are in
                 use.
         """
-        if adapter in self._users:
-            self._users[adapter] += 1
-            return self._slots[adapter], False
-        fresh = adapter not in self._idle
+        fresh = adapter not in self._slots
         if fresh:
-            if not self._free and not self._idle:
-                return None
             if not self._free:
-                oldest = next(iter(self._idle))
+                oldest = next(iter(self._idle), None)
+                if oldest is None:
+                    return None
                 del self._idle[oldest]
                 self._free.append(self._slots.pop(oldest))
             self._slots[adapter] = self._free.pop()
-        else:
-            del self._idle[adapter]
-        self._users[adapter] = 1
+        self._idle.pop(adapter, None)
+        self._users[adapter] = self._users.get(adapter, 0) + 1
         return self._slots[adapter], fresh
 
     def drop(self, adapter: AdapterId) -> None:
@@ -355,16 +351,14 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
 
 
 def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
-    limits = AdapterLimits(config.max_rank, config.max_cpu_lora_bytes)
-    pinned = model.device.type == "cuda"
-    return AdapterDirectory(
-        config.adapter_dir,
-        model.products,
-        limits,
-        model.dtype,
-        pinned=pinned,
+    reader = AdapterReader(
+        products=model.products,
+        limits=AdapterLimits(config.max_rank, config.max_cpu_lora_bytes),
+        dtype=model.dtype,
+        pinned=model.device.type == "cuda",
         elsewhere=model.elsewhere,
     )
+    return AdapterDirectory(config.adapter_dir, reader)
 
 
 def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) -> None:

@@ -227,11 +227,11 @@ class Checkpoint:
                     f"{', '.join(wanted.dtypes)}"
                 )
 
-    def watched(self, reads: Callable[[str], None], files: OpenFiles) -> "Checkpoint":
-        """Return the same checkpoint, which reports the name of each tensor before reading it.
+    def watched(self, reads: Callable[[str], None] | None, files: OpenFiles) -> "Checkpoint":
+        """Return the same checkpoint, whose shards `files` keeps open between reads.
 
         Args:
-            files: keeps the shards open between reads.
+            reads: called with the name of each tensor before it is read.
         """
         watched = copy.copy(self)
         watched._reads = reads
@@ -383,11 +383,6 @@ def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
         for block in tensor.blocks(_BLOCK_BYTES):
             digest.update(block)
     return digest.digest()
-
-
-def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a copy in its own memory, which later changes of the file do not affect."""
-    return tensor.to(device=device, dtype=dtype, copy=True)
 
 
 def below(root: Path, path: str, field: str, flag: str) -> Path:

@@ -141,7 +141,9 @@ class Fields:
 
 
 def eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, or else of the configuration."""
+    """Return the end-of-sequence ids of generation_config.json, or else of the configuration or its
+    text model."""
     path = directory / "generation_config.json"
     generation = Fields.of(path) if path.exists() else Fields({}, str(path))
-    return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    found = (each.token_ids("eos_token_id") for each in (generation, config))
+    return next(filter(None, found), ()) or config.nested("text_config").token_ids("eos_token_id")

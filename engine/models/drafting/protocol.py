@@ -40,6 +40,11 @@ class DeviceDrafter(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
+    @property
+    def parts(self) -> Sequence[object]:
+        """Objects that hold the weights."""
+        ...
+
     def follow(
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
