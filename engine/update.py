@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
 from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
-from engine.models.checkpoint import FileStamps, below, content, file_stamps
+from engine.models.checkpoint import UNREADABLE, FileStamps, below, content, file_stamps, refusing
 from engine.models.choice import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
 from engine.ranks import WHOLE, Share
@@ -28,10 +27,6 @@ from engine.sizing import free_bytes
 from kernels.cuda.driver import OutOfDeviceMemory
 from kernels.cuda.virtual_memory import Region
 
-_UNREADABLE = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
-    SafetensorError,
-)
 _FLAG = "engine.weights_dir"
 _NAMED = "model_path"  # the field with which clients name a directory of weights
 _NOWHERE = (
@@ -219,7 +214,7 @@ class WeightUpdater:
             file = OneFile(stored, source.received)
             self._exported = source, file
             return file
-        except (ConfigError, *_UNREADABLE) as error:
+        except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
@@ -323,13 +318,8 @@ class WeightUpdater:
         with ExitStack() as refused:
             if received is not None:
                 refused.callback(received.close)
-            try:
+            with refusing(named, hidden):
                 found, weights = self._fitting(directory)
-            except (ConfigError, InvalidRequest) as error:
-                raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
-            except _UNREADABLE as error:  # no defect of a file may stop the engine
-                kind = type(error).__name__
-                raise InvalidRequest(f"{named}: it cannot be read ({kind})") from error
             self._forget_prepared()
             self._prepared = weights, WeightSource.of(directory, found, received)
             refused.pop_all()
@@ -384,7 +374,7 @@ class WeightUpdater:
                 others.result(_RANKS_S)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-        except (ConfigError, EngineFault, *_UNREADABLE) as error:
+        except (ConfigError, EngineFault, *UNREADABLE) as error:
             if source.received is not None and source is not self._source:
                 self._forget_prepared()
             raise FailedPrecondition(f"its weights are now incomplete: {error}") from error
@@ -420,7 +410,7 @@ class WeightUpdater:
         try:
             if content(stored_of(source.servable, source.directory)) != self.id:
                 raise FailedPrecondition("weights: the files have changed since they were read")
-        except (ConfigError, *_UNREADABLE) as error:
+        except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
         try:
             if self._region is not None:

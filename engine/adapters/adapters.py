@@ -73,6 +73,11 @@ class AdapterBank:
                 torch.zeros(up, dtype=dtype, device=device),
             )
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all slots in bytes."""
+        return sum(place.down.nbytes + place.up.nbytes for place in self._places.values())
+
     def fill(self, slot: int, adapter: LoraAdapter) -> None:
         """Copy an adapter into a slot. It replaces the previous one."""
         rank = self._rank
@@ -114,17 +119,6 @@ class AdapterStep:
 def held_rank(max_rank: int) -> int:
     """Return the rank that kernels use: the next power of two."""
     return max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
-
-
-def bank_bytes(
-    products: Sequence[Product], num_slots: int, max_rank: int, dtype: torch.dtype
-) -> int:
-    """Return the device memory of a bank in bytes."""
-    numbers = sum(
-        len(product.modules) * product.inputs + sum(product.modules.values())
-        for product in products
-    )
-    return num_slots * held_rank(max_rank) * numbers * dtype.itemsize
 
 
 class AdapterSlots:
@@ -341,13 +335,17 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
             "engine.lora.adapter_dir: adapters need a native model implementation, and this "
             "model runs on the Transformers library"
         )
-    needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
+
+    def bank_on(device: torch.device) -> AdapterBank:
+        return AdapterBank(model.products, num_slots, config.max_rank, device, model.dtype)
+
+    needed = bank_on(torch.device("meta")).num_bytes
     if needed > free:
         raise ConfigError(
             f"engine.lora.max_loras: {num_slots} slots of rank {config.max_rank} take "
             f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB may be used"
         )
-    return AdapterBank(model.products, num_slots, config.max_rank, model.device, model.dtype)
+    return bank_on(model.device)
 
 
 def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:

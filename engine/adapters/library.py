@@ -16,7 +16,6 @@ import torch
 
 from common.errors import (
     AdapterNotLoaded,
-    ConfigError,
     FailedPrecondition,
     InvalidRequest,
     Overloaded,
@@ -24,9 +23,7 @@ from common.errors import (
 )
 from common.requests.namespace import AdapterId
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter
-from engine.models.checkpoint import below
-
-_UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
+from engine.models.checkpoint import below, refusing
 
 
 class AdapterSource(Protocol):
@@ -58,13 +55,8 @@ class AdapterDirectory:
         if root is None:
             raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
         directory = below(root, path, "lora_path", "engine.lora.adapter_dir")
-        try:
+        with refusing("lora_path", f"{root}/"):
             return self._reader.read(directory)
-        except ConfigError as error:
-            raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
-        except _UNREADABLE as error:  # no defect of a file may stop the engine
-            kind = type(error).__name__
-            raise InvalidRequest(f"lora_path: the files cannot be read ({kind})") from error
 
 
 def no_shelf() -> AdapterDirectory:

@@ -105,10 +105,6 @@ class Fields:
     def size(self) -> int:
         return len(self._values)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._values
-
     def objects(self) -> list["Fields"]:
         """Return all fields, which must be objects."""
         return [self.nested(name) for name in self._values]

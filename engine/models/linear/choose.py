@@ -67,8 +67,7 @@ def form_of(
         ConfigError: no form on this machine supports the requested quantisation.
     """
     if quantize == "int8":
-        int8 = _int8(device)
-        return int8 if int8 is not None else _refused(device)
+        return _int8(device) or _refused(device)
     kept = None if stored is None else _stored_form(device, dtype, stored)
     return _float_form(device, dtype) if kept is None else kept
 

@@ -113,7 +113,7 @@ class CompressedTensor(Scheme):
 
 def compressed_tensors(config: Fields) -> Scheme:
     for name in ("sparsity_config", "transform_config"):
-        if name in config and not config.nested(name).is_empty:
+        if name in config and config.nested(name).size:
             raise config.wrong(name, "absent")
     groups = config.nested("config_groups").objects()
     if len(groups) != 1:

@@ -178,16 +178,15 @@ class InterleavedExperts:
                 return read_mxfp4(module, number, place.checkpoint)
             return Matrix(place.checkpoint.read(module)[number].t())
 
-        both, biases = (
-            matrix(_GATE_UP),
-            [
-                place.checkpoint.read(f"{place.prefix}{name}_bias")[number]
-                for name in (_GATE_UP, _DOWN)
-            ],
+        gate_up_bias, down_bias = (
+            place.checkpoint.read(f"{place.prefix}{name}_bias")[number]
+            for name in (_GATE_UP, _DOWN)
         )
-        gate, up = (both.with_rows(lambda tensor, n=n: tensor[n::2]) for n in (0, 1))
-        gate_up_bias = biases[0].view(-1, 2).t().flatten()
-        return StoredExpert(joined([gate, up]), matrix(_DOWN), gate_up_bias, biases[1])
+        both = matrix(_GATE_UP)
+        gate = both.with_rows(lambda tensor: tensor[::2])
+        up = both.with_rows(lambda tensor: tensor[1::2])
+        gate_up_bias = gate_up_bias.view(-1, 2).t().flatten()
+        return StoredExpert(joined([gate, up]), matrix(_DOWN), gate_up_bias, down_bias)
 
 
 def _scheme(module: str, place: ExpertLocation) -> Scheme:
