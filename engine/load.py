@@ -139,12 +139,7 @@ def load(
     if config.batch_invariant:
         batch_invariance.check(config, opened.device, opened.precision.dtype, opened.servable)
     weights_id = named_weights(opened)
-    if config.scheduler.split_prefill_ms:
-        check_split_prefill(config, opened.servable.backend)
-    if config.routed_experts.enabled:
-        check_routed_experts(config, opened.servable.backend)
-    if config.input_embeddings.enabled:
-        check_input_embeddings(config, opened.servable.backend)
+    check_features(config, opened.servable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
@@ -316,7 +311,11 @@ def layout_fields(whole: KVLayout) -> dict[str, str]:
 def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConfig:
     """Return the configuration of several ranks on such devices, with the chosen collectives
     instead of auto. Raise ConfigError if they do not support the devices or a feature."""
-    _check_stages(config)
+    if config.parallel.pp > 1:
+        # Drafters with KV other than MTP layers need layers of both stages or token ids.
+        drafter = config.speculative.method
+        settings = {f"speculative.method: {drafter}": drafter not in ("none", "mtp")}
+        _refuse(settings, "engine.parallel.pp 2")
     on_gpus, wanted = device.type == "cuda", config.parallel.collectives
     on_cpus = "gloo" if config.parallel.hosts > 1 else "shm"
     kind = ("nccl" if on_gpus else on_cpus) if wanted == "auto" else wanted
@@ -343,39 +342,27 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
     _refuse(settings, "engine.parallel.dp")
 
 
-def check_split_prefill(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support split prefill."""
-    drafter, parallel = config.speculative, config.parallel
-    settings = {
-        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
-        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
-        f"parallel.dp: {parallel.dp}": parallel.dp > 1,
-        f"speculative.method: {drafter.method}": drafter.has_layers,
-        "model_backend: transformers": backend == "transformers",
-    }
-    _refuse(settings, "engine.scheduler.split_prefill_ms")
-
-
-def check_routed_experts(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support routed experts."""
-    split_ms = config.scheduler.split_prefill_ms
-    settings = {
+def check_features(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if an enabled feature does not support another setting."""
+    parallel, scheduler, drafter = config.parallel, config.scheduler, config.speculative
+    transformers = {"model_backend: transformers": backend == "transformers"}
+    layers = {f"speculative.method: {drafter.method}": drafter.has_layers}
+    if scheduler.split_prefill_ms:
+        ranks = {
+            f"parallel.tp: {parallel.tp}": parallel.tp > 1,
+            f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+            f"parallel.dp: {parallel.dp}": parallel.dp > 1,
+        }
+        _refuse(ranks | layers | transformers, "engine.scheduler.split_prefill_ms")
+    if config.routed_experts.enabled:
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
-        f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
-        "model_backend: transformers": backend == "transformers",
-    }
-    _refuse(settings, "engine.routed_experts")
-
-
-def check_input_embeddings(config: EngineConfig, backend: str) -> None:
-    """Raise ConfigError if a feature does not support input embeddings."""
-    drafter = config.speculative
-    settings = {
+        split = {f"scheduler.split_prefill_ms: {scheduler.split_prefill_ms:g}": True}
+        _refuse(
+            (split if scheduler.split_prefill_ms else {}) | transformers, "engine.routed_experts"
+        )
+    if config.input_embeddings.enabled:
         # A drafter with layers reads the ids of prompt tokens.
-        f"speculative.method: {drafter.method}": drafter.has_layers,
-        "model_backend: transformers": backend == "transformers",
-    }
-    _refuse(settings, "engine.input_embeddings")
+        _refuse(layers | transformers, "engine.input_embeddings")
 
 
 def _refuse(settings: Mapping[str, bool], feature: str) -> None:
@@ -390,15 +377,6 @@ def _state_limit(
     name: str, token_bytes: int, config: HiddenStatesConfig | RoutedExpertsConfig
 ) -> StateLimit:
     return StateLimit(name, token_bytes, config.max_request_bytes if config.enabled else 0)
-
-
-def _check_stages(config: EngineConfig) -> None:
-    if config.parallel.pp == 1:
-        return
-    drafter = config.speculative.method
-    # Drafters with KV other than MTP layers need layers of both stages or token ids.
-    settings = {f"speculative.method: {drafter}": drafter not in ("none", "mtp")}
-    _refuse(settings, "engine.parallel.pp 2")
 
 
 def usable_bytes(device: torch.device, config: EngineConfig) -> int:

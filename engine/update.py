@@ -7,19 +7,18 @@ does all work, so that the event loop continues. Weights are identified by their
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
 from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
-from engine.models.checkpoint import FileStamps, below, content, file_stamps
+from engine.models.checkpoint import UNREADABLE, FileStamps, below, content, file_stamps, refusing
 from engine.models.choice import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
 from engine.ranks import WHOLE, Share
@@ -28,10 +27,6 @@ from engine.sizing import free_bytes
 from kernels.cuda.driver import OutOfDeviceMemory
 from kernels.cuda.virtual_memory import Region
 
-_UNREADABLE = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
-    SafetensorError,
-)
 _FLAG = "engine.weights_dir"
 _NAMED = "model_path"  # the field with which clients name a directory of weights
 _NOWHERE = (
@@ -158,10 +153,9 @@ class WeightUpdater:
         """
         if self._root is None:
             raise InvalidRequest(f"model_path: this node has no {_FLAG}")
-        if self._under_way:
-            raise Overloaded("another weight update is already running")
+        self._check_idle()
         directory = below(self._root, path, _NAMED, _FLAG)
-        return self._begin(lambda: self._look_through(directory))
+        return self._begin(lambda: self._look_through(directory, _NAMED, f"{self._root}/"))
 
     def receive(self) -> ReceivedFile:
         """Create a file for weights that are read from another node. The caller passes it to
@@ -177,8 +171,7 @@ class WeightUpdater:
             raise FailedPrecondition(
                 "weights: this node has ranks on other hosts, which read them from directories only"
             )
-        if self._under_way:
-            raise Overloaded("another weight update is already running")
+        self._check_idle()
         if self._source is not None and self._source.received is not None:
             self._forget_source()
         try:
@@ -196,10 +189,13 @@ class WeightUpdater:
         Raises:
             Overloaded: another update is in progress. `received` is then closed.
         """
-        if self._under_way:
+        try:
+            self._check_idle()
+        except Overloaded:
             received.close()
-            raise Overloaded("another weight update is already running")
-        return self._begin(lambda: self._look_through_received(received, named))
+            raise
+        hidden = f"{received.directory}: "
+        return self._begin(lambda: self._look_through(received.directory, named, hidden, received))
 
     def exported(self) -> OneFile:
         """Return the current weights as one file, for another node. Reads the headers of files.
@@ -218,7 +214,7 @@ class WeightUpdater:
             file = OneFile(stored, source.received)
             self._exported = source, file
             return file
-        except (ConfigError, *_UNREADABLE) as error:
+        except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
@@ -231,8 +227,7 @@ class WeightUpdater:
             FailedPrecondition: other weights were prepared last, or none.
             Overloaded: another update is in progress.
         """
-        if self._under_way:
-            raise Overloaded("another weight update is already running")
+        self._check_idle()
         prepared = self._prepared
         if prepared is None or prepared[0] != weights:
             raise FailedPrecondition("these weights were not prepared")
@@ -254,8 +249,9 @@ class WeightUpdater:
         Raises:
             Overloaded: another update is in progress, or the weights are not whole.
         """
-        if self._under_way or not self.whole:
-            raise Overloaded("weights: another update is running")
+        self._check_idle()
+        if not self.whole:
+            raise Overloaded("weights: they are incomplete")
         return self._begin(self._give_back)
 
     def bring_back(self) -> Future[None]:
@@ -265,8 +261,7 @@ class WeightUpdater:
         Raises:
             Overloaded: another update is in progress.
         """
-        if self._under_way:
-            raise Overloaded("weights: another update is running")
+        self._check_idle()
         return self._begin(self._bring_back)
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> Future[None] | None:
@@ -294,6 +289,10 @@ class WeightUpdater:
     def _share(self) -> Share:
         return WHOLE if self._others is None else self._others.share
 
+    def _check_idle(self) -> None:
+        if self._under_way:
+            raise Overloaded("another weight update is already running")
+
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         self._under_way = True
         future = self._worker.submit(work)
@@ -305,39 +304,26 @@ class WeightUpdater:
         future.add_done_callback(done)
         return future
 
-    def _look_through(self, directory: Path) -> WeightsId:
-        found, weights = self._named(directory, _NAMED, f"{self._root}/")
-        self._prepare(weights, WeightSource.of(directory, found))
-        return weights
-
-    def _look_through_received(self, received: ReceivedFile, named: str) -> WeightsId:
-        try:
-            found, weights = self._named(received.directory, named, f"{received.directory}: ")
-        except BaseException:
-            received.close()
-            raise
-        self._prepare(weights, WeightSource.of(received.directory, found, received))
-        return weights
-
-    def _prepare(self, weights: WeightsId, source: WeightSource) -> None:
-        self._forget_prepared()
-        self._prepared = weights, source
-
-    def _named(self, directory: Path, named: str, hidden: str) -> tuple[LoadableModel, WeightsId]:
-        """Check all weights of a directory.
+    def _look_through(
+        self, directory: Path, named: str, hidden: str, received: ReceivedFile | None = None
+    ) -> WeightsId:
+        """Check all weights of a directory. `put` may follow.
 
         Args:
             hidden: text to remove from error messages, such as the path of the directory.
+            received: file that `directory` belongs to. It is closed if the weights are refused.
         Raises:
             InvalidRequest: they cannot replace the current weights.
         """
-        try:
-            return self._fitting(directory)
-        except (ConfigError, InvalidRequest) as error:
-            raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
-        except _UNREADABLE as error:  # no defect of a file may stop the engine
-            kind = type(error).__name__
-            raise InvalidRequest(f"{named}: it cannot be read ({kind})") from error
+        with ExitStack() as refused:
+            if received is not None:
+                refused.callback(received.close)
+            with refusing(named, hidden):
+                found, weights = self._fitting(directory)
+            self._forget_prepared()
+            self._prepared = weights, WeightSource.of(directory, found, received)
+            refused.pop_all()
+        return weights
 
     def _fitting(self, directory: Path) -> tuple[LoadableModel, WeightsId]:
         here = self._served
@@ -388,7 +374,7 @@ class WeightUpdater:
                 others.result(_RANKS_S)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
-        except (ConfigError, EngineFault, *_UNREADABLE) as error:
+        except (ConfigError, EngineFault, *UNREADABLE) as error:
             if source.received is not None and source is not self._source:
                 self._forget_prepared()
             raise FailedPrecondition(f"its weights are now incomplete: {error}") from error
@@ -424,7 +410,7 @@ class WeightUpdater:
         try:
             if content(stored_of(source.servable, source.directory)) != self.id:
                 raise FailedPrecondition("weights: the files have changed since they were read")
-        except (ConfigError, *_UNREADABLE) as error:
+        except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
         try:
             if self._region is not None:

@@ -25,7 +25,7 @@ from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
 from common.requests.namespace import NO_ADAPTER, AdapterId
 from engine.adapters.library import AdapterCache, AdapterDirectory, AdapterSource
-from engine.adapters.stored import AdapterLimits, LoraAdapter
+from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
@@ -74,6 +74,11 @@ class AdapterBank:
                 torch.zeros(up, dtype=dtype, device=device),
             )
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all slots in bytes."""
+        return sum(place.down.nbytes + place.up.nbytes for place in self._places.values())
+
     def fill(self, slot: int, adapter: LoraAdapter) -> None:
         """Copy an adapter into a slot. It replaces the previous one."""
         rank = self._rank
@@ -117,17 +122,6 @@ def held_rank(max_rank: int) -> int:
     return max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
 
 
-def bank_bytes(
-    products: Sequence[Product], num_slots: int, max_rank: int, dtype: torch.dtype
-) -> int:
-    """Return the device memory of a bank in bytes."""
-    numbers = sum(
-        len(product.modules) * product.inputs + sum(product.modules.values())
-        for product in products
-    )
-    return num_slots * held_rank(max_rank) * numbers * dtype.itemsize
-
-
 class AdapterSlots:
     """The assignment of adapters to device slots. Engine thread only."""
 
@@ -153,21 +147,17 @@ class AdapterSlots:
             The slot, and whether the adapter must still be copied into it. None if all slots are in
                 use.
         """
-        if adapter in self._users:
-            self._users[adapter] += 1
-            return self._slots[adapter], False
-        fresh = adapter not in self._idle
+        fresh = adapter not in self._slots
         if fresh:
-            if not self._free and not self._idle:
-                return None
             if not self._free:
-                oldest = next(iter(self._idle))
+                oldest = next(iter(self._idle), None)
+                if oldest is None:
+                    return None
                 del self._idle[oldest]
                 self._free.append(self._slots.pop(oldest))
             self._slots[adapter] = self._free.pop()
-        else:
-            del self._idle[adapter]
-        self._users[adapter] = 1
+        self._idle.pop(adapter, None)
+        self._users[adapter] = self._users.get(adapter, 0) + 1
         return self._slots[adapter], fresh
 
     def drop(self, adapter: AdapterId) -> None:
@@ -348,26 +338,28 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
             "engine.lora.adapter_dir: adapters need a native model implementation, and this "
             "model runs on the Transformers library"
         )
-    needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
+
+    def bank_on(device: torch.device) -> AdapterBank:
+        return AdapterBank(model.products, num_slots, config.max_rank, device, model.dtype)
+
+    needed = bank_on(torch.device("meta")).num_bytes
     if needed > free:
         raise ConfigError(
             f"engine.lora.max_loras: {num_slots} slots of rank {config.max_rank} take "
             f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB may be used"
         )
-    return AdapterBank(model.products, num_slots, config.max_rank, model.device, model.dtype)
+    return bank_on(model.device)
 
 
 def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
-    limits = AdapterLimits(config.max_rank, config.max_cpu_lora_bytes)
-    pinned = model.device.type == "cuda"
-    return AdapterDirectory(
-        config.adapter_dir,
-        model.products,
-        limits,
-        model.dtype,
-        pinned=pinned,
+    reader = AdapterReader(
+        products=model.products,
+        limits=AdapterLimits(config.max_rank, config.max_cpu_lora_bytes),
+        dtype=model.dtype,
+        pinned=model.device.type == "cuda",
         elsewhere=model.elsewhere,
     )
+    return AdapterDirectory(config.adapter_dir, reader)
 
 
 def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) -> None:

@@ -6,7 +6,7 @@ Adapters are read only below one directory that the operator configured. One thr
 after the other, and the engine adds the results between two steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +16,14 @@ import torch
 
 from common.errors import (
     AdapterNotLoaded,
-    ConfigError,
     FailedPrecondition,
     InvalidRequest,
     Overloaded,
     ServingError,
 )
 from common.requests.namespace import AdapterId
-from engine.adapters.stored import AdapterLimits, LoraAdapter, read_adapter
-from engine.models.checkpoint import below
-from engine.models.linear import Product
-
-_UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
+from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter
+from engine.models.checkpoint import below, refusing
 
 
 class AdapterSource(Protocol):
@@ -41,25 +37,11 @@ class AdapterDirectory:
 
     Args:
         directory: None: there is no directory, and no adapter can be read.
-        pinned, elsewhere: see `read_adapter`.
     """
 
-    def __init__(
-        self,
-        directory: Path | None,
-        products: Sequence[Product],
-        limits: AdapterLimits,
-        dtype: torch.dtype,
-        *,
-        pinned: bool,
-        elsewhere: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, directory: Path | None, reader: AdapterReader) -> None:
         self._directory = None if directory is None else directory.resolve()
-        self._products = products
-        self._limits = limits
-        self._dtype = dtype
-        self._pinned = pinned
-        self._elsewhere = elsewhere
+        self._reader = reader
 
     def read(self, path: str) -> LoraAdapter:
         """Read an adapter.
@@ -69,29 +51,18 @@ class AdapterDirectory:
         Raises:
             InvalidRequest: the path is not below this directory, or has no adapter for this model.
         """
-        if self._directory is None:
-            raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
         root = self._directory
+        if root is None:
+            raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
         directory = below(root, path, "lora_path", "engine.lora.adapter_dir")
-        try:
-            return read_adapter(
-                directory,
-                self._products,
-                self._limits,
-                self._dtype,
-                pinned=self._pinned,
-                elsewhere=self._elsewhere,
-            )
-        except ConfigError as error:
-            raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
-        except _UNREADABLE as error:  # no defect of a file may stop the engine
-            kind = type(error).__name__
-            raise InvalidRequest(f"lora_path: the files cannot be read ({kind})") from error
+        with refusing("lora_path", f"{root}/"):
+            return self._reader.read(directory)
 
 
 def no_shelf() -> AdapterDirectory:
     """Return a directory without adapters."""
-    return AdapterDirectory(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)
+    limits = AdapterLimits(0, 0)
+    return AdapterDirectory(None, AdapterReader(products=(), limits=limits, dtype=torch.float32))
 
 
 @dataclass(slots=True, eq=False)

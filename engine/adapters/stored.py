@@ -83,58 +83,63 @@ class AdapterLimits:
     max_bytes: int
 
 
-def read_adapter(
-    directory: Path,
-    products: Sequence[Product],
-    limits: AdapterLimits,
-    dtype: torch.dtype,
-    *,
-    pinned: bool = False,
-    elsewhere: tuple[str, ...] = (),
-) -> LoraAdapter:
-    """Read an adapter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReader:
+    """Reads adapters for the part of a model that this rank has. For any thread.
 
-    Args:
+    Attributes:
         dtype: compute dtype of the model.
         pinned: whether to use page-locked memory.
         elsewhere: name prefixes of modules that other ranks have. Those ranks check them.
-    Raises:
-        ConfigError: the adapter does not exist, is too large, or does not match this model. The
-            message has the reason.
     """
-    _check_size(directory / CONFIG, MAX_CONFIG_BYTES)
-    _check_size(directory / WEIGHTS, limits.max_bytes)
-    scale = _scale(Fields.of(directory / CONFIG))
-    stored = Checkpoint(directory, [directory / WEIGHTS])
-    modules = {name: part for product in products for name, part in product.parts.items()}
-    names = _modules(directory, stored.tensors)
-    own = {name for name in names if not name.startswith(elsewhere)}
-    num_bytes = 0
-    for name in sorted(own):
-        num_bytes += dtype.itemsize * _check_module(directory, stored.tensors, name, modules)
-    _check_rank(directory, stored.tensors, names, limits.max_rank)
-    if num_bytes > limits.max_bytes:
-        raise ConfigError(f"{directory}: {num_bytes} bytes in {dtype}, {limits.max_bytes} allowed")
-    digest = blake2b(digest_size=IDENTITY_BYTES, person=b"baton adapter")
-    pairs = {}
-    for name in names:
-        down, up = (stored.read(f"{_PREFIX}{name}{side}") for side in (_DOWN, _UP))
-        digest.update(f"{name} {down.dtype} {up.dtype} {tuple(down.shape)} {scale!r}\n".encode())
-        for tensor in (down, up):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        if name not in own:
-            continue
-        part = modules[name]
-        down, up = part.cut_inputs(down), kept(up, part.outputs)
-        pairs[name] = LoraPair(
-            _held(down.to(dtype), pinned), _held((up.float() * scale).to(dtype), pinned)
-        )
-    return LoraAdapter(digest.digest(), pairs)
 
+    products: Sequence[Product]
+    limits: AdapterLimits
+    dtype: torch.dtype
+    pinned: bool = False
+    elsewhere: tuple[str, ...] = ()
 
-def _held(tensor: Tensor, pinned: bool) -> Tensor:
-    """Return a copy in its own memory, which later changes of the file do not affect."""
-    return tensor.pin_memory() if pinned else tensor.clone()
+    def read(self, directory: Path) -> LoraAdapter:
+        """Read an adapter.
+
+        Raises:
+            ConfigError: the adapter does not exist, is too large, or does not match this model. The
+                message has the reason.
+        """
+        _check_size(directory / CONFIG, MAX_CONFIG_BYTES)
+        _check_size(directory / WEIGHTS, self.limits.max_bytes)
+        scale = _scale(Fields.of(directory / CONFIG))
+        stored = Checkpoint(directory, [directory / WEIGHTS])
+        modules = {name: part for product in self.products for name, part in product.parts.items()}
+        names = _modules(directory, stored.tensors)
+        own = {name for name in names if not name.startswith(self.elsewhere)}
+        num_bytes = 0
+        for name in sorted(own):
+            numbers = _check_module(directory, stored.tensors, name, modules)
+            num_bytes += self.dtype.itemsize * numbers
+        _check_rank(directory, stored.tensors, names, self.limits.max_rank)
+        if num_bytes > self.limits.max_bytes:
+            raise ConfigError(
+                f"{directory}: {num_bytes} bytes in {self.dtype}, {self.limits.max_bytes} allowed"
+            )
+        digest = blake2b(digest_size=IDENTITY_BYTES, person=b"baton adapter")
+        pairs = {}
+        for name in names:
+            down, up = (stored.read(f"{_PREFIX}{name}{side}") for side in (_DOWN, _UP))
+            shape = tuple(down.shape)
+            digest.update(f"{name} {down.dtype} {up.dtype} {shape} {scale!r}\n".encode())
+            for tensor in (down, up):
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            if name in own:
+                part = modules[name]
+                own_up = (kept(up, part.outputs).float() * scale).to(self.dtype)
+                own_down = part.cut_inputs(down).to(self.dtype)
+                pairs[name] = LoraPair(self._held(own_down), self._held(own_up))
+        return LoraAdapter(digest.digest(), pairs)
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """Return a copy in its own memory, which later changes of the file do not affect."""
+        return tensor.pin_memory() if self.pinned else tensor.clone()
 
 
 def _check_size(path: Path, max_bytes: int) -> None:

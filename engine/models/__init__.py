@@ -9,13 +9,12 @@ from engine.models.checkpoint import content
 from engine.models.choice import (
     NO_DRAFTS,
     LoadableModel,
-    Model,
     constants,
-    fingerprint,
     open_checkpoint,
     stored_of,
     tokenizer_hash,
 )
+from engine.models.model import Model
 from engine.models.spec import ModelSpec
 
 __all__ = [
@@ -24,22 +23,11 @@ __all__ = [
     "ModelSpec",
     "constants",
     "content",
-    "fingerprint",
     "load",
     "open_checkpoint",
-    "read_spec",
     "stored_of",
     "tokenizer_hash",
 ]
-
-
-def read_spec(directory: Path) -> ModelSpec:
-    """Return the properties of a checkpoint that the engine needs before loading it.
-
-    Raises:
-        ConfigError: the configuration is invalid or not supported.
-    """
-    return open_checkpoint(directory).spec
 
 
 def load(

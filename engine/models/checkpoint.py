@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -227,11 +228,11 @@ class Checkpoint:
                     f"{', '.join(wanted.dtypes)}"
                 )
 
-    def watched(self, reads: Callable[[str], None], files: OpenFiles) -> "Checkpoint":
-        """Return the same checkpoint, which reports the name of each tensor before reading it.
+    def watched(self, reads: Callable[[str], None] | None, files: OpenFiles) -> "Checkpoint":
+        """Return the same checkpoint, whose shards `files` keeps open between reads.
 
         Args:
-            files: keeps the shards open between reads.
+            reads: called with the name of each tensor before it is read.
         """
         watched = copy.copy(self)
         watched._reads = reads
@@ -385,11 +386,6 @@ def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
     return digest.digest()
 
 
-def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a copy in its own memory, which later changes of the file do not affect."""
-    return tensor.to(device=device, dtype=dtype, copy=True)
-
-
 def below(root: Path, path: str, field: str, flag: str) -> Path:
     """Return the resolved path if it is below `root`.
 
@@ -407,3 +403,28 @@ def below(root: Path, path: str, field: str, flag: str) -> Path:
     if root not in directory.parents:
         raise InvalidRequest(f"{field}: it is outside {flag}")
     return directory
+
+
+# Errors of damaged files, whatever reads them.
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+
+
+@contextmanager
+def refusing(field: str, hidden: str) -> Iterator[None]:
+    """Raise all errors of files that a client named as InvalidRequest, so that no defect of a file
+    stops the engine.
+
+    Args:
+        field: name of the client's field, with which the message begins.
+        hidden: text to remove from messages, such as the path of a directory.
+    """
+    try:
+        yield
+    except (ConfigError, InvalidRequest) as error:
+        raise InvalidRequest(f"{field}: {str(error).replace(hidden, '')}") from None
+    except UNREADABLE as error:
+        kind = type(error).__name__
+        raise InvalidRequest(f"{field}: the files cannot be read ({kind})") from error

@@ -4,7 +4,7 @@ Two nodes compare the fingerprints of their models before one uses the KV of the
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -13,88 +13,16 @@ from torch import Tensor
 
 from common.config import ModelBackend, Quantize, SpeculativeConfig
 from common.errors import ConfigError
-from engine.batch.forward import ForwardBatch
-from engine.kv_cache.kv import KVPool
-from engine.models.blocks.experts import RoutedExperts
-from engine.models.blocks.layer import Layer
-from engine.models.blocks.protocol import AdaptedLinear, LateStates
-from engine.models.checkpoint import Checkpoint, StoredTensor, content
-from engine.models.drafting import DeviceDrafter
+from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.families import FAMILIES
 from engine.models.fields import Fields
-from engine.models.linear import Product
+from engine.models.model import Model
 from engine.models.native import NativeCheckpoint
 from engine.models.spec import ModelSpec
-from engine.models.vision.seeing import VisionTower
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 
 NO_DRAFTS = SpeculativeConfig()
-
-
-class Model(Protocol):
-    """The interface of a loaded model for the runner."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def seeing(self) -> VisionTower | None:
-        """Image encoder. None if the model has no image input, or another rank encodes images."""
-        ...
-
-    @property
-    def drafter(self) -> DeviceDrafter | None:
-        """Drafter with layers on the device, or None."""
-        ...
-
-    @property
-    def routed(self) -> RoutedExperts | None:
-        """Experts of each token of the newest forward, or None if they are not recorded."""
-        ...
-
-    @property
-    def products(self) -> Sequence[Product]:
-        """Products that adapters may change. Empty if the model supports no adapters."""
-        ...
-
-    @property
-    def elsewhere(self) -> tuple[str, ...]:
-        """Name prefixes of modules in other pipeline stages."""
-        ...
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        """Native layers. Empty if a class of transformers computes the model."""
-        ...
-
-    def compute_in_one_way(self) -> None:
-        """Compute a token in the same way in every step from now on, even if another way is
-        faster."""
-        ...
-
-    def forward(
-        self,
-        batch: ForwardBatch,
-        pool: KVPool,
-        future_tokens: Tensor,
-        adapted: AdaptedLinear | None = None,
-        late: LateStates | None = None,
-    ) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits. Only for a model that generates."""
-        ...
-
-    def labels(self, hidden: Tensor) -> Tensor:
-        """Return class logits, [n, num_labels]. Only for a model with labels."""
-        ...
 
 
 class LoadableModel(Protocol):
@@ -217,26 +145,9 @@ def open_checkpoint(
     return TransformersCheckpoint(directory, because)
 
 
-def fingerprint(
-    directory: Path,
-    backend: ModelBackend = "auto",
-    speculation: SpeculativeConfig = NO_DRAFTS,
-) -> dict[str, str]:
-    """Return the fingerprint of a model: field -> value. It is independent of location and shards.
-
-    It has the fields of `constants`, and `weights`, the hash of the weights. It does not include
-    the compute dtype, which is a property of the node.
-
-    Raises:
-        ConfigError: see `load`.
-    """
-    servable = open_checkpoint(directory, backend, speculation)
-    weights = content(stored_of(servable, directory))
-    return {**constants(servable), "weights": weights.hex()}
-
-
 def constants(servable: LoadableModel) -> dict[str, str]:
-    """Return the fields that do not change with the weights.
+    """Return the fields of a model's fingerprint that do not change with the weights. They are
+    independent of the location.
 
     These are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
     uses), and `drafter` (the draft layer, which also has KV).

@@ -17,17 +17,17 @@ from engine.models.blocks.layer import Layer, LayerSpec, Norm, RmsNorm
 from engine.models.blocks.protocol import AdaptedLinear, LateStates, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.drafting import (
-    DeviceDrafter,
     DraftHead,
     DraftLayer,
     DraftLayerSpec,
     ModelVectors,
 )
 from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
+from engine.models.model import Model
 from engine.models.quantized.protocol import PLAIN, Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
-from engine.models.vision.seeing import ImageFeatures, ReceivingTower, VisionTower
+from engine.models.vision.seeing import ImageFeatures, ReceivingTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
 from kernels.layers.linear import linear
@@ -152,20 +152,16 @@ class DecoderEnds:
     norm: RmsNorm | None
 
 
-class Decoder:
-    """The weights of a decoder and its forward. Stateless: KV is in the pool argument.
+class Decoder(Model):
+    """A decoder of blocks.
 
     Args:
         stage: pipeline stage with these layers. None: these are all layers.
 
     Attributes:
-        drafter: drafts tokens. None: there is no drafter.
-        elsewhere: name prefixes of modules in layers of other stages.
         drained: the drafter's name while the memory of the weights is released. Otherwise "".
-        seeing: encodes images. None: this rank does not encode images.
         receiving: receives image embeddings from the rank that encodes images. None: there is no
             such rank.
-        routed: experts of each token of the newest forward. None: they are not recorded.
     """
 
     def __init__(
@@ -180,9 +176,7 @@ class Decoder:
         products: Sequence[Product] = (),
         drafter: DraftLayer | None = None,
     ) -> None:
-        self.spec = spec.model
-        self.device = device
-        self.dtype = dtype
+        super().__init__(spec.model, device, dtype)
         self.ends = ends
         self.layers = layers
         self._feature_layers = spec.feature_layers
@@ -199,11 +193,10 @@ class Decoder:
         )
         self._run_layers = layers
         self._stage = stage
-        self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
-        self.routed: RoutedExperts | None = None
         self._draft_layer = drafter  # set only if it is the decoder's own
-        self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
+        if drafter is not None:
+            self.drafter = self.drafting(drafter)
         self._sends_embeddings = stage is not None and stage.is_first and spec.drafter is not None
         self.drained = ""
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
@@ -244,7 +237,6 @@ class Decoder:
         self._run(layers)
 
     def compute_in_one_way(self) -> None:
-        """See Model."""
         layers = [
             replace(layer, mixer=layer.mixer.in_one_way())
             if isinstance(layer.mixer, LatentAttentionBlock)
@@ -267,20 +259,6 @@ class Decoder:
         adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
-        """Compute a step, and write the KV and states of its tokens into their pages.
-
-        Never waits for the device. Batches of equal shapes at equal addresses launch the same
-        kernels on the same addresses, so that a forward can be captured as a graph.
-
-        Args:
-            future_tokens: int32 [num_slots], the last token sampled in every slot.
-            adapted: None if no row has an adapter.
-            late: for a step with drafts. Collects the state updates that follow verification.
-        Returns:
-            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`. The first of two
-                pipeline stages returns memory for them, and keeps the tensors for the last stage.
-                The last stage sends the hidden states back.
-        """
         stage, drafter, norm = self._stage, self.drafter, self.ends.norm
         features: Sequence[ImageFeatures] = ()
         if stage is not None and not stage.is_first:
@@ -383,7 +361,6 @@ class Decoder:
         return logits if cap is None else soft_cap(logits, cap)
 
     def labels(self, hidden: Tensor) -> Tensor:
-        """Return class logits [n, num_labels] in the model's dtype."""
         assert self.ends.classes is not None
         return linear(hidden, self.ends.classes)
 

@@ -105,10 +105,6 @@ class Fields:
     def size(self) -> int:
         return len(self._values)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._values
-
     def objects(self) -> list["Fields"]:
         """Return all fields, which must be objects."""
         return [self.nested(name) for name in self._values]
@@ -141,7 +137,9 @@ class Fields:
 
 
 def eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, or else of the configuration."""
+    """Return the end-of-sequence ids of generation_config.json, or else of the configuration or its
+    text model."""
     path = directory / "generation_config.json"
     generation = Fields.of(path) if path.exists() else Fields({}, str(path))
-    return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    found = (each.token_ids("eos_token_id") for each in (generation, config))
+    return next(filter(None, found), ()) or config.nested("text_config").token_ids("eos_token_id")

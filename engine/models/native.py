@@ -13,7 +13,7 @@ from common.config import Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from common.process.resources import trim
-from engine.models.checkpoint import Checkpoint, stored_names
+from engine.models.checkpoint import stored_names
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
@@ -23,13 +23,7 @@ from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.seeing import ReceivingTower
-from engine.models.weights import (
-    load_weights,
-    move_experts,
-    refill_weights,
-    stored_tensors,
-    weight_bytes,
-)
+from engine.models.weights import StoredDecoder
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 
@@ -78,6 +72,7 @@ class NativeCheckpoint:
             self._beside = drafter(beside, decoder.model)
             decoder = replace(decoder, model=self._beside.added_to(decoder.model))
         self._decoder = decoder
+        self._weights = StoredDecoder(directory, decoder)
 
     @property
     def computed(self) -> str:
@@ -96,20 +91,19 @@ class NativeCheckpoint:
         return "none" if self._decoder.drafter is None else "mtp"
 
     def stored(self) -> Iterable[str]:
-        stored = stored_tensors(Checkpoint(self._directory), self._decoder)
+        stored = self._weights.stored()
         return stored if self._sight is None else (*stored, *self._sight.stored())
 
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
         self._check_stages(share)
-        beside = 0
+        num_bytes = self._weights.weight_bytes(device, dtype, quantize, share)
         if self._sight is not None and share.node_rank == 0:
-            beside += self._sight.weight_bytes(dtype)
+            num_bytes += self._sight.weight_bytes(dtype)
         if self._beside is not None:
-            beside += self._beside.weight_bytes(device, dtype, quantize, share)
-        checkpoint = Checkpoint(self._directory)
-        return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
+            num_bytes += self._beside.weight_bytes(device, dtype, quantize, share)
+        return num_bytes
 
     def _check_stages(self, share: Share) -> None:
         """Raise ConfigError if layers of the second pipeline stage need image features."""
@@ -123,8 +117,7 @@ class NativeCheckpoint:
     def load(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> Decoder:
-        checkpoint = Checkpoint(self._directory)
-        model = load_weights(checkpoint, self._decoder, device, dtype, quantize, share)
+        model = self._weights.load(device, dtype, quantize, share)
         if self._sight is not None and share.node_rank == 0:
             model.seeing = self._sight.load(device, dtype, share.group)
         elif self._sight is not None and share.is_first_stage and share.group is not None:
@@ -142,7 +135,7 @@ class NativeCheckpoint:
         drained = self._beside if model.drained else None
         if drained is not None and drained.name() != model.drained:
             raise ConfigError(f"{DRAFT_FLAG}: the files have changed since they were loaded")
-        refill_weights(model, Checkpoint(self._directory), self._decoder, quantize, share)
+        self._weights.refill(model, quantize, share)
         if self._sight is not None and model.seeing is not None:
             self._sight.refill(model.seeing)
         if drained is not None:
@@ -153,32 +146,32 @@ class NativeCheckpoint:
         self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
     ) -> None:
         assert isinstance(model, Decoder)
-        move_experts(model, Checkpoint(self._directory), self._decoder, moves, quantize, share)
+        self._weights.move_experts(model, moves, quantize, share)
 
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)
-        for part in model.parts:
-            drain(part)
+        drain(_parts(model))
         if model.seeing is not None:
             model.seeing.drain()
-        if self._beside is not None:
-            self._beside.drain(model)
         model.drained = self.drafter
         trim()
 
     def tensors(self, model: object) -> Iterable[Tensor]:
         assert isinstance(model, Decoder)
-        yield from found(Tensor, [*model.parts])
+        yield from found(Tensor, _parts(model))
         if model.seeing is not None:
             yield from model.seeing.tensors()
-        if self._beside is not None:
-            yield from self._beside.tensors(model)
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
         decoder = replace(self._decoder, model=model, prefix="", head="")
         seen = "" if self._sight is None else self._sight.config_hash()
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
+
+
+def _parts(model: Decoder) -> list[object]:
+    """Return the parts of a model and of its drafter. A part may occur twice."""
+    return [*model.parts, *(() if model.drafter is None else model.drafter.parts)]
 
 
 def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:

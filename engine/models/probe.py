@@ -21,8 +21,8 @@ from engine.models.blocks.experts import DenseBlock, ExpertsBlock
 from engine.models.blocks.latent import LatentAttentionBlock
 from engine.models.blocks.layer import Layer
 from engine.models.blocks.protocol import LateStates
-from engine.models.choice import Model
 from engine.models.linear import Linear
+from engine.models.model import Model
 from engine.ranks import Group
 from kernels.narrow import as_stored
 

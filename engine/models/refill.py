@@ -34,9 +34,11 @@ def refill(present: object, fresh: object) -> None:
 def drain(present: object) -> None:
     """Return the memory of all host tensors of `present` to the operating system. They keep their
     addresses, and `refill` fills them again. No forward may use them meanwhile."""
-    if isinstance(present, Tensor):
-        if present.device.type == "cpu":
-            give_back(present)
+    if isinstance(present, Tensor) and present.device.type == "cpu":
+        give_back(present)
+    elif isinstance(present, tuple | list):
+        for part in present:
+            drain(part)
     elif is_dataclass(present):
         for each in fields(present):
             part = getattr(present, each.name)
@@ -44,9 +46,6 @@ def drain(present: object) -> None:
                 object.__setattr__(present, each.name, torch.empty(0))
             else:
                 drain(part)
-    elif isinstance(present, tuple | list):
-        for part in present:
-            drain(part)
 
 
 def found(kind: type[T], within: object) -> Iterator[T]:
@@ -111,10 +110,19 @@ def _refill(present: object, fresh: object, place: str) -> None:
     if type(present) is not type(fresh):
         raise _differ(place)
     if isinstance(present, Tensor) and isinstance(fresh, Tensor):
-        _copy(present, fresh, place)
+        here, there = ((x.shape, x.dtype, x.device) for x in (present, fresh))
+        if here != there:
+            raise _differ(place)
+        present.copy_(fresh)
     elif is_dataclass(present):
         for each in fields(present):
-            _refill_field(present, fresh, each.name, f"{place}.{each.name}")
+            parts = getattr(present, each.name), getattr(fresh, each.name)
+            if isinstance(parts[1], Tensor) and parts[1].is_mkldnn:
+                # An opaque tensor: no object can have recorded its address, and its memory cannot
+                # be written.
+                object.__setattr__(present, each.name, parts[1])
+            else:
+                _refill(*parts, f"{place}.{each.name}")
     elif isinstance(present, tuple | list) and isinstance(fresh, tuple | list):
         if len(present) != len(fresh):
             raise _differ(place)
@@ -122,22 +130,6 @@ def _refill(present: object, fresh: object, place: str) -> None:
             _refill(*pair, f"{place}[{number}]")
     elif present != fresh:
         raise _differ(place)
-
-
-def _refill_field(owner: object, other: object, name: str, place: str) -> None:
-    present, fresh = getattr(owner, name), getattr(other, name)
-    if isinstance(present, Tensor) and isinstance(fresh, Tensor) and fresh.is_mkldnn:
-        # An opaque tensor: no object can have recorded its address, and its memory cannot be
-        # written.
-        object.__setattr__(owner, name, fresh)
-    else:
-        _refill(present, fresh, place)
-
-
-def _copy(present: Tensor, fresh: Tensor, place: str) -> None:
-    if (present.shape, present.dtype, present.device) != (fresh.shape, fresh.dtype, fresh.device):
-        raise _differ(place)
-    present.copy_(fresh)
 
 
 def _differ(place: str) -> EngineFault:

@@ -21,7 +21,6 @@ from engine.adapters.adapters import (
     NO_ADAPTERS,
     AdapterBank,
     AdapterManager,
-    bank_bytes,
     bank_of,
     load_all,
     no_adapters,
@@ -34,7 +33,7 @@ from engine.adapters.library import (
     AdapterLoader,
     no_shelf,
 )
-from engine.adapters.stored import AdapterLimits, LoraAdapter, LoraPair
+from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter, LoraPair
 from engine.batch.table import SlotTable
 from engine.models import load
 from engine.models.checkpoint import OpenFiles
@@ -66,7 +65,8 @@ def reference(checkpoint):
 @pytest.fixture
 def shelf(model, tmp_path):
     (tmp_path / "shelf").mkdir()
-    return AdapterDirectory(tmp_path / "shelf", model.products, LIMITS, torch.float32, pinned=False)
+    reader = AdapterReader(products=model.products, limits=LIMITS, dtype=torch.float32)
+    return AdapterDirectory(tmp_path / "shelf", reader)
 
 
 @pytest.fixture
@@ -82,9 +82,6 @@ def refusal(shelf, path="a"):
         shelf.read(path)
     assert str(refused.value).startswith("lora_path: ")
     return str(refused.value)
-
-
-# What is read ------------------------------------------------------------------------------------
 
 
 def test_an_adapter_is_a_pair_for_each_module_with_its_scale_in_the_second(shelf, make):
@@ -224,8 +221,10 @@ def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model,
 
 def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
     config = LoraConfig(adapter_dir=tmp_path)
+    needed = bank_of(config, model, free=1 << 30).num_bytes
+    assert bank_of(config, model, free=needed).num_slots == 4
     with pytest.raises(ConfigError, match=r"engine\.lora\.max_loras: 4 slots of rank 32 take"):
-        bank_of(config, model, free=1 << 10)
+        bank_of(config, model, free=needed - 1)
     borrowed = type("Borrowed", (), {"products": ()})()
     with pytest.raises(
         ConfigError, match=r"engine\.lora\.adapter_dir: .* runs on the Transformers library"
@@ -233,44 +232,31 @@ def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tm
         bank_of(config, borrowed, free=1 << 30)
 
 
-def test_a_bank_takes_as_many_bytes_as_it_says(model):
-    bank = AdapterBank(model.products, 3, 20, CPU, torch.float32)
-    tensors = [each for place in bank._places.values() for each in (place.down, place.up)]
-    expected = sum(tensor.nbytes for tensor in tensors)
-    assert bank_bytes(model.products, 3, 20, torch.float32) == expected
-
-
-# Who keeps what ----------------------------------------------------------------------------------
-
-
 def drawn(name, num_numbers=4):
     pair = LoraPair(torch.zeros(1, num_numbers), torch.zeros(0, 1))
     return LoraAdapter(name.encode() * 16, {"m": pair})
 
 
-def test_the_longest_unused_goes_for_one_more_in_number():
-    library = AdapterCache(2, 1 << 20)
-    for name in "ab":
-        library.add(name, drawn(name))
+def cached(max_adapters, max_bytes, names, num_numbers=4):
+    library = AdapterCache(max_adapters, max_bytes)
+    for name in names:
+        library.add(name, drawn(name, num_numbers))
+    return library
+
+
+def test_the_longest_unused_are_evicted_for_others_by_number_and_bytes():
+    library = cached(2, 1 << 20, "ab")
     library.drop(library.hold(drawn("a").id).id)
     library.add("c", drawn("c"))
-    assert set(library.names()) == {"a", "c"}
-    assert library.num_evicted == 1
-
-
-def test_and_as_many_as_it_takes_in_bytes():
-    library = AdapterCache(9, 100)
-    for name in "abc":
-        library.add(name, drawn(name, 8))  # 32 bytes each
+    assert set(library.names()) == {"a", "c"} and library.num_evicted == 1
+    library = cached(9, 100, "abc", 8)  # 32 bytes each
     library.add("d", drawn("d", 15))
-    assert set(library.names()) == {"c", "d"}
-    assert library.num_bytes == 92
+    assert set(library.names()) == {"c", "d"} and library.num_bytes == 92
 
 
-def test_what_is_in_use_stays_and_where_all_are_there_is_no_room():
-    library = AdapterCache(2, 1 << 20)
+def test_adapters_in_use_are_never_evicted():
+    library = cached(2, 1 << 20, "ab")
     for name in "ab":
-        library.add(name, drawn(name))
         library.hold(drawn(name).id)
     with pytest.raises(Overloaded):
         library.add("c", drawn("c"))
@@ -280,8 +266,7 @@ def test_what_is_in_use_stays_and_where_all_are_there_is_no_room():
 
 
 def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
-    library = AdapterCache(2, 1 << 20)
-    library.add("a", drawn("a"))
+    library = cached(2, 1 << 20, "a")
     held = library.hold(drawn("a").id)
     assert library.remove("a")
     assert not library.remove("a")
@@ -305,16 +290,10 @@ def test_a_name_means_one_content_and_a_content_may_have_two_names():
     assert library.hold(drawn("a").id)
 
 
-# Who has a slot ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def rig(model):
     """Requests by the name of their adapter, and two slots."""
-    library = AdapterCache(9, 1 << 20)
-    for name in "abcd":
-        library.add(name, drawn(name))
-    engine = Rig()
+    library, engine = cached(9, 1 << 20, "abcd"), Rig()
     adapters = AdapterManager(library, AdapterBank((), 2, 16, CPU, torch.float32), engine.table)
     line = AdapterQueue(adapters)
 
@@ -383,9 +362,6 @@ def test_a_step_without_adapters_is_asked_for_nothing():
     assert nobody.build(None) is NO_ADAPTERS
     assert NO_ADAPTERS.columns() == []
     assert NO_ADAPTERS.adapted(nobody.bank, []) is None
-
-
-# While the engine goes on ------------------------------------------------------------------------
 
 
 def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):

@@ -11,8 +11,7 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine import sizing
 from engine.build import build
 from engine.footprint import largest_forward
-from engine.models import read_spec
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, read_spec
 from tests.support.engine_rig import Rig
 
 First = Callable[[int, list[int]], list[int]]

@@ -19,9 +19,9 @@ from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
-from engine.models import fingerprint, load, open_checkpoint
+from engine.models import load, open_checkpoint
 from kernels.sampling.generator import gumbel_noise
-from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.checkpoints import fingerprint, make_checkpoint, reference_model
 from tests.support.drafters import (
     TENSORS,
     make_draft,
@@ -374,38 +374,30 @@ def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_pa
         (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
         with pytest.raises(ConfigError, match=words):
             open_checkpoint(llama, speculation=_with_draft(draft))
-    with pytest.raises(ConfigError, match="draft_model needs a native implementation"):
-        open_checkpoint(llama, "transformers", _with_draft(llama))
 
 
 def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
-    mtp = SpeculativeConfig(method="mtp")
-    with pytest.raises(ConfigError, match="mtp needs an MTP layer"):
-        open_checkpoint(llama, "native", mtp)
-    without = make_checkpoint(tmp_path / "without", "qwen3_next")
-    with pytest.raises(ConfigError, match=f"mtp needs an MTP layer.*{without} has none"):
-        open_checkpoint(without, "native", mtp)
-    with pytest.raises(ConfigError, match="mtp needs a native implementation"):
-        open_checkpoint(llama, "transformers", mtp)
-    with pytest.raises(ConfigError, match="no such directory"):
-        open_checkpoint(llama, "native", _with_head(tmp_path / "none"))
+    mtp, without = SpeculativeConfig(method="mtp"), make_checkpoint(tmp_path, "qwen3_next")
+    for directory, backend, speculation, words in (
+        (llama, "native", mtp, "mtp needs an MTP layer"),
+        (without, "native", mtp, f"mtp needs an MTP layer.*{without} has none"),
+        (llama, "transformers", mtp, "mtp needs a native implementation"),
+        (llama, "transformers", _with_draft(llama), "draft_model needs a native implementation"),
+        (llama, "native", _with_head(tmp_path / "none"), "no such directory"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            open_checkpoint(directory, backend, speculation)
 
 
 def test_who_has_another_layer_is_another_node_to_pair_with(llama, tmp_path):
     """By name: whether there is one, whose, and its weights. Who guesses without one is not."""
-    heads = [make_eagle(tmp_path / str(seed), llama, seed=seed) for seed in range(2)]
-    said = [
-        fingerprint(llama),
-        fingerprint(llama, speculation=SpeculativeConfig(method="ngram")),
-        *(fingerprint(llama, speculation=_with_head(head)) for head in heads),
-    ]
-    assert said[0] == said[1]
-    assert {name for name in said[2] if said[2][name] != said[3][name]} == {"drafter"}
-    assert {name for name in said[0] if said[0][name] != said[2][name]} == {"drafter", "config"}
-    drafts = [make_draft(tmp_path / f"draft {seed}", llama, seed=seed) for seed in range(2)]
-    said = [fingerprint(llama), *(fingerprint(llama, speculation=_with_draft(d)) for d in drafts)]
-    assert {name for name in said[1] if said[1][name] != said[2][name]} == {"drafter"}
-    assert {name for name in said[0] if said[0][name] != said[1][name]} == {"drafter", "config"}
+    plain = fingerprint(llama)
+    assert plain == fingerprint(llama, speculation=SpeculativeConfig(method="ngram"))
+    for make, with_drafter in ((make_eagle, _with_head), (make_draft, _with_draft)):
+        drafters = [make(tmp_path / f"{make.__name__} {n}", llama, seed=n) for n in range(2)]
+        first, second = (fingerprint(llama, speculation=with_drafter(each)) for each in drafters)
+        assert {name for name in first if first[name] != second[name]} == {"drafter"}
+        assert {name for name in plain if plain[name] != first[name]} == {"drafter", "config"}
 
 
 def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):

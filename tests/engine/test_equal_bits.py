@@ -1,6 +1,7 @@
 """Logits and KV of a request have the same bits however it is computed, on a CPU."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -167,47 +168,39 @@ def check(model: Model) -> None:
             assert torch.equal(own, other), f"{name}: state {number} differs"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family, precision", CASES)
-def test_a_request_has_the_same_bits_however_it_is_computed(
-    tmp_path, monkeypatch, family, precision
-):
-    use("compiled", monkeypatch)
-    dtype, quantize = PRECISIONS[precision]
-    model = load(make_checkpoint(tmp_path, family), CPU, dtype, quantize)
-    model.compute_in_one_way()
-    check(model)
+def narrow(directory: Path, family: str) -> Path:
+    """Return a checkpoint with weights of 4 bits."""
+    source = make_checkpoint(directory / "source", family, moe_intermediate_size=64)
+    if family == "gpt_oss":
+        return in_mxfp4(source, directory)[0]
+    return requantised(source, directory, FORMATS["awq"])[0]
+
+
+def of_class(directory: Path, kind: str) -> Path:
+    """Return a checkpoint of transformers, in sizes that are no multiples of a vector."""
+    inner = {"n_inner": 90} if kind == "gpt2" else {"intermediate_size": 90}
+    return make_tiny(directory, kind, max_position_embeddings=1024, **inner)
+
+
+LONG = [
+    *((make_checkpoint, *case, "native") for case in CASES),
+    *((narrow, family, "float32", "native") for family in ("qwen3_moe", "gpt_oss")),
+    *((of_class, *case, "transformers") for case in CLASSES),
+]
 
 
 @pytest.mark.parametrize(
-    "family, dtype",
+    "make, kind, precision, backend",
     [
-        ("qwen3", torch.float32),
-        pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.long),
-        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.long),
+        (narrow, "qwen3", "float32", "native"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],
 )
-def test_weights_of_4_bits_have_the_same_bits(tmp_path, monkeypatch, family, dtype):
+def test_a_request_has_the_same_bits_however_it_is_computed(
+    tmp_path, monkeypatch, make, kind, precision, backend
+):
     use("compiled", monkeypatch)
-    source = make_checkpoint(tmp_path / "source", family, moe_intermediate_size=64)
-    if family == "gpt_oss":
-        directory, _ = in_mxfp4(source, tmp_path)
-    else:
-        directory, _ = requantised(source, tmp_path, FORMATS["awq"])
-    model = load(directory, CPU, dtype)
-    model.compute_in_one_way()
-    check(model)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind, precision", CLASSES)
-def test_a_class_of_transformers_has_the_same_bits(tmp_path, monkeypatch, kind, precision):
-    """In sizes that are no multiples of a vector."""
-    use("compiled", monkeypatch)
-    dtype, quantize = PRECISIONS[precision]
-    inner = {"n_inner": 90} if kind == "gpt2" else {"intermediate_size": 90}
-    directory = make_tiny(tmp_path, kind, max_position_embeddings=1024, **inner)
-    model = load(directory, CPU, dtype, quantize, "transformers")
+    model = load(make(tmp_path, kind), CPU, *PRECISIONS[precision], backend)
     model.compute_in_one_way()
     check(model)
 

@@ -20,9 +20,8 @@ from engine.footprint import (
     footprint_of,
     measure_footprint,
 )
-from engine.models import read_spec
 from engine.sizing import free_bytes, resolve_shape
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, read_spec
 
 CUDA = torch.device("cuda", 0)
 MIB, GIB = 1 << 20, 1 << 30

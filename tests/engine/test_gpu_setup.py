@@ -21,14 +21,13 @@ from engine.kv_cache.kv import HostPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.load import with_collectives
-from engine.models import read_spec
 from engine.ranks import Share
 from engine.runner import gpu
 from engine.runner.gpu import use_gpu
 from engine.sizing import resolve_device, resolve_shape
 from kernels import early_launch
 from node import engine_main as node_engine
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, read_spec
 
 CUDA = torch.device("cuda", 0)
 LAYOUT = KVLayout.of((PagedKV(1, 8),) * 2, 16, torch.bfloat16)

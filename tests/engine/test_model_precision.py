@@ -1,6 +1,7 @@
-"""Error of a quantized model relative to itself in float32, with the same tokens."""
+"""Error of a model with fewer bits relative to itself in float32, with the same tokens."""
 
 import functools
+import random
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from engine.models import Model, load
 from engine.models.linear import onednn
 from tests.support import devices
 from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
-from tests.support.steps import logits_after
+from tests.support.devices import CPU_AND_CUDA
+from tests.support.steps import Recorder, Steps, logits_after
 
 CPU = torch.device("cpu")
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
@@ -55,3 +57,33 @@ def test_logits_of_the_same_tokens_stay_near_those_of_float32(
     error = (logits_of(model, drawn_tokens()) - exact) / exact.std()
     assert error.abs().max() <= largest
     assert error.square().mean().sqrt() <= usual
+
+
+NARROW = [
+    *(("qwen3", "native"), ("gemma2", "native"), ("deepseek_v3", "native")),
+    ("qwen3", "transformers"),
+]
+# Largest usual error of a logit. Matrices of the tests' models are twice as large as usual.
+NARROW_BOUNDS = {torch.float8_e4m3fn: 0.15, torch.float8_e5m2: 0.4}
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+@pytest.mark.parametrize("kind, backend", NARROW)
+def test_logits_over_kv_in_8_bits_stay_near_those_over_kv_as_computed(
+    tmp_path, kind, backend, device
+):
+    model = Recorder(load(make_checkpoint(tmp_path, kind), device, torch.float32, backend=backend))
+
+    def logits(kept_in):
+        model.seen.clear()
+        steps = Steps(model, overlap=False, num_slots=1, context_length=128, kept_in=kept_in)
+        slot = steps.add(random.Random(1).choices(range(2, 200), k=60))
+        for start in range(60):
+            steps.launch([(slot, start, start + 1)], samples=[True])
+        steps.close()
+        return torch.cat(model.seen)
+
+    exact = logits(None)
+    errors = [float((logits(kept_in) - exact).std() / exact.std()) for kept_in in NARROW_BOUNDS]
+    assert all(0 < error < most for error, most in zip(errors, NARROW_BOUNDS.values(), strict=True))
+    assert errors[0] < errors[1]

@@ -22,36 +22,31 @@ def stored(tmp_path):
     return of
 
 
-def test_auto_on_a_cpu_is_bfloat16_where_the_processor_has_it(stored):
-    # Seen failing with float32 for every CPU.
-    for half in (torch.bfloat16, torch.float16):
-        chosen = choose_precision("auto", CPU, stored(half, torch.float32), ["avx512_bf16"])
-        assert (chosen.dtype, chosen.because) == (torch.bfloat16, "the processor has avx512_bf16")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def test_auto_on_a_cpu_without_bfloat16_is_float32(stored):
-    # Seen failing with the checkpoint's dtype alone.
-    chosen = choose_precision("auto", CPU, stored(torch.bfloat16), ["avx512_vnni"])
-    assert chosen.dtype == torch.float32
-    assert "no native bfloat16" in chosen.because
+@pytest.mark.parametrize(
+    "name, device, dtypes, features, chosen, because",
+    [
+        ("auto", CPU, (BF16, F32), ["avx512_bf16"], BF16, "the processor has avx512_bf16"),
+        ("auto", CPU, (F16, F32), ["avx512_bf16"], BF16, "the processor has avx512_bf16"),
+        ("auto", CPU, (BF16,), ["avx512_vnni"], F32, "the processor has no native bfloat16"),
+        ("auto", CPU, (F32, F32), ["amx_bf16"], F32, "the checkpoint is float32 and below 256 MiB"),
+        ("auto", CUDA, (F32,), [], BF16, "the device is a GPU"),
+        *((str(dtype)[6:], CPU, (F32,), [], dtype, "as configured") for dtype in (F32, BF16, F16)),
+    ],
+)
+def test_a_dtype_is_chosen_by_device_processor_and_checkpoint(
+    stored, name, device, dtypes, features, chosen, because
+):
+    precision = choose_precision(name, device, stored(*dtypes), features)
+    assert (precision.dtype, precision.because) == (chosen, because)
+    assert str(precision) == str(chosen).removeprefix("torch.")
 
 
-def test_a_small_float32_checkpoint_stays_exact_and_a_large_one_does_not(stored, monkeypatch):
-    # Seen failing without the look at the checkpoint.
-    checkpoint = stored(torch.float32, torch.float32)
-    chosen = choose_precision("auto", CPU, checkpoint, ["amx_bf16"])
-    assert (str(chosen), "below 256 MiB" in chosen.because) == ("float32", True)
+def test_a_large_float32_checkpoint_is_rounded(stored, monkeypatch):
     monkeypatch.setattr(precision, "SMALL_BYTES", 64)
-    assert choose_precision("auto", CPU, checkpoint, ["amx_bf16"]).dtype == torch.bfloat16
-
-
-def test_auto_on_cuda_is_bfloat16_whatever_the_processor_has(stored):
-    assert choose_precision("auto", CUDA, stored(torch.float32), []).dtype == torch.bfloat16
-
-
-def test_what_is_asked_for_is_taken(stored):
-    for name in ("float32", "bfloat16", "float16"):
-        assert str(choose_precision(name, CPU, stored(torch.float32), [])) == name
+    assert choose_precision("auto", CPU, stored(F32, F32), ["amx_bf16"]).dtype == BF16
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.models import fingerprint, load, open_checkpoint
-from engine.models.checkpoint import Checkpoint
+from engine.models import load, open_checkpoint
 from engine.models.families import read_decoder
 from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
 from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
 from engine.models.spec import NOT_QUANTISED
-from engine.models.weights import load_weights, survey, weight_bytes
-from tests.engine.test_linear import nbytes
-from tests.support.checkpoints import make_checkpoint
+from engine.models.weights import stored
+from tests.engine.test_linear import taken_by
+from tests.support.checkpoints import fingerprint, make_checkpoint
 from tests.support.devices import use
 from tests.support.quantised import FORMATS, INT8, compressed, in_mxfp4, requantised
 from tests.support.steps import logits_after, prompt
@@ -117,14 +116,13 @@ def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(made, twin_log
 def test_on_a_gpu_mxfp4_stays_as_it_is(made, twin_logits, monkeypatch):
     quantised, _ = made("gpt_oss", "mxfp4")
     expected = twin_logits("gpt_oss", "mxfp4")
-    monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
+    monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
-    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
-    decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
+    checkpoint = open_checkpoint(quantised)
+    decoder = checkpoint.load(CPU, torch.bfloat16, "none")
     experts = decoder.layers[0].ffn.experts
     assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
-    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
-    assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
+    assert checkpoint.weight_bytes(CPU, torch.bfloat16, "none") == taken_by(decoder)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +139,12 @@ def test_on_a_cpu_4_bits_stay_as_they_are(made, monkeypatch, architecture, name)
     use("compiled", monkeypatch)
     quantised, twin = made(architecture, name)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
-    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
-    decoder = load_weights(checkpoint, spec, CPU, torch.float32)
+    checkpoint = open_checkpoint(quantised)
+    decoder = checkpoint.load(CPU, torch.float32, "none")
     ffn = decoder.layers[-1].ffn
     own = ffn.down if architecture == "qwen2" else ffn.experts.nets[0][1]
     assert isinstance(own, CodePanels)
-    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
-    if not spec.tied_embeddings:
-        taken += decoder.ends.head.nbytes
-    assert weight_bytes(checkpoint, spec, CPU, torch.float32) == taken
+    assert checkpoint.weight_bytes(CPU, torch.float32, "none") == taken_by(decoder)
 
 
 @multiplies_int8
@@ -158,11 +153,11 @@ def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
     """Inputs are rounded to eight bits, as for --quantize int8; matrices are not rounded again,
     and what the checkpoint has as floats stays that."""
     quantised, twin = made(architecture, INT8)
-    decoder = load_weights(Checkpoint(quantised), read_decoder(quantised), CPU, torch.float32)
+    decoder = load(quantised, CPU, torch.float32)
     assert decoder.ends.head.weight.dtype == torch.float32
     # Rounded without loss: what comes back is the matrix, half a step of which would be 0.1.
     x = torch.eye(64) * 127
-    floats = load_weights(Checkpoint(twin), read_decoder(twin), CPU, torch.float32)
+    floats = load(twin, CPU, torch.float32)
     for layer, exact in zip(decoder.layers, floats.layers, strict=True):
         torch.testing.assert_close(
             layer.mixer.qkv.apply(x), exact.mixer.qkv.apply(x), atol=1e-3, rtol=1e-4
@@ -182,15 +177,12 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(
     """Compute as a GPU would, with the references of its kernels."""
     quantised, _ = made(architecture, name)
     expected = twin_logits(architecture, name)
-    monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
+    monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
-    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
-    decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
+    checkpoint = open_checkpoint(quantised)
+    decoder = checkpoint.load(CPU, torch.bfloat16, "none")
     assert isinstance(decoder.layers[0].mixer.output, WeightOnlyLinear)
-    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
-    if spec.tied_embeddings:
-        taken -= decoder.ends.head.nbytes
-    assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
+    assert checkpoint.weight_bytes(CPU, torch.bfloat16, "none") == taken_by(decoder)
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
@@ -198,10 +190,10 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_take_what_is_said_before_they_are_loaded(made, architecture, name, dtype):
     quantised, _ = made(architecture, name)
-    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
-    decoder = load_weights(checkpoint, spec, CPU, dtype)
-    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
-    assert weight_bytes(checkpoint, spec, CPU, dtype) == taken + decoder.ends.head.nbytes
+    checkpoint = open_checkpoint(quantised)
+    assert checkpoint.weight_bytes(CPU, dtype, "none") == taken_by(
+        checkpoint.load(CPU, dtype, "none")
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -30,7 +30,7 @@ from engine.build import plan
 from engine.footprint import MemoryFootprint, measure_footprint
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
-from engine.models import LoadableModel, open_checkpoint, read_spec
+from engine.models import LoadableModel, open_checkpoint
 from engine.models.decoder import Decoder
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import RankJob, ReplaceHostPages
@@ -42,7 +42,7 @@ from engine.runner.runner import ModelRunner
 from engine.runner.stream import WorkerStream
 from engine.sizing import NCCL_BYTES, part_of, resolve_shape
 from tests.engine.test_footprint import FakeGpu
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, read_spec
 from tests.support.drafters import make_mtp
 from tests.support.steps import Steps, prompt
 from tests.support.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, run_ranks

@@ -9,7 +9,7 @@ from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
-from engine.load import check_split_prefill, load
+from engine.load import check_features, load
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import NUM_LAYERS, Rig
 from tests.support.fake_backend import VOCABULARY
@@ -281,7 +281,7 @@ def test_what_cannot_be_split_is_refused_by_name(settings, backend, named):
     scheduler = {"split_prefill_ms": LIMIT_MS}
     config = EngineConfig.model_validate({"model": "m", "scheduler": scheduler, **settings})
     with pytest.raises(ConfigError, match=f"^{named} is not supported with .*split_prefill_ms"):
-        check_split_prefill(config, backend)
+        check_features(config, backend)
 
 
 def test_a_node_refuses_before_it_loads_a_model(tmp_path):

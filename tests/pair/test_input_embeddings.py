@@ -8,7 +8,7 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequest
 from common.request import GIVEN_TOKEN, InputEmbeddings, from_proto, to_fields
-from engine.load import check_input_embeddings
+from engine.load import check_features
 from node import request_state
 from protos import request_pb2 as pb
 from tests.pair.rig import PairRig, Size
@@ -188,7 +188,7 @@ def test_what_takes_no_embeddings_is_refused_at_start(settings, backend, named):
         {"model": "m", "input_embeddings": {"enabled": True}, **settings}
     )
     with pytest.raises(ConfigError, match=f"^{named} is not supported with engine.input_embed"):
-        check_input_embeddings(config, backend)
+        check_features(config, backend)
 
 
 def test_equal_values_have_equal_names():

@@ -13,7 +13,7 @@ import torch
 from common.config import EngineConfig, HiddenStatesConfig, RoutedExpertsConfig
 from common.errors import ConfigError
 from engine.build import build
-from engine.load import check_routed_experts
+from engine.load import check_features
 from kvtransfer.pairs import codec
 from node import request_state
 from tests.pair.rig import Loaded, PairRig, Size, random_prompts
@@ -255,4 +255,4 @@ def test_a_model_without_experts_is_refused_at_start(tmp_path):
 def test_what_returns_no_experts_is_refused_by_name(settings, backend, named):
     config = EngineConfig.model_validate({"model": "m", "routed_experts": RETURNED, **settings})
     with pytest.raises(ConfigError, match=f"^{named} is not supported with engine.routed_experts"):
-        check_routed_experts(config, backend)
+        check_features(config, backend)

@@ -6,6 +6,7 @@ transformers makes them and is also the oracle: `greedy_tokens` returns what it 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers.utils.logging
@@ -31,6 +32,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+
+from engine.models import ModelSpec, constants, content, open_checkpoint, stored_of
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -189,6 +192,18 @@ def make_checkpoint(
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
     return directory
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """Return the properties of a checkpoint's model."""
+    return open_checkpoint(directory).spec
+
+
+def fingerprint(directory: Path, *how: Any, **drafting: Any) -> dict[str, str]:
+    """Return what nodes compare of a model and its weights. `how`: see `open_checkpoint`."""
+    servable = open_checkpoint(directory, *how, **drafting)
+    weights = content(stored_of(servable, directory))
+    return {**constants(servable), "weights": weights.hex()}
 
 
 def make_tokenizer(directory: Path) -> None:

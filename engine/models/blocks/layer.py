@@ -111,11 +111,12 @@ class Layer:
         """
         x, residual = self.mixer_norm.forward(x, residual)
         x = summed(self.mixer.forward(x, step, kept), self.group)
-        x = _normed(x, self.mixer_post_norm)
+        x = normed(x, self.mixer_post_norm)
         x, residual = self.ffn_norm.forward(x, residual)
         x = summed(self.ffn.forward(x, step), self.group)
-        return _normed(x, self.ffn_post_norm), residual
+        return normed(x, self.ffn_post_norm), residual
 
 
-def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+def normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    """Return x after a norm. None: x itself."""
     return x if norm is None else norm.forward(x)[0]

@@ -5,7 +5,7 @@ wherever the target model's KV is: in the prefix cache, in offload tiers, and on
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from engine.models.drafting import DraftSteps, ModelVectors, drawn, one_token, v
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
 from engine.models.families.common import as_stored
-from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
-from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+from engine.models.weights import StoredDecoder
 from engine.ranks import Share
 
 
@@ -44,9 +43,8 @@ class DraftModelCheckpoint:
             ConfigError: the configuration is invalid or not supported, or is for another target
                 model.
         """
-        self._directory = directory
-        self._spec = as_stored(read_decoder(directory), stored_names(directory))
-        own = self._spec.model
+        spec = as_stored(read_decoder(directory), stored_names(directory))
+        self._weights, own = StoredDecoder(directory, spec), spec.model
         if own.vocabulary_size != model.vocabulary_size:
             raise ConfigError(
                 f"{DRAFT_FLAG}: {directory} has {own.vocabulary_size} tokens in its vocabulary, "
@@ -64,46 +62,31 @@ class DraftModelCheckpoint:
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
         """Return the properties of the target model with this drafter."""
-        own = self._spec.model
+        own = self._weights.spec.model
         products = model.products_per_token + own.products_per_token
         return replace(model, draft=DraftState(own.layers), products_per_token=products)
 
     def name(self) -> str:
         """Return a name with a hash of its configuration and of all bytes of its weights."""
-        checkpoint = Checkpoint(self._directory)
-        needed = sorted(stored_tensors(checkpoint, self._spec))
-        hashed = hashlib.sha256(repr(self._spec).encode())
-        hashed.update(content({name: checkpoint.tensors[name] for name in needed}))
+        tensors, spec = Checkpoint(self._weights.directory).tensors, self._weights.spec
+        hashed = hashlib.sha256(repr(spec).encode())
+        hashed.update(content({name: tensors[name] for name in sorted(self._weights.stored())}))
         return f"draft_model {hashed.hexdigest()}"
 
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> int:
         """See LoadableModel."""
-        checkpoint = Checkpoint(self._directory)
-        return weight_bytes(checkpoint, self._spec, device, dtype, quantize, _part(share))
+        return self._weights.weight_bytes(device, dtype, quantize, _part(share))
 
     def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":
         """Load the draft model for a target model. See LoadableModel."""
-        read = Checkpoint(self._directory), self._spec
-        return DraftModel(load_weights(*read, model.device, model.dtype, quantize, _part(share)))
+        return DraftModel(self._weights.load(model.device, model.dtype, quantize, _part(share)))
 
     def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
         """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftModel)
-        read = Checkpoint(self._directory), self._spec
-        refill_weights(model.drafter.decoder, *read, quantize, _part(share))
-
-    def drain(self, model: Decoder) -> None:
-        """Return the memory of the drafter's weights to the operating system."""
-        assert isinstance(model.drafter, DraftModel)
-        for part in model.drafter.decoder.parts:
-            drain(part)
-
-    def tensors(self, model: Decoder) -> Iterable[Tensor]:
-        """Return the tensors of the model's drafter."""
-        assert isinstance(model.drafter, DraftModel)
-        return found(Tensor, [*model.drafter.decoder.parts])
+        self._weights.refill(model.drafter.decoder, quantize, _part(share))
 
 
 def _part(share: Share) -> Share:
@@ -118,6 +101,10 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+
+    @property
+    def parts(self) -> Sequence[object]:
+        return self.decoder.parts
 
     def follow(
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool

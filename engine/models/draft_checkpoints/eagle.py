@@ -5,12 +5,10 @@ It uses the embedding and the token head of the target model.
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.config import Quantize
 from common.errors import ConfigError
@@ -31,7 +29,7 @@ from engine.models.families import common
 from engine.models.fields import Fields
 from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
-from engine.models.refill import drain, found, refill
+from engine.models.refill import refill
 from engine.models.spec import ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
@@ -80,16 +78,6 @@ class EagleCheckpoint:
         assert isinstance(model.drafter, DraftHead)
         refill(model.drafter.layer, self._layer(model, quantize, share))
 
-    def drain(self, model: Decoder) -> None:
-        """Return the memory of the drafter's weights to the operating system."""
-        assert isinstance(model.drafter, DraftHead)
-        drain(model.drafter.layer)
-
-    def tensors(self, model: Decoder) -> Iterable[Tensor]:
-        """Return the tensors of the model's drafter."""
-        assert isinstance(model.drafter, DraftHead)
-        return found(Tensor, model.drafter.layer)
-
     def added_to(self, model: ModelSpec) -> ModelSpec:
         """Return the properties of the target model with this drafter."""
         return replace(model, draft=self.spec.keeps(model.hidden_size))
@@ -104,15 +92,26 @@ class EagleCheckpoint:
     def _layer(self, model: Decoder, quantize: Quantize, share: Share) -> DraftLayer:
         device, dtype = model.device, model.dtype
         self._survey(device, dtype, quantize, share)
-        form = form_of(device, dtype, quantize)
-        reader = TensorReader(self._checkpoint, self._scheme, device, dtype, form, share)
+        reader = TensorReader(
+            device=device,
+            dtype=dtype,
+            share=share,
+            checkpoint=self._checkpoint,
+            scheme=self._scheme,
+            form=form_of(device, dtype, quantize),
+        )
         return self.spec.build(LayerSite(reader, self._hidden_size))
 
     def _survey(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> TensorNeeds:
-        form = form_of(device, dtype, quantize)
-        source = TensorInventory(self._checkpoint, self._scheme, form, dtype, share)
+        source = TensorInventory(
+            dtype=dtype,
+            share=share,
+            checkpoint=self._checkpoint,
+            scheme=self._scheme,
+            form=form_of(device, dtype, quantize),
+        )
         self.spec.build(LayerSite(source, self._hidden_size))
         self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
         return source.needs
@@ -138,7 +137,7 @@ def _architectures(config: Fields) -> tuple[str, ...]:
 
 def _attention(config: Fields) -> Attention:
     bias = config.flag("attention_bias", False)
-    return common.attention(config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias)
+    return common.attention(config, common.even_head_dim(config), bias=bias)
 
 
 def _body(config: Fields, mixer: Attention, prefix: str) -> BodySpec:

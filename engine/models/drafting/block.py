@@ -7,14 +7,14 @@ the target model's hidden state of the next token.
 Sources: DeepSeek-V3, 2024, section 2.2 (MTP). EAGLE, Li et al. 2024, section 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.layer import Norm, RmsNorm
+from engine.models.blocks.layer import Norm, RmsNorm, normed
 from engine.models.blocks.protocol import (
     Ffn,
     FfnSpec,
@@ -25,6 +25,7 @@ from engine.models.blocks.protocol import (
     ModelStep,
     summed,
 )
+from engine.models.drafting.protocol import DraftLayer
 from engine.models.linear import Linear
 from engine.ranks import Group
 
@@ -153,8 +154,8 @@ class DraftSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftBlock:
-    """A draft layer, see DraftLayer.
+class DraftBlock(DraftLayer):
+    """A draft layer that continues from the target model's last layer.
 
     Attributes:
         head_norm: norm applied only before the model's head.
@@ -168,31 +169,20 @@ class DraftBlock:
     norm: RmsNorm | None
     head_norm: RmsNorm | None
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
-        return hidden
-
     def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         x = self._joined(vectors, embeddings, step)
-        self.body.keep(_normed(x, self.body_norm), step, kept)
+        self.body.keep(normed(x, self.body_norm), step, kept)
 
     def forward(
         self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
     ) -> Tensor:
         x = self._joined(vectors, embeddings, step)
-        made = self.body.forward(_normed(x, self.body_norm), x, step, kept)
-        return _normed(made, self.norm)
+        made = self.body.forward(normed(x, self.body_norm), x, step, kept)
+        return normed(made, self.norm)
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        return logits(_normed(vectors, self.head_norm))
+        return logits(normed(vectors, self.head_norm))
 
     def _joined(self, vectors: Tensor, embeddings: Tensor, step: ModelStep) -> Tensor:
-        parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)
+        parts = normed(embeddings, self.token_norm), normed(vectors, self.vector_norm)
         return step.product(self.join, torch.cat(parts, dim=1))
-
-
-def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
-    return x if norm is None else norm.forward(x)[0]

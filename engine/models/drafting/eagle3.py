@@ -15,6 +15,7 @@ from engine.kv_cache.states import DraftState
 from engine.models.blocks.layer import RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.drafting.block import Body, BodySpec
+from engine.models.drafting.protocol import DraftLayer
 from engine.models.linear import Linear
 from kernels.sampling.bitmask import FORBIDDEN
 
@@ -65,8 +66,8 @@ class Eagle3Spec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Eagle3Layer:
-    """An EAGLE-3 layer, see DraftLayer."""
+class Eagle3Layer(DraftLayer):
+    """An EAGLE-3 layer."""
 
     spec: Eagle3Spec
     join: Linear  # tapped vectors -> hidden

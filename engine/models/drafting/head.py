@@ -43,6 +43,10 @@ class DraftHead:
     def taps(self) -> tuple[int, ...]:
         return self.layer.taps
 
+    @property
+    def parts(self) -> Sequence[object]:
+        return (self.layer,)
+
     def follow(
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:

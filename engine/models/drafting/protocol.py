@@ -1,5 +1,6 @@
 """Protocols between a target model and its drafter, and between a draft head and its layer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -39,6 +40,11 @@ class DeviceDrafter(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def parts(self) -> Sequence[object]:
+        """Objects that hold the weights."""
+        ...
 
     def follow(
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
@@ -90,16 +96,16 @@ class DraftSteps(Protocol):
         ...
 
 
-class DraftLayer(Protocol):
+class DraftLayer(ABC):
     """A layer that drafts tokens. Vectors, and embeddings of the tokens after them, are
-    [num_tokens, hidden].
+    [num_tokens, hidden]."""
 
-    Attributes:
-        taps: layers of the target model whose inputs it reads.
-    """
+    __slots__ = ()
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target model whose inputs it reads."""
+        return ()
 
     def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
         """Return the input vectors of a step's tokens, [num_tokens, hidden].
@@ -108,19 +114,20 @@ class DraftLayer(Protocol):
             hidden: [num_tokens, hidden], input of the target model's head.
             tapped: [num_tokens, hidden] per tap.
         """
-        ...
+        return hidden
 
+    @abstractmethod
     def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         """Write the tokens' KV, and compute nothing else."""
-        ...
 
+    @abstractmethod
     def forward(
         self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
     ) -> Tensor:
         """Write the tokens' KV, and return their output vectors, [num_tokens, hidden]. None of the
         tokens is the first token of a prompt."""
-        ...
 
+    @abstractmethod
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
         """Return logits of the next tokens: [n, any] by the model's token ids, finite, owned by the
         caller.
@@ -128,7 +135,6 @@ class DraftLayer(Protocol):
         Args:
             logits: the target model's head, which the layer may use.
         """
-        ...
 
 
 class DraftLayerSpec(Protocol):

@@ -5,19 +5,19 @@ configuration class in transformers.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError
 from engine.models.decoder import DecoderSpec
 from engine.models.families.common import with_heads
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3
-from engine.models.families.dots1 import dots1
 from engine.models.families.gemma import gemma2, gemma3, gemma3_with_images
 from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.llama import llama, llava
 from engine.models.families.mistral import mistral, mixtral
 from engine.models.families.qwen2 import qwen2, qwen2_5_vl, qwen2_moe
-from engine.models.families.qwen3 import qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from engine.models.families.qwen3 import dots1, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from engine.models.families.qwen3_hybrid import (
     qwen3_5,
     qwen3_5_moe,
@@ -27,8 +27,8 @@ from engine.models.families.qwen3_hybrid import (
 )
 from engine.models.fields import Fields, eos_token_ids
 
-# By model_type. The second argument is the end-of-sequence token ids.
-FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
+# By model_type.
+FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "llama": llama,
     "llava": llava,
     "mistral": mistral,
@@ -69,4 +69,6 @@ def read_decoder(directory: Path) -> DecoderSpec:
             f"{directory}: model_type {config.text('model_type')!r} is not supported; "
             f"{', '.join(FAMILIES)} are"
         )
-    return with_heads(family(config, eos_token_ids(directory, config)), config)
+    decoder = with_heads(family(config), config)
+    model = replace(decoder.model, eos_token_ids=eos_token_ids(directory, config))
+    return replace(decoder, model=model)

@@ -35,7 +35,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 def decoder(
     config: Fields,
-    eos_token_ids: tuple[int, ...],
     layers: Sequence[LayerSpec],
     norm: Norm,
     *,
@@ -43,7 +42,7 @@ def decoder(
     embedding_scale: float = 1.0,
     logit_soft_cap: float | None = None,
 ) -> DecoderSpec:
-    """Return the decoder of a configuration.
+    """Return the decoder of a configuration, still without its end-of-sequence ids.
 
     Args:
         tied_embeddings: default if the configuration has no such field.
@@ -62,7 +61,7 @@ def decoder(
             hidden_size=hidden_size,
             dtype=dtype,
             context_length=extended_context(config, context_length),
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=(),
             layers=tuple(layer.mixer.keeps for layer in layers),
             products_per_token=sum(layer.products(hidden_size) for layer in layers),
             stored=stored.name,
@@ -79,8 +78,7 @@ def decoder(
 
 def beside_encoder(
     config: Fields,
-    eos_token_ids: tuple[int, ...],
-    family: Callable[[Fields, tuple[int, ...]], DecoderSpec],
+    family: Callable[[Fields], DecoderSpec],
     defaults: Mapping[str, str | int] | None = None,
 ) -> DecoderSpec:
     """Return the decoder of a checkpoint with an image encoder. The field `text_config` describes
@@ -90,8 +88,7 @@ def beside_encoder(
         family: reads the decoder.
         defaults: defaults of `text_config`.
     """
-    text = text_config(config, defaults)
-    spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
+    spec = family(text_config(config, defaults))
     return replace(
         quantised_as(config, spec),
         prefix="model.language_model.",
@@ -129,8 +126,7 @@ def attention(
     head_dim: int,
     *,
     scale: float | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
+    bias: bool = False,
     qk_norm: Norm | None = None,
     rope_theta: float = 1e4,
     rotated: float | None = None,
@@ -161,8 +157,8 @@ def attention(
             rotated=rotated,
         ),
         scale=head_dim**-0.5 if scale is None else scale,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
+        qkv_bias=bias,
+        output_bias=bias,
         qk_norm=qk_norm,
     )
 
@@ -204,13 +200,30 @@ def soft_cap(config: Fields, name: str, default: float) -> float | None:
     return cap
 
 
-def typed_windows(config: Fields, window: int) -> tuple[int | None, ...]:
-    """Return each layer's window according to `layer_types`."""
-    windows = {"full_attention": None, "sliding_attention": window}
-    kinds, num_layers = config.texts("layer_types"), config.integer("num_hidden_layers")
-    if len(kinds) != num_layers or not set(kinds) <= set(windows):
-        raise config.wrong("layer_types", f"{num_layers} of {', '.join(windows)}")
-    return tuple(windows[kind] for kind in kinds)
+def windows(config: Fields, default: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Return each layer's window.
+
+    Args:
+        default: window if the configuration has no such field.
+        slides: returns whether a layer has a window if the configuration has no `layer_types`.
+    """
+    window, num_layers = config.integer("sliding_window", default), num_layers_of(config)
+    if "layer_types" not in config:
+        return tuple(window if slides(layer) else None for layer in range(num_layers))
+    kinds = layer_types(config, ("full_attention", "sliding_attention"))
+    return tuple(None if kind == "full_attention" else window for kind in kinds)
+
+
+def layer_types(config: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """Return the kind of each layer, which must be one of `kinds`."""
+    found, num_layers = config.texts("layer_types"), num_layers_of(config)
+    if len(found) != num_layers or not set(found) <= set(kinds):
+        raise config.wrong("layer_types", f"{num_layers} of {', '.join(kinds)}")
+    return found
+
+
+def num_layers_of(config: Fields) -> int:
+    return config.integer("num_hidden_layers")
 
 
 CLASSIFIER = "ForSequenceClassification"

@@ -16,15 +16,15 @@ _LATENT_NORM = Norm(1e-6)  # fixed, independent of the configuration's eps
 _INNER_NORMS = InnerNorms("enorm", "hnorm", "shared_head.norm", recurring=False)
 
 
-def deepseek_v2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def deepseek_v2(config: Fields) -> DecoderSpec:
     experts = moe.deepseek_v2_experts(config)
-    return _decoder(config, eos_token_ids, experts, interleaved=True, first_sparse=0)
+    return _decoder(config, experts, interleaved=True, first_sparse=0)
 
 
-def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def deepseek_v3(config: Fields) -> DecoderSpec:
     interleaved = config.flag("rope_interleave", True)
     experts = moe.deepseek_experts(config, groups=8, chosen=4, shared=1, scale=2.5, normalise=True)
-    spec = _decoder(config, eos_token_ids, experts, interleaved=interleaved, first_sparse=3)
+    spec = _decoder(config, experts, interleaved=interleaved, first_sparse=3)
     # Checkpoints may have additional layers that predict further tokens (MTP).
     first, more = len(spec.layers), config.count("num_nextn_predict_layers", 0)
     names = (f"model.layers.{layer}." for layer in range(first, first + more))
@@ -46,12 +46,7 @@ def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -
 
 
 def _decoder(
-    config: Fields,
-    eos_token_ids: tuple[int, ...],
-    experts: Experts,
-    *,
-    interleaved: bool,
-    first_sparse: int,
+    config: Fields, experts: Experts, *, interleaved: bool, first_sparse: int
 ) -> DecoderSpec:
     """Return the decoder of a configuration.
 
@@ -65,9 +60,9 @@ def _decoder(
     first = config.count("first_k_dense_replace", first_sparse)
     layers = [
         LayerSpec(mixer, experts if layer >= first else dense, norm)
-        for layer in range(config.integer("num_hidden_layers"))
+        for layer in range(common.num_layers_of(config))
     ]
-    return common.decoder(config, eos_token_ids, layers, norm)
+    return common.decoder(config, layers, norm)
 
 
 def _attention(config: Fields, interleaved: bool) -> LatentAttention:

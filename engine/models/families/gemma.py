@@ -5,12 +5,12 @@ instead. Five layers with a window alternate with one layer without. The two kin
 RoPE. Image tokens attend to all tokens of their image.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.experts import DenseMlp
-from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.layer import LayerSpec, Norm
 from engine.models.blocks.rotation import Rope
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common
@@ -18,111 +18,60 @@ from engine.models.fields import Fields
 from engine.models.rope import rope_of
 
 
-def gemma2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def gemma2(config: Fields) -> DecoderSpec:
+    soft_cap = common.soft_cap(config, "attn_logit_softcapping", 50.0)
+    mixer = replace(_attention(config, qk_norm=None), soft_cap=soft_cap)
+    windows = common.windows(config, 4096, lambda layer: layer % 2 == 0)
+    mixers = [replace(mixer, window=window) for window in windows]
+    return _decoder(config, mixers, common.soft_cap(config, "final_logit_softcapping", 30.0))
+
+
+def gemma3(config: Fields) -> DecoderSpec:
+    soft_cap = _soft_cap(config, "attn_logit_softcapping")
+    mixer = replace(_attention(config, qk_norm=_norm(config)), soft_cap=soft_cap)
+    full, sliding = _ropes(config, mixer.head_dim)
+    name = "sliding_window_pattern"
+    every = config.integer(name if name in config else f"_{name}", 6)
+    windows = common.windows(config, 4096, lambda layer: (layer + 1) % every > 0)
+    mixers = [
+        replace(mixer, window=window, rope=full if window is None else sliding)
+        for window in windows
+    ]
+    return _decoder(config, mixers, _soft_cap(config, "final_logit_softcapping"))
+
+
+def _norm(config: Fields) -> Norm:
+    return common.norm(config, from_one=True)
+
+
+def _attention(config: Fields, qk_norm: Norm | None) -> Attention:
     if config.flag("use_bidirectional_attention", False):
         raise config.wrong("use_bidirectional_attention", "false")
-    bias, norm = config.flag("attention_bias", False), common.norm(config, from_one=True)
-    mixer = common.attention(
+    return common.attention(
         config,
         config.integer("head_dim", 256),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=config.flag("attention_bias", False),
+        qk_norm=qk_norm,
     )
-    mixer = replace(mixer, soft_cap=common.soft_cap(config, "attn_logit_softcapping", 50.0))
+
+
+def _decoder(
+    config: Fields, mixers: Sequence[Attention], logit_soft_cap: float | None
+) -> DecoderSpec:
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    ffn = DenseMlp(config.integer("intermediate_size"), activation)
-    layers = [
-        LayerSpec(replace(mixer, window=window), ffn, norm, post_norms=True)
-        for window in _gemma2_windows(config)
-    ]
+    ffn, norm = DenseMlp(config.integer("intermediate_size"), activation), _norm(config)
     return common.decoder(
         config,
-        eos_token_ids,
-        layers,
+        [LayerSpec(mixer, ffn, norm, post_norms=True) for mixer in mixers],
         norm,
         tied_embeddings=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
-        logit_soft_cap=common.soft_cap(config, "final_logit_softcapping", 30.0),
+        logit_soft_cap=logit_soft_cap,
     )
-
-
-def _gemma2_windows(config: Fields) -> tuple[int | None, ...]:
-    window = config.integer("sliding_window", 4096)
-    if "layer_types" in config:
-        return common.typed_windows(config, window)
-    layers = range(config.integer("num_hidden_layers"))
-    return tuple(None if layer % 2 else window for layer in layers)
 
 
 _FULL_THETA, _SLIDING_THETA = 1e6, 1e4
-
-
-def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    if config.flag("use_bidirectional_attention", False):
-        raise config.wrong("use_bidirectional_attention", "false")
-    bias, norm = config.flag("attention_bias", False), common.norm(config, from_one=True)
-    head_dim = config.integer("head_dim", 256)
-    mixer = common.attention(
-        config,
-        head_dim,
-        scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=norm,
-    )
-    mixer = replace(mixer, soft_cap=_soft_cap(config, "attn_logit_softcapping"))
-    full, sliding = _ropes(config, head_dim)
-    activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    ffn = DenseMlp(config.integer("intermediate_size"), activation)
-    layers = [
-        LayerSpec(
-            replace(mixer, window=window, rope=full if window is None else sliding),
-            ffn,
-            norm,
-            post_norms=True,
-        )
-        for window in _gemma3_windows(config)
-    ]
-    return common.decoder(
-        config,
-        eos_token_ids,
-        layers,
-        norm,
-        tied_embeddings=True,
-        embedding_scale=config.integer("hidden_size") ** 0.5,
-        logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
-    )
-
-
-_GEMMA3: Mapping[str, str | int] = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-}
-
-
-def gemma3_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    spec = common.beside_encoder(config, eos_token_ids, gemma3, _GEMMA3)
-    num_tokens = config.integer("mm_tokens_per_image", 256)
-    layers = []
-    for layer in spec.layers:
-        assert isinstance(layer.mixer, Attention)
-        if layer.mixer.window is not None and layer.mixer.window < num_tokens:
-            raise config.wrong("mm_tokens_per_image", f"at most the window {layer.mixer.window}")
-        layers.append(replace(layer, mixer=replace(layer.mixer, whole_images=True)))
-    return replace(
-        spec,
-        layers=tuple(layers),
-        prefix="language_model.model.",
-        head="language_model.lm_head",
-        unused=("vision_tower.", "multi_modal_projector."),
-    )
 
 
 def _soft_cap(config: Fields, name: str) -> float | None:
@@ -146,11 +95,31 @@ def _ropes(config: Fields, head_dim: int) -> tuple[Rope, Rope]:
     )
 
 
-def _gemma3_windows(config: Fields) -> tuple[int | None, ...]:
-    window = config.integer("sliding_window", 4096)
-    if "layer_types" in config:
-        return common.typed_windows(config, window)
-    name = "sliding_window_pattern"
-    every = config.integer(name if name in config else f"_{name}", 6)
-    layers = range(config.integer("num_hidden_layers"))
-    return tuple(window if (layer + 1) % every else None for layer in layers)
+_GEMMA3: Mapping[str, str | int] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+
+
+def gemma3_with_images(config: Fields) -> DecoderSpec:
+    spec = common.beside_encoder(config, gemma3, _GEMMA3)
+    num_tokens = config.integer("mm_tokens_per_image", 256)
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, Attention)
+        if layer.mixer.window is not None and layer.mixer.window < num_tokens:
+            raise config.wrong("mm_tokens_per_image", f"at most the window {layer.mixer.window}")
+        layers.append(replace(layer, mixer=replace(layer.mixer, whole_images=True)))
+    return replace(
+        spec,
+        layers=tuple(layers),
+        prefix="language_model.model.",
+        head="language_model.lm_head",
+        unused=("vision_tower.", "multi_modal_projector."),
+    )

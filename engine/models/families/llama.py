@@ -1,5 +1,6 @@
 """Llama 2 and later, and LLaVA 1.5, which is a Llama with an image encoder."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.models.blocks.layer import LayerSpec
@@ -8,16 +9,16 @@ from engine.models.families import common
 from engine.models.fields import Fields
 
 
-def llama(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def llama(config: Fields) -> DecoderSpec:
     bias, norm = config.flag("attention_bias", False), common.norm(config)
-    head_dim = common.even_head_dim(config)
-    mixer = common.attention(config, head_dim, qkv_bias=bias, output_bias=bias)
+    mixer = common.attention(config, common.even_head_dim(config), bias=bias)
     ffn = common.dense(config, bias=config.flag("mlp_bias", False))
-    layers = [LayerSpec(mixer, ffn, norm)] * config.integer("num_hidden_layers")
-    return common.decoder(config, eos_token_ids, layers, norm)
+    layers = [LayerSpec(mixer, ffn, norm)] * common.num_layers_of(config)
+    return common.decoder(config, layers, norm)
 
 
-_LLAVA = {
+_LLAVA: Mapping[str, str | int] = {
+    "model_type": "llama",
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -27,11 +28,11 @@ _LLAVA = {
 }
 
 
-def llava(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def llava(config: Fields) -> DecoderSpec:
     text = config.nested("text_config")
     if text.text("model_type", "llama") != "llama":
         raise text.wrong("model_type", "llama")
-    spec = common.beside_encoder(config, eos_token_ids, llama, {"model_type": "llama", **_LLAVA})
+    spec = common.beside_encoder(config, llama, _LLAVA)
     return replace(
         spec,
         prefix="language_model.model.",

@@ -11,17 +11,16 @@ from engine.models.quantized.experts import SeparateExperts
 from kernels.experts.routing import Routing
 
 
-def mistral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def mistral(config: Fields) -> DecoderSpec:
     # An explicit null disables the window. The default of an absent field in transformers is 4096.
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
     norm = common.norm(config)
-    layer = LayerSpec(mixer, common.dense(config), norm)
-    layers = [layer] * config.integer("num_hidden_layers")
-    return common.decoder(config, eos_token_ids, layers, norm)
+    layers = [LayerSpec(mixer, common.dense(config), norm)] * common.num_layers_of(config)
+    return common.decoder(config, layers, norm)
 
 
-def mixtral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def mixtral(config: Fields) -> DecoderSpec:
     norm = common.norm(config, eps=1e-5)
     window = config.integer("sliding_window") if "sliding_window" in config else None
     mixer = common.attention(config, common.even_head_dim(config), rope_theta=1e6)
@@ -34,6 +33,6 @@ def mixtral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         module="block_sparse_moe",
         storage=SeparateExperts("w1", "w3", "w2"),
     )
-    layer = LayerSpec(replace(mixer, window=window), experts, norm)
-    layers = [layer] * config.integer("num_hidden_layers")
-    return common.decoder(config, eos_token_ids, layers, norm)
+    mixer = replace(mixer, window=window)
+    layers = [LayerSpec(mixer, experts, norm)] * common.num_layers_of(config)
+    return common.decoder(config, layers, norm)

@@ -79,20 +79,16 @@ def deepseek_v2_experts(config: Fields) -> Experts:
 
 
 def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
-    inner, shared = (
-        config.integer("moe_intermediate_size"),
-        config.count("n_shared_experts", shared),
-    )
-    activation = common.activation(config)
+    inner, activation = config.integer("moe_intermediate_size"), common.activation(config)
+    shared = config.count("n_shared_experts", shared)
+    net = DenseMlp(shared * inner, activation, module="mlp.shared_experts") if shared else None
     return Experts(
         count=config.integer("n_routed_experts"),
         intermediate_size=inner,
         gate=activation,
         routing=routing,
         exact_router=True,
-        shared=DenseMlp(shared * inner, activation, module="mlp.shared_experts")
-        if shared
-        else None,
+        shared=net,
     )
 
 
@@ -130,5 +126,5 @@ def nets(config: Fields, sparse: Experts) -> Sequence[DenseMlp | Experts]:
     plain = config.counts("mlp_only_layers")
     return [
         sparse if layer not in plain and (layer + 1) % every == 0 else dense
-        for layer in range(config.integer("num_hidden_layers"))
+        for layer in range(common.num_layers_of(config))
     ]

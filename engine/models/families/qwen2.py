@@ -6,6 +6,7 @@ rotation. engine/models/vision/ computes image embeddings.
 
 from dataclasses import replace
 
+from engine.models.blocks.attention import Attention
 from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
@@ -13,67 +14,55 @@ from engine.models.fields import Fields
 from engine.models.rope import in_sections
 
 
-def qwen2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    mixer = common.attention(config, common.even_head_dim(config), qkv_bias=True)
-    ffn, norm = common.dense(config), common.norm(config)
+def qwen2(config: Fields) -> DecoderSpec:
+    mixer, ffn, norm = _attention(config), common.dense(config), common.norm(config)
     layers = [LayerSpec(replace(mixer, window=window), ffn, norm) for window in windows(config)]
-    return common.decoder(config, eos_token_ids, layers, norm)
+    return common.decoder(config, layers, norm)
 
 
 def windows(config: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, for all generations of Qwen."""
-    num_layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window", False) or config.is_null("sliding_window"):
-        return (None,) * num_layers
-    window = config.integer("sliding_window", 4096)
-    if "layer_types" not in config:
-        first = config.count("max_window_layers", 28)
-        return tuple(None if layer < first else window for layer in range(num_layers))
-    return common.typed_windows(config, window)
+        return (None,) * common.num_layers_of(config)
+    first = config.count("max_window_layers", 28)
+    return common.windows(config, 4096, lambda layer: layer >= first)
 
 
-def qwen2_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def qwen2_moe(config: Fields) -> DecoderSpec:
     norm = common.norm(config)
-    mixer = common.attention(
-        config, common.even_head_dim(config), qkv_bias=config.flag("qkv_bias", True)
-    )
+    mixer = replace(_attention(config), qkv_bias=config.flag("qkv_bias", True))
     nets = moe.nets(config, moe.experts(config, shared=moe.shared_expert(config)))
     layers = [
         LayerSpec(replace(mixer, window=window), ffn, norm)
         for window, ffn in zip(_moe_windows(config), nets, strict=True)
     ]
-    return common.decoder(config, eos_token_ids, layers, norm)
+    return common.decoder(config, layers, norm)
 
 
 def _moe_windows(config: Fields) -> tuple[int | None, ...]:
     """Return each layer's window. Unlike in Qwen2, every other one of the first layers has one."""
-    num_layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window", False):
-        return (None,) * num_layers
-    window = config.integer("sliding_window", 4096)
-    if "layer_types" in config:
-        return common.typed_windows(config, window)
+        return (None,) * common.num_layers_of(config)
     first = config.count("max_window_layers", 28)
-    return tuple(
-        window if layer % 2 == 0 and layer < first else None for layer in range(num_layers)
-    )
+    return common.windows(config, 4096, lambda layer: layer % 2 == 0 and layer < first)
 
 
 _SECTIONS = (16, 24, 24)
 
 
-def qwen2_5_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def qwen2_5_vl(config: Fields) -> DecoderSpec:
     """Return the decoder. Configurations of transformers 4 have the fields of the text model at the
     top level."""
     text = common.text_config(config) if "text_config" in config else config
-    norm = common.norm(text, eps=1e-5)
-    mixer = common.attention(text, common.even_head_dim(text), qkv_bias=True, rope_theta=1e6)
+    norm, mixer = common.norm(text, eps=1e-5), _attention(text, rope_theta=1e6)
     mixer = replace(mixer, rope=in_sections(text, mixer.rope, _SECTIONS))
-    layers = [
-        LayerSpec(replace(mixer, window=window), common.dense(text), norm)
-        for window in windows(text)
-    ]
-    spec = common.decoder(text, eos_token_ids or text.token_ids("eos_token_id"), layers, norm)
+    ffn = common.dense(text)
+    layers = [LayerSpec(replace(mixer, window=window), ffn, norm) for window in windows(text)]
+    spec = common.quantised_as(config, common.decoder(text, layers, norm))
     tied = config.flag("tie_word_embeddings", spec.tied_embeddings)
-    spec = common.quantised_as(config, spec)
     return replace(spec, tied_embeddings=tied, unused=("visual.",))
+
+
+def _attention(config: Fields, rope_theta: float = 1e4) -> Attention:
+    mixer = common.attention(config, common.even_head_dim(config), rope_theta=rope_theta)
+    return replace(mixer, qkv_bias=True)

@@ -65,8 +65,7 @@ def _attention(config: Fields) -> Attention:
     mixer = common.attention(
         config,
         config.integer("head_dim", 256),
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=bias,
         qk_norm=_norm(config),
         rotated=0.25,
     )
@@ -100,17 +99,13 @@ def _delta_net(config: Fields, projection: Projection) -> DeltaNet:
 
 
 def _kinds(config: Fields) -> Sequence[str]:
-    num_layers = config.integer("num_hidden_layers")
-    if "layer_types" not in config:
-        every = config.integer("full_attention_interval", 4)
-        return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
-    kinds = config.texts("layer_types")
-    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
-        raise config.wrong("layer_types", f"{num_layers} of {', '.join(_KINDS)}")
-    return kinds
+    if "layer_types" in config:
+        return common.layer_types(config, _KINDS)
+    every, layers = config.integer("full_attention_interval", 4), common.num_layers_of(config)
+    return [_KINDS[(layer + 1) % every == 0] for layer in range(layers)]
 
 
-def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def qwen3_next(config: Fields) -> DecoderSpec:
     norm, attention = _norm(config), _attention(config)
     experts = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     nets = moe.nets(config, experts)
@@ -118,30 +113,30 @@ def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         LayerSpec(mixer, ffn, norm)
         for mixer, ffn in zip(_mixers(config, attention, ByKeyHead()), nets, strict=True)
     ]
-    decoder = common.decoder(config, eos_token_ids, layers, norm)
+    decoder = common.decoder(config, layers, norm)
     return _with_drafts(decoder, config, attention, experts)
 
 
-def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    return _qwen3_5(config, eos_token_ids, common.dense(config))
+def qwen3_5(config: Fields) -> DecoderSpec:
+    return _qwen3_5(config, common.dense(config))
 
 
-def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def qwen3_5_moe(config: Fields) -> DecoderSpec:
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     # The authors store stacked experts. Quantised checkpoints of third parties store single ones.
-    return _qwen3_5(config, eos_token_ids, replace(ffn, storage=StackedTensor()))
+    return _qwen3_5(config, replace(ffn, storage=StackedTensor()))
 
 
-def _qwen3_5(config: Fields, eos_token_ids: tuple[int, ...], ffn: FfnSpec) -> DecoderSpec:
+def _qwen3_5(config: Fields, ffn: FfnSpec) -> DecoderSpec:
     norm, attention = _norm(config), _axial_attention(config)
     layers = [LayerSpec(each, ffn, norm) for each in _mixers(config, attention, ByKind())]
-    decoder = common.decoder(config, eos_token_ids, layers, norm)
+    decoder = common.decoder(config, layers, norm)
     return _with_drafts(decoder, config, attention, ffn)
 
 
-def qwen3_5_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    return common.beside_encoder(config, eos_token_ids, qwen3_5)
+def qwen3_5_with_images(config: Fields) -> DecoderSpec:
+    return common.beside_encoder(config, qwen3_5)
 
 
-def qwen3_5_moe_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    return common.beside_encoder(config, eos_token_ids, qwen3_5_moe)
+def qwen3_5_moe_with_images(config: Fields) -> DecoderSpec:
+    return common.beside_encoder(config, qwen3_5_moe)

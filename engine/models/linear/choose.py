@@ -4,7 +4,7 @@ The form may combine two: one for matrices that stay as stored, and one for the 
 """
 
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -14,32 +14,14 @@ from common.errors import ConfigError
 from engine.models.linear import onednn
 from engine.models.linear.code_panels import CodePanelForm
 from engine.models.linear.dense import DenseForm
-from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.int8 import Int8Form, RoundingForm
 from engine.models.linear.matrix import INT8, Matrix
 from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
-from engine.models.linear.protocol import Form, Linear, StoredExperts
+from engine.models.linear.protocol import Form, Linear
 from engine.models.linear.weight_only import WeightOnlyForm
 from kernels import device as devices
-from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat, widens
-
-
-class QuantisedForm(Protocol):
-    """A form for matrices of some quantised formats."""
-
-    def keeps(self, stored: QuantFormat, inputs: int) -> bool:
-        """Return whether matrices of a format with `inputs` inputs stay as they are stored."""
-        ...
-
-    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
-        """Convert a matrix that this form keeps, see `Form`."""
-        ...
-
-    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        """Return the bytes of such a matrix, see `Form`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +29,7 @@ class AsStoredForm(Form):
     """A form that uses quantised matrices as they are stored, if `quantised` keeps them, and holds
     all other matrices in `rest`. CPU only."""
 
-    quantised: QuantisedForm
+    quantised: Form
     rest: Form
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
@@ -56,16 +38,13 @@ class AsStoredForm(Form):
     def tied(self, embedding: Tensor) -> Linear:
         return self.rest.tied(embedding)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
-
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return self._form(stored, columns).num_bytes(rows, columns, stored)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return self.rest.tied_bytes(rows, columns)
 
-    def _form(self, stored: QuantFormat | None, inputs: int) -> QuantisedForm | Form:
+    def _form(self, stored: QuantFormat | None, inputs: int) -> Form:
         kept = stored is not None and self.quantised.keeps(stored, inputs)
         return self.quantised if kept else self.rest
 
@@ -88,8 +67,7 @@ def form_of(
         ConfigError: no form on this machine supports the requested quantisation.
     """
     if quantize == "int8":
-        int8 = _int8(device)
-        return int8 if int8 is not None else _refused(device)
+        return _int8(device) or _refused(device)
     kept = None if stored is None else _stored_form(device, dtype, stored)
     return _float_form(device, dtype) if kept is None else kept
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.linear.matrix import Matrix
+from engine.models.linear.protocol import Form
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import CODES, PANEL, Operators
 from kernels.quantised import QuantFormat
@@ -58,7 +59,7 @@ class CodePanels:
 
 
 @dataclass(frozen=True, slots=True)
-class CodePanelForm:
+class CodePanelForm(Form):
     """A form for 4-bit matrices whose groups consist of whole words. A rank's part may have other
     groups."""
 
@@ -70,11 +71,15 @@ class CodePanelForm:
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> CodePanels:
         outputs, inputs = matrix.numbers.shape
         assert matrix.format is not None
-        zeros = _by_panel(matrix.zeros) if matrix.format.kind == "int4" else None
-        codes, scales = self.operators.pack_codes(matrix.numbers), _by_panel(matrix.scales)
-        shape = (outputs, inputs)
         return CodePanels(
-            self.operators, matrix.format, shape, codes, scales, zeros, matrix.order, bias
+            operators=self.operators,
+            format=matrix.format,
+            shape=(outputs, inputs),
+            codes=self.operators.pack_codes(matrix.numbers),
+            scales=_by_panel(matrix.scales),
+            zeros=_by_panel(matrix.zeros) if matrix.format.kind == "int4" else None,
+            order=matrix.order,
+            bias=bias,
         )
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The feed-forward nets of experts: all in two stacked tensors, or one pair of matrices each."""
+"""The feed-forward nets of experts in two stacked tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Form, Linear, StoredExperts
-from kernels.experts.grouped_mlp import ExpertMatrices, Gate, by_expert, gated, grouped_mlp
+from engine.models.linear.protocol import StoredExperts
+from kernels.experts.grouped_mlp import ExpertMatrices, Gate, grouped_mlp
 from kernels.quantised import QuantFormat
 
 
@@ -38,35 +38,6 @@ class StackedLinear:
     @property
     def _tensors(self) -> tuple[Tensor | None, ...]:
         return (*self.gate_up.tensors, *self.down.tensors)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SeparateLinear:
-    """One pair of matrices per expert. For CPUs only, because the host reads which experts are
-    used.
-
-    Attributes:
-        nets: gate_up and down of each expert, in any form.
-        bias_bytes: memory of their biases.
-    """
-
-    gate: Gate
-    nets: tuple[tuple[Linear, Linear], ...]
-    bias_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.bias_bytes + sum(gate_up.nbytes + down.nbytes for gate_up, down in self.nets)
-
-    def slot(self, number: int) -> tuple[Linear, Linear]:
-        return self.nets[number]
-
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        def net(expert: int, rows: Tensor) -> Tensor:
-            gate_up, down = self.nets[expert]
-            return down.apply(gated(gate_up.apply(rows), self.gate))
-
-        return by_expert(x, weights, ids, net, len(self.nets))
 
 
 def stack(
@@ -119,13 +90,3 @@ def _empty(one: ExpertMatrices, count: int, device: torch.device) -> ExpertMatri
         None if bias is None else like(bias),
         None if quantisation is None else quantisation.with_tensors(like),
     )
-
-
-def each(form: Form, stored: StoredExperts, gate: Gate) -> SeparateLinear:
-    nets, bias_bytes = [], 0
-    for one in stored:
-        gate_up = form.hold(one.gate_up, one.gate_up_bias)
-        nets.append((gate_up, form.hold(one.down, one.down_bias)))
-        for bias in (one.gate_up_bias, one.down_bias):
-            bias_bytes += 0 if bias is None else bias.nbytes
-    return SeparateLinear(gate, tuple(nets), bias_bytes)

@@ -5,16 +5,13 @@ int8 products.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.models.linear import onednn
-from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import INT8, Matrix
-from engine.models.linear.protocol import Form, StoredExperts
-from kernels.experts.grouped_mlp import Gate
+from engine.models.linear.protocol import Form
 from kernels.quantised import QuantFormat
 
 _LARGEST = 127.0
@@ -54,17 +51,16 @@ class Int8Channel:
         return y.to(x.dtype)
 
 
-class RoundingForm(Form, Protocol):
+class RoundingForm(Form):
     """A form that rounds stored numbers to 255 values per channel."""
+
+    __slots__ = ()
 
     def keeps(self, stored: QuantFormat, inputs: int) -> bool:
         return stored == INT8
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return rounded(matrix)
-
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * (columns + 2 * torch.float32.itemsize)

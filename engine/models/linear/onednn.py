@@ -11,10 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Form, StoredExperts
-from kernels.experts.grouped_mlp import Gate
+from engine.models.linear.protocol import Form
 from kernels.quantised import QuantFormat
 
 _BFLOAT16 = torch.ops.mkldnn
@@ -95,9 +93,6 @@ class PackedForm(Form):
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(pack(matrix.floats().to(self.dtype)), bias)
-
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * columns * self.dtype.itemsize

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.models.linear.dense import DenseLinear
-from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.int8 import ZERO, RoundingForm, rounded, row_sums
 from engine.models.linear.matrix import Matrix
-from engine.models.linear.protocol import Form, Linear, StoredExperts
+from engine.models.linear.protocol import Form, Linear
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import WORD_BYTES, Operators
-from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
 
 
@@ -62,18 +60,14 @@ class PanelForm(Form):
     operators: Operators
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Panels:
-        stored = matrix.floats()
-        packed = self.operators.pack_panels(stored.to(self.dtype))
+        stored = matrix.floats().to(self.dtype)
         outputs, inputs = stored.shape
-        return Panels(self.operators, packed, (outputs, inputs), bias)
+        return Panels(self.operators, self.operators.pack_panels(stored), (outputs, inputs), bias)
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
         uses the embedding itself."""
         return DenseLinear(embedding) if self._shares else self.hold(Matrix(embedding))
-
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
-        return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * columns * self.dtype.itemsize
@@ -123,8 +117,12 @@ class Int8PanelForm(RoundingForm):
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Panels:
         own = rounded(matrix)
-        packed = self.operators.pack_panels(own.numbers)
-        zeros = row_sums(own.numbers) * ZERO
         outputs, inputs = own.numbers.shape
-        scales = own.scales.flatten()
-        return Int8Panels(self.operators, packed, (outputs, inputs), scales, zeros, bias)
+        return Int8Panels(
+            operators=self.operators,
+            weight=self.operators.pack_panels(own.numbers),
+            shape=(outputs, inputs),
+            scales=own.scales.flatten(),
+            zeros=row_sums(own.numbers) * ZERO,
+            bias=bias,
+        )

@@ -3,13 +3,15 @@
 `choose` selects among the forms.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from engine.models.linear.matrix import Matrix, StoredExpert
-from kernels.experts.grouped_mlp import Gate
+from kernels.experts.grouped_mlp import Gate, by_expert, gated
 from kernels.quantised import QuantFormat
 
 # In the order of experts. Biases are on the model's device, in the model's dtype.
@@ -64,9 +66,41 @@ class SlottedExperts(ExpertNet, Protocol):
         ...
 
 
-class Form(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class SeparateLinear:
+    """One pair of matrices per expert. For CPUs only, because the host reads which experts are
+    used.
+
+    Attributes:
+        nets: gate_up and down of each expert, in any form.
+        bias_bytes: memory of their biases.
+    """
+
+    gate: Gate
+    nets: tuple[tuple[Linear, Linear], ...]
+    bias_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.bias_bytes + sum(gate_up.nbytes + down.nbytes for gate_up, down in self.nets)
+
+    def slot(self, number: int) -> tuple[Linear, Linear]:
+        return self.nets[number]
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        def net(expert: int, rows: Tensor) -> Tensor:
+            gate_up, down = self.nets[expert]
+            return down.apply(gated(gate_up.apply(rows), self.gate))
+
+        return by_expert(x, weights, ids, net, len(self.nets))
+
+
+class Form(ABC):
     """A format of matrices in memory. All matrices of a model have the same form."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
         """Convert a stored matrix. It stays quantised if this form supports its format.
 
@@ -74,7 +108,15 @@ class Form(Protocol):
             matrix: may be mapped from the checkpoint file. It is read now and never again.
             bias: [out], on the model's device in the model's dtype. The Linear takes ownership.
         """
-        ...
+
+    @abstractmethod
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        """Return the bytes (nbytes) of the Linear that `hold` creates for a matrix [rows, columns]
+        in the format `stored`."""
+
+    def keeps(self, stored: QuantFormat, inputs: int) -> bool:
+        """Return whether matrices of a format with `inputs` inputs stay as they are stored."""
+        return False
 
     def rounded(self, matrix: Matrix) -> Matrix:
         """Return a matrix with numbers rounded as this form needs them. A rank rounds whole rows
@@ -86,15 +128,16 @@ class Form(Protocol):
         in use, and is shared if this form supports that."""
         return self.hold(Matrix(embedding))
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
-        """Convert `count` experts. Their matrices are read now and never again."""
-        ...
-
-    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        """Return the bytes (nbytes) of the Linear that `hold` creates for a matrix [rows, columns]
-        in the format `stored`."""
-        ...
-
     def tied_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that `tied` allocates in addition to the embedding."""
         return self.num_bytes(rows, columns)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
+        """Convert `count` experts, each by itself. Their matrices are read now and never again."""
+        nets, bias_bytes = [], 0
+        for one in stored:
+            gate_up = self.hold(one.gate_up, one.gate_up_bias)
+            nets.append((gate_up, self.hold(one.down, one.down_bias)))
+            for bias in (one.gate_up_bias, one.down_bias):
+                bias_bytes += 0 if bias is None else bias.nbytes
+        return SeparateLinear(gate, tuple(nets), bias_bytes)

@@ -11,7 +11,7 @@ import torch
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import INT8, Matrix
-from engine.models.quantized.fp8 import Fp8
+from engine.models.quantized.fp8 import Fp8, block_of
 from engine.models.quantized.packed import BITS, as_stored, group_size, unpacked
 from engine.models.quantized.protocol import Scheme
 from kernels.quantised import QuantFormat
@@ -20,16 +20,13 @@ _ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_s
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Stored:
+class Int8Stored(Scheme):
     """int8 with a scale per row, symmetric around zero."""
 
     name: str = "int8 by channel"
     format: QuantFormat = INT8
     ignored: frozenset[str] = _ACTIVATIONS
     numbers: str = ".weight"
-
-    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
-        return checkpoint.matrix_shape(f"{module}.weight")
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
@@ -46,7 +43,7 @@ class Int8Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensor:
+class CompressedTensor(Scheme):
     """Integers packed along the inputs, in groups of inputs.
 
     They are centred on half of their range, or on a zero point.
@@ -116,7 +113,7 @@ class CompressedTensor:
 
 def compressed_tensors(config: Fields) -> Scheme:
     for name in ("sparsity_config", "transform_config"):
-        if name in config and not config.nested(name).is_empty:
+        if name in config and config.nested(name).size:
             raise config.wrong(name, "absent")
     groups = config.nested("config_groups").objects()
     if len(groups) != 1:
@@ -148,10 +145,7 @@ def compressed_tensors(config: Fields) -> Scheme:
 
 def _float(weights: Fields, strategy: str) -> Fp8:
     if strategy == "block":
-        sizes = weights.counts("block_structure")
-        if len(sizes) != 2 or 0 in sizes:
-            raise weights.wrong("block_structure", "two positive integers")
-        return Fp8((sizes[0], sizes[1]))
+        return Fp8(block_of(weights, "block_structure"))
     if strategy not in ("channel", "tensor"):
         raise weights.wrong("strategy", "channel, tensor or block")
     return Fp8(None)

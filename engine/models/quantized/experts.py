@@ -7,7 +7,7 @@ from typing import Protocol
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix, MatrixPart, StoredExpert, common_format, joined
 from engine.models.quantized.mxfp4 import MXFP4, are_mxfp4, read_mxfp4, wanted_mxfp4
-from engine.models.quantized.protocol import PLAIN, Scheme, storing
+from engine.models.quantized.protocol import Scheme, storing
 from engine.ranks import ExpertPart
 from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
@@ -157,20 +157,14 @@ class InterleavedExperts:
     biased: bool = True
 
     def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
-        count, hidden, inner = shape.count, shape.hidden, shape.inner
-        tensors = {
-            f"{place.prefix}gate_up_proj_bias": TensorRequest((count, 2 * inner)),
-            f"{place.prefix}down_proj_bias": TensorRequest((count, hidden)),
-        }
-        for name, rows, columns in (
-            ("gate_up_proj", 2 * inner, hidden),
-            ("down_proj", hidden, inner),
-        ):
+        tensors: dict[str, TensorRequest] = {}
+        for name, (rows, columns) in _sides(shape).items():
             module = place.prefix + name
+            tensors[f"{module}_bias"] = TensorRequest((shape.count, rows))
             if are_mxfp4(module, place.checkpoint):
-                tensors |= wanted_mxfp4(module, count, rows, columns)
+                tensors |= wanted_mxfp4(module, shape.count, rows, columns)
             else:
-                tensors[module] = TensorRequest((count, columns, rows))
+                tensors[module] = TensorRequest((shape.count, columns, rows))
         return tensors
 
     def format(self, place: ExpertLocation) -> QuantFormat | None:
@@ -184,23 +178,19 @@ class InterleavedExperts:
                 return read_mxfp4(module, number, place.checkpoint)
             return Matrix(place.checkpoint.read(module)[number].t())
 
-        both = matrix("gate_up_proj")
-        bias = place.checkpoint.read(f"{place.prefix}gate_up_proj_bias")[number]
-        return StoredExpert(
-            joined(
-                [
-                    both.with_rows(lambda tensor: tensor[::2]),
-                    both.with_rows(lambda tensor: tensor[1::2]),
-                ]
-            ),
-            matrix("down_proj"),
-            bias.view(-1, 2).t().flatten(),
-            place.checkpoint.read(f"{place.prefix}down_proj_bias")[number],
+        gate_up_bias, down_bias = (
+            place.checkpoint.read(f"{place.prefix}{name}_bias")[number]
+            for name in (_GATE_UP, _DOWN)
         )
+        both = matrix(_GATE_UP)
+        gate = both.with_rows(lambda tensor: tensor[::2])
+        up = both.with_rows(lambda tensor: tensor[1::2])
+        gate_up_bias = gate_up_bias.view(-1, 2).t().flatten()
+        return StoredExpert(joined([gate, up]), matrix(_DOWN), gate_up_bias, down_bias)
 
 
 def _scheme(module: str, place: ExpertLocation) -> Scheme:
-    return storing(place.scheme, PLAIN, place.prefix + module, place.checkpoint)
+    return storing(place.scheme, place.prefix + module, place.checkpoint)
 
 
 def _matrix(module: str, rows: int, columns: int, place: ExpertLocation) -> Matrix:

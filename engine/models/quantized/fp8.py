@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
+from engine.models.quantized.protocol import Scheme
 from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(Scheme):
     """8-bit floats with scales.
 
     Attributes:
@@ -34,13 +35,6 @@ class Fp8:
     @property
     def ignored(self) -> frozenset[str]:
         return frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
-
-    @property
-    def numbers(self) -> str:
-        return ".weight"
-
-    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
-        return checkpoint.matrix_shape(f"{module}.weight")
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
@@ -70,17 +64,18 @@ class Fp8:
 
 
 def fp8(config: Fields) -> Fp8:
-    block = config.counts("weight_block_size")
-    if not block:
-        return Fp8(None)
-    return Fp8(_block(config, block))
+    return Fp8(
+        block_of(config, "weight_block_size") if config.counts("weight_block_size") else None
+    )
 
 
 def fbgemm_fp8(config: Fields) -> Fp8:
     return Fp8(None)
 
 
-def _block(config: Fields, sizes: tuple[int, ...]) -> tuple[int, int]:
+def block_of(config: Fields, name: str) -> tuple[int, int]:
+    """Return a field with rows and columns per scale."""
+    sizes = config.counts(name)
     if len(sizes) != 2 or 0 in sizes:
-        raise config.wrong("weight_block_size", "two positive integers")
+        raise config.wrong(name, "two positive integers")
     return sizes[0], sizes[1]

@@ -1,8 +1,8 @@
-"""The protocol of a storage scheme of matrices, and the scheme without quantisation."""
+"""The base of storage schemes of matrices, and the scheme without quantisation."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix
@@ -10,35 +10,38 @@ from engine.models.spec import NOT_QUANTISED
 from kernels.quantised import QuantFormat
 
 
-class Scheme(Protocol):
+class Scheme(ABC):
     """A storage scheme. Immutable and made of numbers, because it is part of the fingerprint."""
 
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        ...
+    __slots__ = ()
 
     @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name for messages."""
+
+    @property
+    @abstractmethod
     def format(self) -> QuantFormat | None:
         """The format in which products use the stored matrices directly. None: `matrix` returns
         floats."""
-        ...
 
     @property
     def ignored(self) -> frozenset[str]:
         """Suffixes of tensor names that may exist and are not used."""
-        ...
+        return frozenset()
 
     @property
     def numbers(self) -> str:
         """Suffix of the name of the tensor with a matrix's numbers."""
-        ...
+        return ".weight"
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         """Return rows and columns of a module's matrix, based on its tensor of numbers, which must
         exist."""
-        ...
+        return checkpoint.matrix_shape(module + self.numbers)
 
+    @abstractmethod
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, TensorRequest]:
@@ -47,31 +50,18 @@ class Scheme(Protocol):
         Raises:
             ConfigError: this scheme does not store such a matrix.
         """
-        ...
 
+    @abstractmethod
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
         """Read the matrix. The tensors that `wanted` returns must exist."""
-        ...
-
-
-def storing(scheme: Scheme, plain: Scheme, module: str, checkpoint: Checkpoint) -> Scheme:
-    """Return `plain` for modules that are not quantised, otherwise `scheme`.
-
-    The stored tensors decide. The list of such modules in a configuration would be patterns in many
-    formats.
-    """
-    return plain if checkpoint.has_floats(f"{module}.weight") else scheme
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Scheme):
     name: str = NOT_QUANTISED
     format: QuantFormat | None = None
     ignored: frozenset[str] = frozenset()
     numbers: str = ".weight"
-
-    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
-        return checkpoint.matrix_shape(f"{module}.weight")
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
@@ -83,3 +73,12 @@ class Plain:
 
 
 PLAIN = Plain()
+
+
+def storing(scheme: Scheme, module: str, checkpoint: Checkpoint) -> Scheme:
+    """Return PLAIN for modules that are not quantised, otherwise `scheme`.
+
+    The stored tensors decide. The list of such modules in a configuration would be patterns in many
+    formats.
+    """
+    return PLAIN if checkpoint.has_floats(f"{module}.weight") else scheme

@@ -18,13 +18,23 @@ from common.errors import ConfigError
 from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint
 from engine.models.fields import Fields, eos_token_ids
+from engine.models.linear import form_of
+from engine.models.linear.dense import DenseForm
 from engine.models.quantized import scheme_of
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
-from engine.models.transformers_backend import loading
-from engine.models.transformers_backend.held import drain_modules, refill_modules, tensors_of
+from engine.models.transformers_backend.attention import CurrentStep, PagedLayer, attach
+from engine.models.transformers_backend.held import drain_modules, hold, refill_modules, tensors_of
+from engine.models.transformers_backend.loading import read_model
 from engine.models.transformers_backend.model import TransformersModel
-from engine.models.transformers_backend.skeleton import MetaModel, config_of, part_of, skeleton
+from engine.models.transformers_backend.parts import connect
+from engine.models.transformers_backend.skeleton import (
+    MetaModel,
+    config_of,
+    part_of,
+    products,
+    skeleton,
+)
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 
@@ -62,15 +72,34 @@ class TransformersCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        return loading.weight_bytes(self._part(share), device, dtype, quantize)
+        part, form = self._part(share), form_of(device, dtype, quantize)
+        model, tied = part.model, part.plan.tied
+        # Tied weights are counted once.
+        named = model.named_parameters(remove_duplicate=False)
+        counted = {id(x): x for name, x in named if name != tied}
+        num_bytes: int = sum(x.numel() for x in counted.values()) * dtype.itemsize
+        num_bytes += sum(x.nbytes for x in model.buffers())
+        for name, _, outputs, inputs in products(model):
+            if f"{name}.weight" == tied:
+                num_bytes += form.tied_bytes(outputs, inputs)
+            else:
+                num_bytes += form.num_bytes(outputs, inputs) - outputs * inputs * dtype.itemsize
+        return num_bytes
 
     def load(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> TransformersModel:
-        part = self._part(share)
-        return loading.load(
-            self._directory, self._scheme, part, self.spec, device, dtype, quantize, share
-        )
+        part, form = self._part(share), form_of(device, dtype, quantize)
+        model = read_model(self._directory, self._scheme, part, share, device, dtype)
+        step = CurrentStep()
+        for layer in part.attending:
+            paged = PagedLayer(step, part.place(layer), layer.stores, layer.window)
+            attach(model.get_submodule(layer.module), paged)
+        if not isinstance(form, DenseForm):  # the class already has dense matrices
+            hold(model, form)
+        if share.group is not None:
+            connect(model, part.plan, share.group)
+        return TransformersModel(self.spec, model, step, device, part.first_position)
 
     def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
         if not isinstance(model, TransformersModel):
@@ -100,21 +129,16 @@ class TransformersCheckpoint:
 
     def _part(self, share: Share) -> MetaModel:
         """Return the class as a rank has it. Raise ConfigError as `part_of` does."""
-        if share.stage is not None:
-            raise ConfigError(
-                f"engine.parallel.pp: {self._skeleton.name} runs on the Transformers library, "
-                "which does not support stages"
-            )
-        if share.whole_experts:
-            raise ConfigError(
-                f"engine.parallel.experts: {self._skeleton.name} runs on the Transformers library, "
-                "which does not support whole experts on each rank"
-            )
-        if share.exchange is not None:
-            raise ConfigError(
-                f"engine.parallel.dp: {self._skeleton.name} runs on the Transformers library, "
-                "which does not support data-parallel groups"
-            )
+        for setting, reason, used in (
+            ("pp", "stages", share.stage is not None),
+            ("experts", "whole experts on each rank", share.whole_experts),
+            ("dp", "data-parallel groups", share.exchange is not None),
+        ):
+            if used:
+                raise ConfigError(
+                    f"engine.parallel.{setting}: {self._skeleton.name} runs on the Transformers "
+                    f"library, which does not support {reason}"
+                )
         if share.size == 1:
             return self._skeleton
         return part_of(self._skeleton, config_of(self._directory), share)
@@ -134,8 +158,7 @@ def _spec(skeleton: MetaModel, stored: Fields, directory: Path, scheme: Scheme) 
         hidden_size=config.hidden_size,
         dtype=config.dtype or torch.float32,
         context_length=skeleton.context_length,
-        eos_token_ids=eos_token_ids(directory, stored)
-        or stored.nested("text_config").token_ids("eos_token_id"),
+        eos_token_ids=eos_token_ids(directory, stored),
         layers=skeleton.keeps,
         products_per_token=skeleton.products_per_token,
         stored=scheme.name,

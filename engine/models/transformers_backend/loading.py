@@ -17,19 +17,15 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.checkpoint import Checkpoint, TensorRequest
-from engine.models.linear import form_of
-from engine.models.linear.dense import DenseForm
 from engine.models.quantized.protocol import Scheme
-from engine.models.spec import ModelSpec
-from engine.models.transformers_backend.attention import NAME, CurrentStep, PagedLayer, attach
-from engine.models.transformers_backend.held import hold
-from engine.models.transformers_backend.model import TransformersModel
-from engine.models.transformers_backend.parts import connect, cut_tied, cutting, loaded
+from engine.models.transformers_backend.attention import NAME
+from engine.models.transformers_backend.parts import cut_tied, cutting, loaded
 from engine.models.transformers_backend.skeleton import MetaModel, config_of
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,67 +66,30 @@ def _matrix(scheme: Scheme, module: str, rows: int, columns: int, checkpoint: Ch
     return scheme.matrix(module, rows, columns, checkpoint).floats()
 
 
-log = logging.getLogger(__name__)
-
-
-def weight_bytes(
-    skeleton: MetaModel, device: torch.device, dtype: torch.dtype, quantize: Quantize
-) -> int:
-    """Return the bytes that `load` allocates.
-
-    Raises:
-        ConfigError: see `form_of`.
-    """
-    model, form = skeleton.model, form_of(device, dtype, quantize)
-    tied = skeleton.plan.tied
-    # Tied weights are counted once.
-    named = model.named_parameters(remove_duplicate=False)
-    counted = {id(x): x for name, x in named if name != tied}
-    taken: int = sum(x.numel() for x in counted.values()) * dtype.itemsize
-    taken += sum(x.nbytes for x in model.buffers())
-    for name, _, outputs, inputs in skeleton.products():
-        if f"{name}.weight" == tied:
-            taken += form.tied_bytes(outputs, inputs)
-        else:
-            taken += form.num_bytes(outputs, inputs) - outputs * inputs * dtype.itemsize
-    return taken
-
-
-def load(
+def read_model(
     directory: Path,
     scheme: Scheme,
     skeleton: MetaModel,
-    spec: ModelSpec,
+    share: Share,
     device: torch.device,
     dtype: torch.dtype,
-    quantize: Quantize,
-    share: Share = WHOLE,
-) -> TransformersModel:
-    """Load the model.
+) -> PreTrainedModel:
+    """Read a rank's part of a model. The ranks do not exchange anything yet.
 
     Args:
         skeleton: the class as the rank has it.
     Raises:
-        ConfigError: weights are missing or have unexpected shapes. Also see `form_of`.
+        ConfigError: weights are missing or have unexpected shapes.
     """
-    form, kind, plan = form_of(device, dtype, quantize), type(skeleton.model), skeleton.plan
+    kind, plan = type(skeleton.model), skeleton.plan
     if share.size == 1:
-        model = _from_files(directory, scheme, kind, device, dtype)
-    else:
-        # transformers then reads each tensor when it needs it, instead of all of them in advance.
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-        model = _from_files(directory, scheme, cutting(kind, plan, share), device, dtype)
-        loaded(model, plan)
-        cut_tied(model, plan, share)
-    step = CurrentStep()
-    for layer in skeleton.attending:
-        paged = PagedLayer(step, skeleton.place(layer), layer.stores, layer.window)
-        attach(model.get_submodule(layer.module), paged)
-    if not isinstance(form, DenseForm):  # the class already has dense matrices
-        hold(model, form)
-    if share.group is not None:
-        connect(model, plan, share.group)
-    return TransformersModel(spec, model, step, device, skeleton.first_position)
+        return _from_files(directory, scheme, kind, device, dtype)
+    # transformers then reads each tensor when it needs it, instead of all of them in advance.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    model = _from_files(directory, scheme, cutting(kind, plan, share), device, dtype)
+    loaded(model, plan)
+    cut_tied(model, plan, share)
+    return model
 
 
 def _from_files(

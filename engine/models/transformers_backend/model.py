@@ -1,7 +1,7 @@
 """A loaded model whose forward is that of its class in transformers, with Baton's paged
 attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,23 +12,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.models.blocks.experts import RoutedExperts
-from engine.models.blocks.layer import Layer
 from engine.models.blocks.protocol import AdaptedLinear, LateStates
-from engine.models.drafting import DeviceDrafter
-from engine.models.linear import Product
+from engine.models.model import Model
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep
 from engine.models.transformers_backend.row_by_row import RowByRow
 from engine.models.transformers_backend.skeleton import decoder_of
-from engine.models.vision.seeing import VisionTower
 
 
-class TransformersModel:
+class TransformersModel(Model):
     """A class in two parts: its decoder, and the head that computes logits from the decoder's
-    states.
-
-    KV is in the pool argument. The decoder's layers find the current step in `step`.
+    states. The decoder's layers find the current step in `step`.
     """
 
     def __init__(
@@ -44,15 +38,7 @@ class TransformersModel:
         Args:
             first_position: position of the first token, in the class's numbering.
         """
-        self.spec = spec
-        self.products: tuple[Product, ...] = ()
-        self.elsewhere: tuple[str, ...] = ()
-        self.seeing: VisionTower | None = None
-        self.drafter: DeviceDrafter | None = None
-        self.routed: RoutedExperts | None = None
-        self.layers: Sequence[Layer] = ()
-        self.device = device
-        self.dtype: torch.dtype = model.dtype
+        super().__init__(spec, device, model.dtype)
         self._step = step
         self._first_position = first_position
         self._decoder = decoder_of(model)
@@ -80,15 +66,8 @@ class TransformersModel:
         adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
-        """Compute a step and write K and V of its tokens into their pages.
-
-        Args:
-            future_tokens: int32 [num_slots], the last token sampled in every slot.
-            adapted: always None, because the model has no products for adapters.
-            late: unused, because the layers keep no recurrent states.
-        Returns:
-            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
-        """
+        """Compute a step. `adapted` is always None, because the model has no products for adapters.
+        `late` is unused, because the layers keep no recurrent states."""
         slots = (-1 - batch.token_ids).clamp_(min=0)
         known = torch.where(batch.token_ids < 0, future_tokens[slots], batch.token_ids)
         positions = batch.positions.long() + self._first_position
@@ -109,9 +88,6 @@ class TransformersModel:
         )
         logits: Tensor = output.logits
         return logits[0]
-
-    def labels(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError  # its spec has no labels
 
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]

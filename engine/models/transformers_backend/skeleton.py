@@ -80,7 +80,9 @@ class MetaModel:
         count."""
         head = self.model.get_output_embeddings()
         dense = sum(
-            rows * columns for _, module, rows, columns in self.products() if module is not head
+            rows * columns
+            for _, module, rows, columns in products(self.model)
+            if module is not head
         )
         stacks = sum(x.numel() for x in self.model.parameters() if x.ndim == 3)
         return dense + int(stacks * self._share_of_experts)
@@ -94,10 +96,6 @@ class MetaModel:
     @property
     def _storing(self) -> tuple[AttentionProbe, ...]:
         return tuple(layer for layer in self.attending if layer.stores)
-
-    def products(self) -> Iterator[tuple[str, nn.Module, int, int]]:
-        """Yield every product with a matrix: name, module, outputs, inputs."""
-        yield from products(self.model)
 
 
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:

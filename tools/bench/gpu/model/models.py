@@ -94,7 +94,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[D
 
     An input embedding counts only if it is also the head.
     """
-    spec, source = spec_of(name), RandomWeights(device, dtype, dtype)
+    spec, source = spec_of(name), RandomWeights(device=device, dtype=dtype, drawn=dtype)
     decoder = spec.build(source)
     embedding = (
         0

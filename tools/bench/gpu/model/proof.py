@@ -68,7 +68,8 @@ def forwards_by_kernels(setting: Setting, name: str) -> None:
 def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
     """Return a model with the same weights, stored in the dtype `held`."""
     torch.manual_seed(0)
-    return shallow(spec_of(name), LAYERS).build(RandomWeights(setting.device, setting.dtype, held))
+    source = RandomWeights(device=setting.device, dtype=held, drawn=setting.dtype)
+    return shallow(spec_of(name), LAYERS).build(source)
 
 
 def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
