@@ -6,15 +6,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import JSON_OBJECT, GuidedDecoding, Prepared
-from engine.grammar import compilers
+from engine.grammar import compilers, matching
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarTimeout, GrammarWorker, SubprocessVerifier
 from engine.grammar.guides import MAX_SLOW, MAX_WAITING, GrammarCache
+from engine.grammar.matching import MatchThreads
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 WAIT_S = 300.0
@@ -190,3 +193,38 @@ def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) ->
     guides = GrammarCache(model, VOCABULARY, EOS, Rewriting())
     assert guides.compiled(GuidedDecoding("json_schema", "no schema")).result(WAIT_S) is not None
     guides.close()
+
+
+class Stuck:
+    """A matcher that takes as long as the gate is shut."""
+
+    spending_s = 0.0
+
+    def __init__(self, gate: Event) -> None:
+        self.compiled = SimpleNamespace(slow=False)
+        self.busy = False
+        self._gate = gate
+
+    def drive(self) -> None:
+        assert self._gate.wait(WAIT_S)
+        self.busy = False
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_late_matcher_delays_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    monkeypatch.setattr(matching, "_STARVED_S", 0.01)
+    late, notified = Event(), Event()
+    ready = Event()
+    ready.set()
+    matches: list[Any] = [Stuck(gate) for gate in (ready, late, ready, ready, ready)]
+    threads = MatchThreads(notified.set, num_threads)
+    for _ in range(2):
+        threads.drive([each for each in matches if not each.busy])
+        assert [each.busy for each in matches] == [False, True, False, False, False]
+        assert [each.compiled.slow for each in matches] == [False, True, False, False, False]
+    assert not notified.is_set()
+    late.set()
+    assert notified.wait(WAIT_S) and not matches[1].busy
+    threads.close()
