@@ -123,7 +123,7 @@ class PairStreams:
     def __init__(self, sock: socket.socket, metrics: PairMetrics) -> None:
         self._socket = sock
         self._metrics = metrics
-        self._on_heartbeat = _ignored
+        self._on_heartbeat: Callable[[float, float], None] = _ignored
         self._connection: FrameConnection[PairOutput] = FrameConnection(
             PairOutput, self._take, self._end
         )
