@@ -6,7 +6,9 @@ about queues or pages.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -47,6 +49,19 @@ _REASONS: Mapping[type[ServingError], str] = {QueueFull: "late", AdapterNotLoade
 MAX_LOGPROB_BYTES = 4 << 20  # per message or request. gRPC and frames have higher limits
 
 
+@dataclass(slots=True, eq=False)
+class _StreamOutput:
+    """The results for one router stream that are not sent yet. See StepTokens."""
+
+    requests: bytearray = field(default_factory=bytearray)
+    tokens: bytearray = field(default_factory=bytearray)
+    ended: list[RequestEnded] = field(default_factory=list)
+    begun: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    predicted: list[tuple[int, PredictionUsage]] = field(default_factory=list)
+
+
 class TokenOutbox:
     """Collects the results of a step for each router stream. Engine thread only.
 
@@ -56,13 +71,7 @@ class TokenOutbox:
 
     def __init__(self, channel: FrontendChannel) -> None:
         self._channel = channel
-        # stream -> columns of new tokens in StepTokens: requests and tokens.
-        self._columns: dict[int, tuple[bytearray, bytearray]] = {}
-        self._ended: dict[int, list[RequestEnded]] = {}
-        self._begun: dict[int, list[tuple[int, int]]] = {}
-        self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
-        self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
-        self._predicted: dict[int, list[tuple[int, PredictionUsage]]] = {}
+        self._outputs: defaultdict[int, _StreamOutput] = defaultdict(_StreamOutput)
         self._listeners: dict[int, Callable[[StepTokens], None]] = {}
 
     def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
@@ -74,82 +83,76 @@ class TokenOutbox:
     ) -> None:
         """Add new tokens as columns, one entry per token."""
         for stream in set(streams.tolist()):
-            mine = streams == stream
-            self._add(stream, requests[mine].tobytes(), tokens[mine].tobytes())
+            mine, output = streams == stream, self._outputs[stream]
+            output.requests += requests[mine].tobytes()
+            output.tokens += tokens[mine].tobytes()
 
     def token(self, origin: tuple[int, int], token: int) -> None:
         stream, request = origin
-        self._add(stream, request.to_bytes(8, "little"), token.to_bytes(4, "little"))
+        output = self._outputs[stream]
+        output.requests += request.to_bytes(8, "little")
+        output.tokens += token.to_bytes(4, "little")
 
     def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
         """Add log-probabilities for tokens of this request that are added before `flush`."""
         stream, request = origin
-        self._logprobs.setdefault(stream, []).append((request, logprobs))
+        self._outputs[stream].logprobs.append((request, logprobs))
 
     def prompt_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
         """Add the log-probabilities of a prompt, together with the first token."""
         stream, request = origin
-        self._prompts.setdefault(stream, []).append((request, logprobs))
+        self._outputs[stream].prompt_logprobs.append((request, logprobs))
 
     def predicted(self, origin: tuple[int, int], predicted: PredictionUsage) -> None:
         """Add how many predicted tokens of a request were accepted and rejected."""
         stream, request = origin
-        self._predicted.setdefault(stream, []).append((request, predicted))
+        self._outputs[stream].predicted.append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
         """Report a prompt's cached tokens, when its prefill starts and with its first token."""
         stream, request = origin
-        self._begun.setdefault(stream, []).append((request, cached_tokens))
+        self._outputs[stream].begun.append((request, cached_tokens))
 
     def end(self, stream: int, ended: RequestEnded) -> None:
-        self._ended.setdefault(stream, []).append(ended)
+        self._outputs[stream].ended.append(ended)
 
     def flush(self) -> None:
-        columns, self._columns = self._columns, {}
-        for stream, (requests, tokens) in columns.items():
-            self._post(stream, bytes(requests), bytes(tokens))
-        if self._ended or self._begun:
-            for stream in {*self._ended, *self._begun}:
-                self._post(stream, b"", b"")
+        for stream, output in tuple(self._outputs.items()):
+            if output.requests or output.ended or output.begun:
+                del self._outputs[stream]
+                self._post(stream, output)
 
-    def _add(self, stream: int, requests: bytes, tokens: bytes) -> None:
-        """Add columns of new tokens to one stream."""
-        columns = self._columns.setdefault(stream, (bytearray(), bytearray()))
-        columns[0].extend(requests)
-        columns[1].extend(tokens)
-
-    def _post(self, stream: int, requests: bytes, tokens: bytes) -> None:
-        """Send new tokens, in the columns of StepTokens, and everything else that is new."""
+    def _post(self, stream: int, output: _StreamOutput) -> None:
         send = self._listeners.get(stream, self._channel.post)
-        if stream in self._logprobs or stream in self._prompts:
-            self._post_early(stream, send)
+        _post_early(stream, output, send)
         send(
             StepTokens(
                 stream,
-                requests,
-                tokens,
-                tuple(self._ended.pop(stream, ())),
-                tuple(self._begun.pop(stream, ())),
-                tuple(self._logprobs.pop(stream, ())),
-                tuple(self._prompts.pop(stream, ())),
-                tuple(self._predicted.pop(stream, ())),
+                bytes(output.requests),
+                bytes(output.tokens),
+                tuple(output.ended),
+                tuple(output.begun),
+                tuple(output.logprobs),
+                tuple(output.prompt_logprobs),
+                tuple(output.predicted),
             )
         )
 
-    def _post_early(self, stream: int, send: Callable[[StepTokens], None]) -> None:
-        """Send log-probabilities ahead of the tokens, as long as they exceed the limit of one
-        message. Only hidden states are that large.
-        """
-        prompts, tokens = self._prompts.get(stream, []), self._logprobs.get(stream, [])
-        num_bytes = sum(each.num_bytes for _, each in (*prompts, *tokens))
-        while num_bytes > MAX_LOGPROB_BYTES:
-            first = tuple((prompts or tokens)[:1])
-            if prompts:
-                send(StepTokens(stream, b"", b"", prompt_logprobs=first))
-            else:
-                send(StepTokens(stream, b"", b"", logprobs=first))
-            del (prompts or tokens)[0]
-            num_bytes -= first[0][1].num_bytes
+
+def _post_early(stream: int, output: _StreamOutput, send: Callable[[StepTokens], None]) -> None:
+    """Send log-probabilities ahead of the tokens, as long as they exceed the limit of one message.
+    Only hidden states are that large.
+    """
+    prompts, tokens = output.prompt_logprobs, output.logprobs
+    num_bytes = sum(each.num_bytes for _, each in (*prompts, *tokens))
+    while num_bytes > MAX_LOGPROB_BYTES:
+        if prompts:
+            first = prompts.pop(0)
+            send(StepTokens(stream, b"", b"", prompt_logprobs=(first,)))
+        else:
+            first = tokens.pop(0)
+            send(StepTokens(stream, b"", b"", logprobs=(first,)))
+        num_bytes -= first[1].num_bytes
 
 
 class DecodeCounters:

@@ -38,8 +38,8 @@ from engine.batch.limits import TokenBudget
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.scheduler import ChunkDone
+from kvtransfer.messages import HandoffAdmitted
 from kvtransfer.ports import (
-    AdmittedEvent,
     ClosedEvent,
     CompletedEvent,
     FailedEvent,
@@ -194,7 +194,7 @@ class DecodeRole:
                     if self._queues.unpaired.producer_down(event, now):
                         self._active.counters.link(up=False)
                         self._control.links.pop(event.address, None)
-                case AdmittedEvent():
+                case HandoffAdmitted():
                     self._handoffs.admitted(event)
                 case FirstTokenEvent():
                     failed.append(self._handoffs.first_token(event))

@@ -31,10 +31,8 @@ from decode_node.active_requests import ActiveRequests
 from decode_node.queues import PreallocQueue, TransferQueue
 from decode_node.state import DecodeState, HandoffAttempt, PageReservations
 from engine.batch.request import Ints, Request
-from kvtransfer.messages import HandoffId, Live, Prompt, Source
+from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
-    AdmittedEvent,
-    CancelCommand,
     CompletedEvent,
     ConsumerCommands,
     FailedEvent,
@@ -243,7 +241,7 @@ class IncomingHandoffs:
         state = self._by_id.get(handoff_id)
         return state if state is not None and state.stage is RequestStage.TRANSFER else None
 
-    def admitted(self, event: AdmittedEvent) -> None:
+    def admitted(self, event: HandoffAdmitted) -> None:
         """Report the cached tokens before any token is computed. If a node fails later, the next
         attempt would find the KV of this one in a cache.
         """
@@ -412,7 +410,7 @@ class IncomingHandoffs:
         return [each for each in failed if each is not None]
 
     def _fail(self, handoff_id: HandoffId, reason: str) -> FailedHandoff | None:
-        self._port.post(CancelCommand(handoff_id, reason))
+        self._port.post(CancelHandoff(handoff_id, reason))
         return self.failed(FailedEvent(handoff_id, reason, retryable=True))
 
     def _cancel(self, state: DecodeState, reason: str) -> None:
@@ -422,7 +420,7 @@ class IncomingHandoffs:
         attempt = state.attempt
         attempt.stamps.reason = reason
         self._end_attempt(state)
-        self._port.post(CancelCommand(attempt.id, reason))
+        self._port.post(CancelHandoff(attempt.id, reason))
 
     def _end_attempt(self, state: DecodeState) -> None:
         """Remove an ended attempt. Requests with the same prompt no longer wait for its pages."""

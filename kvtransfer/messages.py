@@ -171,6 +171,12 @@ class GrantHandoff(PairRecord, frozen=True, tag=True):
 
 
 class HandoffAdmitted(PairRecord, frozen=True, tag=True):
+    """A producer's report that its scheduler has admitted the prompt.
+
+    compute_tokens: tokens of the prompt that are not cached.
+    queued_tokens: tokens that the producer computes before.
+    """
+
     id: HandoffId
     compute_tokens: int
     queued_tokens: int
@@ -208,6 +214,10 @@ class PagesReleased(PairRecord, frozen=True, tag=True):
 
 
 class CancelHandoff(PairRecord, frozen=True, tag=True):
+    """The cancellation of an attempt in any state. The consumer's engine gets no CompletedEvent or
+    FailedEvent for it, and ReadsEndedEvent if the attempt was granted.
+    """
+
     id: HandoffId
     reason: str
 

@@ -22,7 +22,7 @@ from common.request import Remaining
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import Namespace, WeightsId
 from common.requests.timeline import PrefillTimes
-from kvtransfer.messages import HandoffId, Source
+from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, Source
 
 Ints = NDArray[np.int32]
 
@@ -66,7 +66,7 @@ class PagesToRead:
             yield STATE, self.source[start:], self.destination[start:]
 
 
-# Commands of a consumer's engine (decode node)
+# Commands of a consumer's engine (decode node). CancelHandoff is one, too.
 
 
 class OpenCommand(msgspec.Struct, frozen=True):
@@ -94,15 +94,6 @@ class GrantCommand(msgspec.Struct, frozen=True):
     room_tokens: int = 0  # LIVE
 
 
-class CancelCommand(msgspec.Struct, frozen=True):
-    """Cancellation of an attempt in any state. No CompletedEvent or FailedEvent follows.
-    ReadsEndedEvent follows if the attempt was granted.
-    """
-
-    id: HandoffId
-    reason: str
-
-
 class InvalidateCommand(msgspec.Struct, frozen=True):
     """A report to `producer`, if still paired, that its KV of these tokens gave NaN or Inf
     logits.
@@ -113,7 +104,7 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
     namespace: Namespace
 
 
-# Events to a consumer's engine
+# Events to a consumer's engine. HandoffAdmitted is one, too.
 
 
 class LinkMember(msgspec.Struct, frozen=True, array_like=True):
@@ -154,12 +145,6 @@ class ProducerDown(msgspec.Struct, frozen=True):
     instance: int
     address: str
     reason: str
-
-
-class AdmittedEvent(msgspec.Struct, frozen=True):
-    id: HandoffId
-    compute_tokens: int
-    queued_tokens: int
 
 
 class FirstTokenEvent(msgspec.Struct, frozen=True):
@@ -306,12 +291,12 @@ class OpenPairs(msgspec.Struct, frozen=True):
     """Pair again. The pages are already served again, at the same addresses."""
 
 
-ConsumerCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
+ConsumerCommand: TypeAlias = OpenCommand | GrantCommand | CancelHandoff | InvalidateCommand
 ConsumerEvent: TypeAlias = (
     ProducerUp
     | ProducerRate
     | ProducerDown
-    | AdmittedEvent
+    | HandoffAdmitted
     | FirstTokenEvent
     | CompletedEvent
     | FailedEvent

@@ -22,9 +22,8 @@ from engine.batch.batch import Ints
 from engine.core import InputEncoder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from kvtransfer.messages import Embeddings, HandoffId
+from kvtransfer.messages import CancelHandoff, Embeddings, HandoffId
 from kvtransfer.ports import (
-    CancelCommand,
     CompletedEvent,
     ConsumerCommands,
     FailedEvent,
@@ -276,7 +275,7 @@ class EmbeddingReads:
 
     def _cancel(self, read: _Read, reason: str) -> None:
         if read.id is not None and self._by_id.pop(read.id, None) is not None:
-            self._port.post(CancelCommand(read.id, reason))
+            self._port.post(CancelHandoff(read.id, reason))
 
     def _finish(self, read: _Read, outcome: str) -> None:
         """End a read, and the waits for it."""

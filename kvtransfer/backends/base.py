@@ -20,7 +20,7 @@ from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
 # Slices to read from one producer: for each table, then for weight pieces, then for the state.
-Moves: TypeAlias = Sequence[Sequence[Slice]]
+TableSlices: TypeAlias = Sequence[Sequence[Slice]]
 Parsed = TypeVar("Parsed")
 
 CONNECT_S = 5.0  # longest duration of `TransferBackend.connect`
@@ -221,13 +221,13 @@ class TransferBackend(Protocol):
         description: bytes,
         remote: RemotePool,
         pool: PagePool,
-        moves: Moves | None = None,
+        slices: TableSlices | None = None,
     ) -> BackendConnection:
         """Connect to the producer that made `description` for this consumer, and prove that the
         path works before returning. Blocks for at most CONNECT_S seconds.
 
         Args:
-            moves: byte ranges to read, see ReadMap. None: whole pages.
+            slices: byte ranges to read, see ReadMap. None: whole pages.
         Raises:
             TransferError: this path does not work from here, for the reason in the message. The
                 caller tries the next backend.
@@ -268,22 +268,24 @@ class ReadMap:
     a backend prepares it only once.
     """
 
-    def __init__(self, remote: RemotePool, pool: PagePool, moves: Moves | None = None) -> None:
+    def __init__(
+        self, remote: RemotePool, pool: PagePool, slices: TableSlices | None = None
+    ) -> None:
         """
         Args:
-            moves: slices of each table, then of the state. None: whole pages.
+            slices: slices of each table, then of the state. None: whole pages.
         Raises:
             LayoutMismatch: the slices do not fit into the pages, or whole pages differ in size.
         """
         check_pool(remote)
-        if moves is None:
+        if slices is None:
             if remote.page_bytes != pool.page_bytes:
                 raise LayoutMismatch(
                     f"a page is {remote.page_bytes} bytes at the producer, {pool.page_bytes} here"
                 )
-            moves = ((Slice(0, 0, 0, 0, 0, pool.page_bytes),), ())
+            slices = ((Slice(0, 0, 0, 0, 0, pool.page_bytes),), ())
         numbers: dict[PagePart, int] = {}
-        for _, source_page, source, page, at, size in (each for table in moves for each in table):
+        for _, source_page, source, page, at, size in (each for table in slices for each in table):
             if min(source_page, source, page, at, size - 1) < 0:
                 raise LayoutMismatch(
                     f"a slice of {size} bytes from {source} to {at} of a page is invalid"
@@ -294,7 +296,7 @@ class ReadMap:
                     f"{remote.page_bytes} bytes at the producer and {pool.page_bytes} here"
                 )
             numbers.setdefault(PagePart(source, at, size), len(numbers))
-        *tables, state = moves
+        *tables, state = slices
         self.parts = tuple(numbers)
         self._num_source, self._num_destination = remote.num_pages, pool.num_pages
         self._tables = [

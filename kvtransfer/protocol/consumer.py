@@ -27,8 +27,6 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from kvtransfer.ports import (
-    AdmittedEvent,
-    CancelCommand,
     CompletedEvent,
     ConsumerCommand,
     FailedEvent,
@@ -263,9 +261,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
             )
         attempt.admit(message, now)
         self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
-        self._actions.append(
-            AdmittedEvent(message.id, message.compute_tokens, message.queued_tokens)
-        )
+        self._actions.append(message)
 
     def _begin_range(self, attempt: ConsumerHandoff, message: PagesReady, now: float) -> None:
         read = attempt.begin_range(message, now)
@@ -319,10 +315,10 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
                 self._open(command, now)
             case GrantCommand():
                 self._grant(command)
-            case CancelCommand():
+            case CancelHandoff():
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
-                    self._send_cancel(attempt, command.reason)
+                    self._send(attempt.stream, command)
                     self._leave(attempt, HandoffStatus.FAILED)
             case InvalidateCommand(producer, token_ids, namespace):
                 stream = self._stream_to(producer)
@@ -406,7 +402,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
-        self._send_cancel(attempt, reason)
+        self._send(attempt.stream, CancelHandoff(attempt.id, reason))
         self._lose(attempt, reason, retryable=retryable)
 
     def _lose(
@@ -423,9 +419,6 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         lost = FailedEvent(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
         self._actions.append(lost)
         self._leave(attempt, HandoffStatus.FAILED)
-
-    def _send_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
-        self._send(attempt.stream, CancelHandoff(attempt.id, reason))
 
     def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
         attempt.to(end)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from common.errors import Overloaded, TransferError
-from kvtransfer.backends.base import BackendConnection, Ints, Moves, ReadRefused
+from kvtransfer.backends.base import BackendConnection, Ints, ReadRefused, TableSlices
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import PIECES, STATE, LinkMember, PagesToRead
 
@@ -146,13 +146,13 @@ class LinkBytes:
 
     Args:
         page_bytes: size of this rank's pages.
-        moves: byte ranges, see ReadMap. None: whole pages.
+        slices: byte ranges, see ReadMap. None: whole pages.
     """
 
-    def __init__(self, page_bytes: int, moves: Moves | None = None) -> None:
-        self.moves = moves
+    def __init__(self, page_bytes: int, slices: TableSlices | None = None) -> None:
+        self.slices = slices
         self._whole = page_bytes
-        self._by_table = [sum(each.size for each in table) for table in moves or ()]
+        self._by_table = [sum(each.size for each in table) for table in slices or ()]
 
     @property
     def of_a_page(self) -> int:
@@ -161,7 +161,7 @@ class LinkBytes:
 
     def of(self, pages: PagesToRead) -> int:
         """Return the number of bytes of a read."""
-        if self.moves is None:
+        if self.slices is None:
             return len(pages.source) * self._whole
         return sum(
             self._by_table[STATE] if table == STATE else len(source) * self._by_table[table]
@@ -170,21 +170,21 @@ class LinkBytes:
 
     def parts_of(self, pages: PagesToRead) -> int:
         """Return the number of pages, or of byte ranges in pages, of a read."""
-        if self.moves is None:
+        if self.slices is None:
             return len(pages.source)
         return sum(
-            len(self.moves[table]) * (1 if table == STATE else len(source))
+            len(self.slices[table]) * (1 if table == STATE else len(source))
             for table, source, _ in pages.by_table()
         )
 
     def copy(self, connection: BackendConnection, pages: PagesToRead) -> None:
         """Read pages, see BackendConnection.copy."""
-        if self.moves is None:
+        if self.slices is None:
             if len(pages.source):
                 connection.copy(pages.source, pages.destination)
             return
         for table, source, destination in pages.by_table():
-            connection.copy(source, destination, table % len(self.moves))
+            connection.copy(source, destination, table % len(self.slices))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from kvtransfer.messages import (
     OpenHandoff,
     PagesReady,
 )
-from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
+from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import ProducerCommand, ProducerEvent, TablePages
 from kvtransfer.protocol.actions import (
     EndStream,
@@ -43,15 +43,6 @@ from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest preparation. A consumer's dialer waits longer
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
-
-
-@dataclass(frozen=True, slots=True)
-class AdmittedConsumer:
-    """A consumer and the paths that it is offered."""
-
-    stream: int
-    instance: int
-    paths: tuple[DataPath, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +83,10 @@ class ConsumerAdmissions:
         """Return the streams on which a consumer of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
-    def take_ready(self, now: float) -> list[AdmittedConsumer]:
-        """Remove and return the consumers whose paths are prepared, or whose wait has expired."""
+    def take_ready(self, now: float) -> list[tuple[int, int]]:
+        """Remove the consumers whose paths are prepared, or whose wait has expired. Returns
+        (stream, instance) of each.
+        """
         ready = []
         for stream, waiting in list(self._waiting.items()):
             done = all(preparation.done() for preparation in waiting.preparations)
@@ -101,8 +94,7 @@ class ConsumerAdmissions:
                 if not done:
                     _log.warning("data path setup timed out", stream=stream, seconds=WAIT_S)
                 del self._waiting[stream]
-                paths = self._offers.admit(stream)
-                ready.append(AdmittedConsumer(stream, waiting.instance, paths))
+                ready.append((stream, waiting.instance))
         return ready
 
     def next_deadline(self) -> float | None:
@@ -216,10 +208,10 @@ class ProducerSide:
         self._offers.close()
 
     def _answer_ready(self, now: float) -> None:
-        for consumer in self._admissions.take_ready(now):
-            hello = msgspec.structs.replace(self._hello, paths=consumer.paths)
-            self._outlet.send(PeerHello(consumer.stream, hello))
-            self._carry_out(self._end.stream_up(consumer.stream, consumer.instance, now))
+        for stream, instance in self._admissions.take_ready(now):
+            hello = msgspec.structs.replace(self._hello, paths=self._offers.admit(stream))
+            self._outlet.send(PeerHello(stream, hello))
+            self._carry_out(self._end.stream_up(stream, instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
         self._unconsumed.consumed(self._outlet.num_consumed)

@@ -19,10 +19,10 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import (
     BackendConnection,
     Ints,
-    Moves,
     PagePool,
     PageProducer,
     RemotePool,
+    TableSlices,
     TransferBackend,
     check_pool,
 )
@@ -118,7 +118,7 @@ class RankLinks:
         self._config = config
         # Cached, so that a producer that reconnects often costs the computation only once.
         self._pages_by_rank = lru_cache(MOST_KNOWN)(pages_by_rank)
-        self._moves = lru_cache(MOST_KNOWN)(self._computed_moves)
+        self._slices = lru_cache(MOST_KNOWN)(self._computed_slices)
 
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
@@ -133,12 +133,12 @@ class RankLinks:
                     f"{there[0]} bytes and a state of {there[1]} pages there, where this node "
                     f"expects {pages.page_bytes} and {pages.state_pages}."
                 )
-        self._moves(hello.shape)
+        self._slices(hello.shape)
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
         members = [
-            (producer, LinkBytes(self._pool.page_bytes, moves))
-            for producer, moves in self._moves(hello.shape).items()
+            (producer, LinkBytes(self._pool.page_bytes, slices))
+            for producer, slices in self._slices(hello.shape).items()
         ]
         makers = [partial(self._link, hello, backend, *member) for member in members]
         if len(makers) == 1:
@@ -146,19 +146,19 @@ class RankLinks:
         shares = [num_bytes.of_a_page for _, num_bytes in members]
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
-    def _computed_moves(self, producer: NodeShape) -> Mapping[int, Moves | None]:
+    def _computed_slices(self, producer: NodeShape) -> Mapping[int, TableSlices | None]:
         """Return the byte ranges that this rank reads, by rank of the producer. Rank 0 reads pieces
         of weights from rank 0."""
         if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
         whole = map_of(self._rank, mine, self._pages_by_rank(producer))
-        moves: dict[int, tuple[list[Slice], ...]] = {}
+        by_producer: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
-                own = moves.setdefault(each.producer_rank, tuple([] for _ in whole))
+                own = by_producer.setdefault(each.producer_rank, tuple([] for _ in whole))
                 own[table].append(each)
-        return dict(sorted(moves.items()))
+        return dict(sorted(by_producer.items()))
 
     def _link(
         self, hello: PairHello, backend: str, producer: int, num_bytes: LinkBytes, notify: Notify
@@ -171,7 +171,7 @@ class RankLinks:
 
         return Link(
             hello.instance,
-            lambda: self._connect(hello, backend, producer, num_bytes.moves),
+            lambda: self._connect(hello, backend, producer, num_bytes.slices),
             named,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
@@ -180,7 +180,7 @@ class RankLinks:
         )
 
     def _connect(
-        self, hello: PairHello, backend: str, producer: int, moves: Moves | None
+        self, hello: PairHello, backend: str, producer: int, slices: TableSlices | None
     ) -> BackendConnection:
         """Connect to a rank of a producer. Called on a link's thread."""
         path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
@@ -188,7 +188,7 @@ class RankLinks:
             raise TransferError("the producer offers no data path that this node can use")
         region = hello.regions[producer]
         remote = RemotePool(region.base, region.page_bytes, region.num_pages)
-        return self._backends[backend].connect(path.description, remote, self._pool, moves)
+        return self._backends[backend].connect(path.description, remote, self._pool, slices)
 
     def _take_memory(self, page: int) -> None:
         """Make the system allocate a page's memory. Called on a link's thread."""

@@ -12,10 +12,9 @@ from common.config import TransferConfig
 from common.errors import EngineFault, FailedPrecondition, ServingError
 from common.page_tables import PageTables
 from kvtransfer.frontend_messages import PairEnd, PairOpened
-from kvtransfer.messages import AnyMessage
+from kvtransfer.messages import AnyMessage, CancelHandoff
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
-    CancelCommand,
     ClosePairs,
     ConsumerEvent,
     GrantCommand,
@@ -78,7 +77,7 @@ class TransferSides:
 
     def command(self, command: NodeCommand, now: float) -> None:
         match command:
-            case OpenCommand() | GrantCommand() | CancelCommand() | InvalidateCommand():
+            case OpenCommand() | GrantCommand() | CancelHandoff() | InvalidateCommand():
                 self._consumer.command(command, now)
             case SetWeightVersion(weights):
                 self._consumer.compute_with(weights)

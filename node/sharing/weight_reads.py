@@ -25,9 +25,8 @@ from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
-from kvtransfer.messages import HandoffId, Weights
+from kvtransfer.messages import CancelHandoff, HandoffId, Weights
 from kvtransfer.ports import (
-    CancelCommand,
     CompletedEvent,
     ConsumerCommands,
     FailedEvent,
@@ -407,7 +406,7 @@ class WeightReads:
         for handoff_id, read in self._reads.items():
             if not read.over and read.copying is None:
                 read.over = True
-                self._port.post(CancelCommand(handoff_id, str(error)))
+                self._port.post(CancelHandoff(handoff_id, str(error)))
         self._copies.drop(taking.file)
         self._fail(taking, error)
 

@@ -30,9 +30,8 @@ from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
 from engine.scheduler.residents import PausedRequest
-from kvtransfer.messages import HandoffId, Live, Prefix, Source
+from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
-    CancelCommand,
     ClosedEvent,
     FailedEvent,
     FirstTokenEvent,
@@ -371,10 +370,14 @@ class SourceSide(SimulatedProducer):
         held = held or self.loans._asked or self.loans.exported
         return not (self._end.num_open or self.exposed or held)
 
-    def _serials(self) -> set[int]:
-        """Return the serials of departures, loans and refusals."""
-        own = self.departures.in_progress.keys() | self.departures._refused
-        return own | self.loans._asked.keys() | self.loans.exported.keys()
+    def react(self, given: Input) -> list[Output]:
+        # Serials of departures, loans and refusals are remembered by the engine alone.
+        known = self.departures.in_progress.keys() | self.departures._refused
+        known |= self.loans._asked.keys() | self.loans.exported.keys()
+        self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
+        outputs = super().react(given)
+        self.prompts = {}
+        return outputs
 
     def _react(self, given: Input) -> list[Output]:
         match given:
@@ -524,7 +527,7 @@ class TargetSide(SimulatedConsumer):
             case ("cancel", r, _):
                 id = self._id(self.jobs[r])
                 self._leave(r, ENDED)
-                return self._posted(CancelCommand(id, "client"))
+                return self._posted(CancelHandoff(id, "client"))
         return super().react(given)
 
     def _command(self, what: str, r: int) -> Any:

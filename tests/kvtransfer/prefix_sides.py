@@ -265,12 +265,13 @@ class LenderSide(SimulatedProducer):
         return tuple(self.memory.cells[page] for page in pages)
 
     def react(self, given: Input) -> list[Output]:
+        # Serials that loans know of are not used again.
+        known = [*self.loans._asked, *self.loans.exported]
+        self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
+        self.prompts = {}
         self.check()
         return outputs
-
-    def _serials(self) -> set[int]:
-        return {*self.loans._asked, *self.loans.exported}
 
     def check(self) -> None:
         self.memory.check(self.sharing_plan.namespaces)

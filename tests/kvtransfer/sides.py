@@ -19,11 +19,9 @@ from common.page_tables import PageTables
 from common.request import Remaining
 from common.requests.sampling import SamplingParams
 from kvtransfer import messages
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId
 from kvtransfer.ports import (
     AdmittedCommand,
-    AdmittedEvent,
-    CancelCommand,
     ClosedEvent,
     CompletedEvent,
     FailCommand,
@@ -341,7 +339,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 id = self._id(self.jobs[r])
                 # The client comes back with the same request: a submission of its own.
                 self._leave(r, Job("new", serial, 1, 0, 0, ()))
-                return self._posted(CancelCommand(id, "client"))
+                return self._posted(CancelHandoff(id, "client"))
             case (what, r):
                 return self._posted(self._command(what, r))
             case _:
@@ -404,7 +402,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 )
             case "stop":
                 self._leave(r, ENDED)
-                return CancelCommand(id, "going local, or its first token ended it")
+                return CancelHandoff(id, "going local, or its first token ended it")
         raise AssertionError(what)
 
     def _producer(self, r: int) -> int:
@@ -430,7 +428,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 self.producers[event.instance] = event.address
             case ProducerDown():
                 self.producers.pop(event.instance, None)
-            case AdmittedEvent():
+            case HandoffAdmitted():
                 pass
             case FirstTokenEvent():
                 r = self._current(event.id)
@@ -607,15 +605,11 @@ class SimulatedProducer(Side[ProducerEnd]):
         # It never uses a serial twice. Here one is used again when nothing remembers it, which is
         # the same and keeps the number of states finite.
         under_way = {item.serial for item in (*self.inbox, *self.posts)}
-        used = self._serials() | self._end._ids.keys() | under_way
+        used = self.prompts.keys() | self._end._ids.keys() | under_way
         unused = next(serial for serial in itertools.count(1) if serial not in used)
         if self._end._next_serial != unused:
             self.end._next_serial = unused
         return outputs
-
-    def _serials(self) -> set[int]:
-        """Return the serials that the engine remembers."""
-        return set(self.prompts)
 
     def _react(self, given: Input) -> list[Output]:
         match given:

@@ -68,7 +68,7 @@ def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(ends, b
     producer = ends.producer(backend, 2000, LARGE)
     producer.publish_all()
     memory = ends.memory(backend, 1500, SMALL)
-    connection = ends.connect(backend, producer, memory, moves=HALVES)
+    connection = ends.connect(backend, producer, memory, slices=HALVES)
     assert connection.probe() > 0.01
     expected = memory.pages.copy()
     for table, count in ((0, 1200), (1, 300), (0, 0), (0, 1)):
@@ -90,7 +90,7 @@ def test_lists_of_pages_that_do_not_fit_the_map_are_refused(ends, backend):
     producer = ends.producer(backend, NUM_PAGES, LARGE)
     producer.publish_all()
     memory = ends.memory(backend, NUM_PAGES, SMALL)
-    connection = ends.connect(backend, producer, memory, moves=HALVES)
+    connection = ends.connect(backend, producer, memory, slices=HALVES)
     ids = np.arange(4, dtype=np.int32)
     for source, destination, table in ((ids, ids[:3], 0), (ids[:2], ids, 2), (ids, ids[:2], 2)):
         with pytest.raises(EngineFault):

@@ -27,8 +27,6 @@ from kvtransfer.messages import (
 )
 from kvtransfer.ports import (
     PIECES,
-    AdmittedEvent,
-    CancelCommand,
     CompletedEvent,
     FailedEvent,
     FirstTokenEvent,
@@ -135,7 +133,7 @@ def test_a_handoff_goes_from_open_to_held():
     assert opened.id == ID and opened.source == Prompt(make_spec(range(7)))
     assert end.command(grant(), 0.0) == [SendMessage(STREAM, GrantHandoff(ID, 0))]
     admitted = end.received(STREAM, HandoffAdmitted(ID, 7, 20), 0.0)
-    assert admitted == [AdmittedEvent(ID, 7, 20)]
+    assert admitted == [HandoffAdmitted(ID, 7, 20)]
     assert reads(end.received(STREAM, FIRST, 0.0)) == [(ID, [9], [30])]
     last = end.received(STREAM, LAST, 0.0)
     assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have landed
@@ -183,7 +181,7 @@ def test_a_producer_whose_link_is_not_proved_gets_no_handoff():
 # Rule 1. Seen failing with `== 0` in _settle removed.
 def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted):
     granted.received(STREAM, FIRST, 0.0)
-    cancelled = granted.command(CancelCommand(ID, "client"), 0.0)
+    cancelled = granted.command(CancelHandoff(ID, "client"), 0.0)
     assert cancelled == [SendMessage(STREAM, CancelHandoff(ID, "client"))]
     assert granted.num_reads == 1
     assert granted.read_ended(STREAM, "", 0.0) == [ReadsEndedEvent(ID)]
@@ -197,7 +195,7 @@ def test_an_attempt_given_up_takes_its_waiting_reads_along(end):
     assert len(reads(end.received(STREAM, FIRST, 0.0))) == 1
     assert len(reads(end.received(STREAM, LAST, 0.0))) == 1
     assert reads(end.received(STREAM, PagesReady(OTHER, 0, 4, (2,), False, None), 0.0)) == []
-    assert end.command(CancelCommand(OTHER, ""), 0.0)[-1] == ReadsEndedEvent(OTHER)
+    assert end.command(CancelHandoff(OTHER, ""), 0.0)[-1] == ReadsEndedEvent(OTHER)
     assert end.read_ended(STREAM, "", 0.0) == []
 
 
@@ -248,7 +246,7 @@ def test_a_waiting_read_starts_when_one_ends(granted, cancelled):
     granted.received(STREAM, LAST, 0.0)
     assert reads(granted.received(STREAM, PagesReady(OTHER, 0, 4, (2,), False, None), 0.0)) == []
     if cancelled:
-        granted.command(CancelCommand(ID, "client"), 0.0)
+        granted.command(CancelHandoff(ID, "client"), 0.0)
     assert reads(granted.read_ended(STREAM, "", 0.0)) == [(OTHER, [2], [30])]
 
 
@@ -386,12 +384,12 @@ def test_what_another_producer_would_refuse_too_is_not_retryable(granted):
 
 # Rule 9: when an attempt is given up, its id is closed then and there.
 def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
-    actions = done.command(CancelCommand(ID, "the first token ended it"), 0.0)
+    actions = done.command(CancelHandoff(ID, "the first token ended it"), 0.0)
     assert actions == [
         SendMessage(STREAM, CancelHandoff(ID, "the first token ended it")),
         ReadsEndedEvent(ID),
     ]
-    assert done.command(CancelCommand(ID, "twice"), 0.0) == []
+    assert done.command(CancelHandoff(ID, "twice"), 0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -400,7 +398,7 @@ def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
     ids=lambda message: type(message).__name__,
 )
 def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
-    granted.command(CancelCommand(ID, ""), 0.0)
+    granted.command(CancelHandoff(ID, ""), 0.0)
     assert granted.received(STREAM, message, 0.0) == []
 
 

@@ -7,8 +7,8 @@ from grpc import StatusCode
 
 from common.request import Remaining
 from engine.batch.request import FinishReason
-from kvtransfer.messages import HandoffId, PagesReady, Prompt
-from kvtransfer.ports import CancelCommand, OpenCommand
+from kvtransfer.messages import CancelHandoff, HandoffId, PagesReady, Prompt
+from kvtransfer.ports import OpenCommand
 from node.messages import AbortRequests
 from tests.pair.rig import Asked, Node, PairRig, Size
 from tests.support.specs import make_spec
@@ -153,7 +153,7 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_consumer_say
         rig.turn(prefill)
         assert prefill.count("refused/late") == (not num_generated)
         assert prefill.queue("bootstrap") == (num_generated > 0)
-        decode.transfer.post(CancelCommand(opened.id, "cancelled"))
+        decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
 
 
 def test_a_node_that_prefills_itself_refuses_at_once_too(known):

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.base import BackendConnection, Ints, Moves, RemotePool, TransferBackend
+from kvtransfer.backends.base import (
+    BackendConnection,
+    Ints,
+    RemotePool,
+    TableSlices,
+    TransferBackend,
+)
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, TcpDescription, TcpProofs
 from tests.support.data_children import (
@@ -250,10 +256,10 @@ class Ends:
         producer: FarProducer | NearProducer,
         memory: Memory,
         consumer: int = CONSUMER,
-        moves: Moves | None = None,
+        slices: TableSlices | None = None,
     ) -> BackendConnection:
         """Open a connection that is closed at the end of the test."""
-        connection = backend.connect(producer.admit(consumer), producer.remote, memory.pool, moves)
+        connection = backend.connect(producer.admit(consumer), producer.remote, memory.pool, slices)
         self._memories.append(memory)
         self._exits.enter_context(closing(connection))
         return connection

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import (
     Ints,
-    Moves,
     PagePool,
     PartRead,
     ReadMap,
     ReadRefused,
     RemotePool,
+    TableSlices,
     prepared,
 )
 from kvtransfer.backends.scratch import ReadScratch, measure
@@ -241,10 +241,14 @@ class LoopbackBackend:
         return producer
 
     def connect(
-        self, description: bytes, remote: RemotePool, pool: PagePool, moves: Moves | None = None
+        self,
+        description: bytes,
+        remote: RemotePool,
+        pool: PagePool,
+        slices: TableSlices | None = None,
     ) -> LoopbackConnection:
         _check_host_memory(pool)
-        reads = ReadMap(remote, pool, moves)
+        reads = ReadMap(remote, pool, slices)
         if len(description) != _DESCRIPTION.size:
             raise TransferError("not a description of loopback")
         instance, consumer = _DESCRIPTION.unpack(description)

@@ -26,10 +26,10 @@ from common.logs import Throttle, ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
-    Moves,
     PagePool,
     ReadMap,
     RemotePool,
+    TableSlices,
     parse_description,
     prepared,
 )
@@ -271,10 +271,10 @@ class NixlBackend:
         description: bytes,
         remote: RemotePool,
         pool: PagePool,
-        moves: Moves | None = None,
+        slices: TableSlices | None = None,
     ) -> NixlConnection:
         parsed = parse_description(self.name, description, NixlDescription)
-        reads = ReadMap(remote, pool, moves)
+        reads = ReadMap(remote, pool, slices)
         memory = self._memory_of(pool)
         where = kind_of_memory(pool.device)
         if kind_of_memory(parsed.device) != where:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Moves, PagePool, ReadMap, RemotePool, parse_description
+from kvtransfer.backends.base import PagePool, ReadMap, RemotePool, TableSlices, parse_description
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.tcp.connection import TcpConnection
 from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
@@ -56,14 +56,14 @@ class TcpBackend:
         description: bytes,
         remote: RemotePool,
         pool: PagePool,
-        moves: Moves | None = None,
+        slices: TableSlices | None = None,
     ) -> TcpConnection:
         parsed = parse_description(self.name, description, TcpDescription)
         if self._encrypted and not parsed.certificate:
             raise TransferError(f"this node encrypts pages and the producer does not: {_ALIKE}")
         if parsed.certificate and not self._encrypted:
             raise TransferError(f"the producer encrypts pages and this node does not: {_ALIKE}")
-        reads = ReadMap(remote, pool, moves)
+        reads = ReadMap(remote, pool, slices)
         return TcpConnection(parsed, remote, pool, self._memory_of(pool), reads)
 
 

@@ -9,9 +9,8 @@ from common.page_tables import PageTables
 from common.requests.images import Image
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageHolder
-from kvtransfer.messages import Embeddings, HandoffId
+from kvtransfer.messages import CancelHandoff, Embeddings, HandoffId
 from kvtransfer.ports import (
-    CancelCommand,
     CompletedEvent,
     FailedEvent,
     GrantCommand,
@@ -179,7 +178,7 @@ def test_a_late_encode_node_is_cancelled(rig: Rig) -> None:
     rig.now = TIMEOUT_S
     rig.reads.poll()
     (cancel,) = rig.port.take()
-    assert isinstance(cancel, CancelCommand) and cancel.id == id
+    assert isinstance(cancel, CancelHandoff) and cancel.id == id
     assert rig.reads.take_over() == [1] and rig.outcome("late") == 1
 
 
@@ -191,7 +190,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
     assert not rig.port.take()
     rig.reads.forget(2)
     (cancel,) = rig.port.take()
-    assert isinstance(cancel, CancelCommand) and cancel.id == id
+    assert isinstance(cancel, CancelHandoff) and cancel.id == id
     rig.reads.take(ReadsEndedEvent(id))
     rig.reads.poll()
     assert rig.num_held == 0 and not rig.reads.landing

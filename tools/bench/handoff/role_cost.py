@@ -43,9 +43,8 @@ from engine.memory_release import MemoryOccupation
 from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from engine.update import WeightUpdater
-from kvtransfer.messages import HandoffId, Prompt
+from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt
 from kvtransfer.ports import (
-    AdmittedEvent,
     ClosedEvent,
     CompletedEvent,
     FirstTokenEvent,
@@ -289,7 +288,7 @@ def consumer(load: Load) -> dict[str, Any]:
             raise RuntimeError(f"the consumer did not open and grant: {port.posted}")
         descriptors = len(granted.destination_pages)
         port.posted.clear()
-        port.waiting = [AdmittedEvent(opened.id, load.num_tokens, 0)]
+        port.waiting = [HandoffAdmitted(opened.id, load.num_tokens, 0)]
         clock.run("admitted", role.poll)
         port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)

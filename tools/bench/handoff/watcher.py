@@ -22,12 +22,11 @@ from engine.build import Engine, build
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.messages import HandoffId, Prompt
+from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt
 from kvtransfer.pairing import PairHello, region_of
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
-    AdmittedEvent,
     CompletedEvent,
     ConsumerCommand,
     ConsumerEvent,
@@ -104,13 +103,13 @@ class Watcher:
                 case FirstTokenEvent():
                     token = event.token
                 case (
-                    AdmittedEvent() | CompletedEvent() | ReadsEndedEvent()
+                    HandoffAdmitted() | CompletedEvent() | ReadsEndedEvent()
                 ):  # the last one belongs to the previous hand-off
                     pass
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
         first_at = at[FirstTokenEvent]
-        return Watched(first_at - at[AdmittedEvent], at[CompletedEvent] - first_at, token)
+        return Watched(first_at - at[HandoffAdmitted], at[CompletedEvent] - first_at, token)
 
 
 @contextlib.asynccontextmanager
