@@ -6,7 +6,7 @@ Includes admission control: slots and queue, deadline, and priority.
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -16,10 +16,12 @@ from api.auth.fair_slots import FairShareLimiter
 from api.requests import validation
 from api.requests.answer import (
     FinalChunk,
+    Offer,
     OutputChunk,
     ResponseBuilder,
     ResponseOptions,
     Spell,
+    Write,
     prompt_report,
     token_report,
 )
@@ -174,10 +176,6 @@ class PriorityLimits:
         return priority
 
 
-Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
-Offer = Callable[[OutputChunk], bool]
-
-
 class Dispatcher:
     """Runs generation requests: admission, validation, placement, response. For one event loop."""
 
@@ -220,7 +218,7 @@ class Dispatcher:
         traceparent: str = "",
         offer: Offer = lambda piece: False,
     ) -> None:
-        """Call `write(request_id, piece)` until the FinalChunk is written.
+        """Call `write` until the FinalChunk is written.
 
         Tokens that arrive during a `write` go into the next piece. Cancelling this call cancels the
         request on its nodes.
@@ -228,8 +226,7 @@ class Dispatcher:
         Args:
             client: the authenticated client. Its limits are not checked yet.
             traceparent: header from the client.
-            offer: called with each piece except the last. Returns whether it has written the piece
-                without waiting. If not, `write` is called.
+            offer: called with each piece except the last. If it returns False, `write` is called.
         Raises:
             ServingError: the request failed, and there is no last piece.
         """
@@ -255,8 +252,7 @@ class Dispatcher:
                         self._stream_interval,
                     )
                     record.timeline.tokenized = time.monotonic()
-                    writing = partial(write, request_id)
-                    sink = ResponseSink(self._builder(job, wanted), writing, offer, record, client)
+                    sink = ResponseSink(self._builder(job, wanted), write, offer, record, client)
                     cluster, session_id = self._cluster, wanted.session_id
                     await Generation(job.spec, due, sink, record, cluster, session_id).run()
                     # After the Cancel to the node, so that a slow client does not delay it.
@@ -283,7 +279,7 @@ class ResponseSink:
     def __init__(
         self,
         builder: ResponseBuilder,
-        write: Callable[[OutputChunk], Awaitable[None]],
+        write: Write,
         offer: Offer,
         record: RequestRecord,
         client: Client,

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -14,7 +14,6 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.declared import MetricValues, counter, gauge, histogram
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.requests.timeline import TtftPhase
-from router.cluster.cluster_state import NodeReport
 
 WINDOW_S = 60.0
 SAMPLE_S = 2.0
@@ -236,6 +235,16 @@ DECLARED = (
 )
 
 
+class ReportedNode(Protocol):
+    """A node as it was reported last."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+
 class ApiKeyMetrics(NamedTuple):
     """Counts of one API key."""
 
@@ -348,7 +357,7 @@ class RouterMetrics:
     def ready(self, ready: bool) -> None:
         self._ready[()] = float(ready)
 
-    def nodes(self, reports: Iterable[NodeReport]) -> None:
+    def nodes(self, reports: Iterable[ReportedNode]) -> None:
         """Replace the numbers of nodes by kind and state."""
         numbers = Counter((report.role, report.state) for report in reports)
         for kind, state in self._nodes:

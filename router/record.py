@@ -170,15 +170,16 @@ class RequestTimeline(msgspec.Struct, eq=False):
         return until[0] if until else None
 
 
-class TimelineRecorder:
-    """Timelines of recent and active requests to one model. For one event loop.
+class RequestRecords:
+    """Records of the requests to one model, with recent timelines. For one event loop.
 
     Args:
         model: name of the model.
     """
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
-        self._metrics = metrics
+        self.metrics = metrics
+        self.refusals = ThrottledLog(log, Throttle())  # limited, because any client can cause many
         self._model = model
         self._tracer = tracer
         self._live: dict[str, RequestTimeline] = {}
@@ -201,13 +202,14 @@ class TimelineRecorder:
                 labelled = each
         return labelled
 
-    def begin(self, request_id: str, traceparent: str = "", label: str = "") -> RequestTimeline:
-        """Start a timeline.
+    def begin(self, request_id: str, label: str, client: str, traceparent: str) -> "RequestRecord":
+        """Begin the record of a request.
 
         Args:
             request_id: unique id.
-            traceparent: header from the client. Ignored if it is invalid.
-            label: request id from the client. Not necessarily unique.
+            label: request id from the client, or empty. Not necessarily unique.
+            client: name of the client.
+            traceparent: header from the client, or empty. Ignored if it is invalid.
         """
         parent = checked(traceparent)
         trace = UNTRACED
@@ -216,7 +218,10 @@ class TimelineRecorder:
         elif parent:
             trace = TraceContext(parent)
         now = time.monotonic()
-        return RequestTimeline(request_id, label, trace, time.time(), now, self._count, self._model)
+        timeline = RequestTimeline(
+            request_id, label, trace, time.time(), now, self._count, self._model
+        )
+        return RequestRecord(self, timeline, client)
 
     def accept(self, timeline: RequestTimeline) -> None:
         """List the request as active."""
@@ -243,7 +248,7 @@ class TimelineRecorder:
     def _count(self, timeline: RequestTimeline) -> None:
         parts = timeline.split()
         if parts is not None:
-            self._metrics.ttft_split(parts)
+            self.metrics.ttft_split(parts)
 
     def _trace(self, tracer: Tracer, timeline: RequestTimeline) -> None:
         tracer.record(
@@ -274,11 +279,11 @@ class TimelineRecorder:
 class AllTimelines:
     """Timelines of the requests to all models. For one event loop."""
 
-    def __init__(self, recorders: Sequence[TimelineRecorder]) -> None:
+    def __init__(self, recorders: Sequence[RequestRecords]) -> None:
         self._recorders = recorders
 
     def __iter__(self) -> Iterator[RequestTimeline]:
-        """Iterate over the models, each in the order of its TimelineRecorder."""
+        """Iterate over the models, each in the order of its RequestRecords."""
         return chain.from_iterable(self._recorders)
 
     def find(self, name: str) -> RequestTimeline | None:
@@ -287,36 +292,14 @@ class AllTimelines:
         return max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
 
 
-class RequestRecords:
-    """Destinations of all request records: metrics, timelines and log. For one event loop."""
-
-    def __init__(self, metrics: RouterMetrics, timelines: TimelineRecorder) -> None:
-        self.metrics = metrics
-        self.timelines = timelines
-        self.refusals = ThrottledLog(log, Throttle())  # limited, because any client can cause many
-
-    def begin(self, request_id: str, label: str, client: str, traceparent: str) -> "RequestRecord":
-        """Begin the record of a request.
-
-        Args:
-            label: request id from the client, or empty.
-            client: name of the client.
-            traceparent: header from the client, or empty.
-        """
-        return RequestRecord(self, request_id, label, client, traceparent)
-
-
 class RequestRecord:
     """Context around one request, made by `RequestRecords.begin`. Leaving it ends the request."""
 
-    def __init__(
-        self, records: RequestRecords, request_id: str, label: str, client: str, traceparent: str
-    ) -> None:
+    def __init__(self, records: RequestRecords, timeline: RequestTimeline, client: str) -> None:
+        self.timeline = timeline
+        self._records = records
         self._metrics = records.metrics
-        self._timelines = records.timelines
-        self._refusals = records.refusals
         self._client = client
-        self.timeline = self._timelines.begin(request_id, traceparent, label)
         self._accepted = False
         self._finish_reason = "error"
 
@@ -332,13 +315,13 @@ class RequestRecord:
         timeline = self.timeline
         if not self._accepted:
             self._refuse(error)
-            self._timelines.end(timeline, "error", str(error))
+            self._records.end(timeline, "error", str(error))
             return
         outcome = self._finish_reason
         if error is not None:
             cancelled = isinstance(error, asyncio.CancelledError | RequestAborted)
             outcome = "cancelled" if cancelled else "error"
-        self._timelines.end(timeline, outcome, str(error or ""))
+        self._records.end(timeline, outcome, str(error or ""))
         seconds = time.monotonic() - timeline.arrived
         self._metrics.ended(outcome, seconds)
         if log.isEnabledFor(logging.INFO):
@@ -373,7 +356,7 @@ class RequestRecord:
         self._accepted = True
         self._metrics.accepted(num_prompt_tokens)
         self.timeline.prompt_tokens = num_prompt_tokens
-        self._timelines.accept(self.timeline)
+        self._records.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, quarantined: bool) -> AttemptTimings:
         """Record that another node continues the request after a failure.
@@ -435,7 +418,9 @@ class RequestRecord:
         if isinstance(error, ServingError):
             reason = next(reason for kind, reason in _REJECTIONS if isinstance(error, kind))
             self._metrics.rejected(reason)
-        self._refusals.info("request rejected", **self._names(), client=self._client, reason=error)
+        self._records.refusals.info(
+            "request rejected", **self._names(), client=self._client, reason=error
+        )
 
     def _names(self) -> dict[str, object]:
         """Return the fields of every log line about the request."""

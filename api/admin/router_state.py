@@ -283,32 +283,25 @@ def plain(message: Message) -> dict[str, Any]:
     return fields
 
 
+# Fields of a node's description that the report repeats under the same names.
+_DESCRIBED = (
+    *("instance_id", "pids", "pages", "links", "ranks", "group", "group_rank", "queues"),
+    *("counters", "steps", "model", "mode", "context_length", "weights", "prompts"),
+)
+
+
 def _node(served: str, report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
-    node = router_pb2.ClusterNode(
+    described: dict[str, Any] = {}
+    if report.description is not None:
+        described = {name: getattr(report.description, name) for name in _DESCRIBED}
+    return router_pb2.ClusterNode(
         role=report.role,
         address=report.address,
         state=report.state,
         seen_s=seen_s,
         served_model=served,
+        **described,
     )
-    if report.description is None:
-        return node
-    described = report.description
-    node.instance_id = described.instance_id
-    node.pids.extend(described.pids)
-    node.pages.update(described.pages)
-    node.links.extend(described.links)
-    node.ranks.extend(described.ranks)
-    node.group, node.group_rank = described.group, described.group_rank
-    node.queues.update(described.queues)
-    node.counters.update(described.counters)
-    node.steps = described.steps
-    node.model = described.model
-    node.mode = described.mode
-    node.context_length = described.context_length
-    node.weights = described.weights
-    node.prompts.CopyFrom(described.prompts)
-    return node
 
 
 METRICS_PATH = "/metrics"  # also the path between worker processes

@@ -215,16 +215,13 @@ class _Line:
     waiting: list[_Waiter] = field(default_factory=list)
 
 
-Leave = Callable[[], None]
-
-
 class ConnectionSlot:
     """The place of one connection in a ConnectionLimit.
 
     Call `leave` when the connection ends. Further calls do nothing.
     """
 
-    def __init__(self, room: "ConnectionLimit", network: str, close: Leave) -> None:
+    def __init__(self, room: "ConnectionLimit", network: str, close: Callable[[], None]) -> None:
         self.close = close
         self._room = room
         self._network = network
@@ -233,16 +230,19 @@ class ConnectionSlot:
     def idle(self) -> None:
         """Mark the connection as idle, so that it may be closed in favour of a new one."""
         if not self._left:
-            self._room.idle(self._network, self)
+            self._room.idle.setdefault(self._network, {})[self] = None
 
     def busy(self) -> None:
-        self._room.busy(self._network, self)
+        idle = self._room.idle.get(self._network, {})
+        idle.pop(self, None)
+        if not idle:
+            self._room.idle.pop(self._network, None)
 
     def leave(self) -> None:
         if not self._left:
             self._left = True
-            self._room.busy(self._network, self)
-            self._room.give_back(self._network)
+            self.busy()
+            self._room.shares.give_back(self._network)
 
 
 class ConnectionLimit:
@@ -251,15 +251,16 @@ class ConnectionLimit:
     If an address has used its share, or no place is free, a new connection replaces the longest
     idle connection: of the same address, or of the address with the most connections. Without an
     idle connection there, the new connection is rejected.
+
+    Attributes:
+        idle: idle connections by network, the longest idle first. Never an empty dict.
     """
 
     def __init__(self, places: int) -> None:
-        self._shares = FairShares(places)
-        self._idle: dict[
-            str, dict[ConnectionSlot, None]
-        ] = {}  # longest idle first, never an empty dict
+        self.shares = FairShares(places)
+        self.idle: dict[str, dict[ConnectionSlot, None]] = {}
 
-    def enter(self, host: str, close: Leave) -> ConnectionSlot | None:
+    def enter(self, host: str, close: Callable[[], None]) -> ConnectionSlot | None:
         """Return a place for a new connection, or None if no place is free.
 
         Args:
@@ -267,29 +268,13 @@ class ConnectionLimit:
             close: ends the connection. Called at most once, while the connection is idle.
         """
         network = network_of(host)
-        if not self._shares.may_take(network, 1.0):
-            full = self._shares.num_held >= self._shares.places
-            if not self._close_one_of(self._shares.largest() if full else network):
+        if not self.shares.may_take(network, 1.0):
+            full = self.shares.num_held >= self.shares.places
+            longest_idle = self.idle.get(self.shares.largest() if full else network)
+            if not longest_idle:
                 return None
-        self._shares.take(network)
+            place = next(iter(longest_idle))
+            place.leave()
+            place.close()
+        self.shares.take(network)
         return ConnectionSlot(self, network, close)
-
-    def _close_one_of(self, network: str) -> bool:
-        place = next(iter(self._idle.get(network, ())), None)
-        if place is None:
-            return False
-        place.leave()
-        place.close()
-        return True
-
-    def idle(self, network: str, place: ConnectionSlot) -> None:
-        self._idle.setdefault(network, {})[place] = None
-
-    def busy(self, network: str, place: ConnectionSlot) -> None:
-        idle = self._idle.get(network, {})
-        idle.pop(place, None)
-        if not idle:
-            self._idle.pop(network, None)
-
-    def give_back(self, network: str) -> None:
-        self._shares.give_back(network)

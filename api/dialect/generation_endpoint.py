@@ -48,7 +48,7 @@ class WholeReply:
         self._body = body
         self._headers = headers
 
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
         """Write output of choice `index`."""
         self._add(index, piece)
 
@@ -104,7 +104,7 @@ class StreamedReply:
         )
         self._failure = failure
 
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
         event = self._event(index, piece)
         self._num_left -= isinstance(piece, FinalChunk)
         if not self._num_left:

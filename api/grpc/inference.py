@@ -130,7 +130,12 @@ class InferenceService:
         """
 
         with self._begun(context) as client:
-            wanted = from_request(request)
+            key, request_id = _metadata(context, "idempotency-key"), new_request_id()
+            content = partial(request.SerializeToString, deterministic=True)
+            retry = self._answers.retry(client, key, content, request_id) if key else None
+            if retry is not None:
+                request_id = retry.request_id
+            wanted = replace(from_request(request), request_id=request_id)
             listener: StreamParser | None = None
             match wanted.prompt.prompt:
                 case ChatPrompt(tools=tools):
@@ -142,16 +147,13 @@ class InferenceService:
                     )
                     listener = listening(self._model.speech, wanted.prompt, offer)
 
-            async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+            async def write(piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
                 if listener is not None:
                     _fill_in(listener, piece, response)
                 await context.write(response)
 
             call = wanted, client, write, _metadata(context, HEADER)
-            content = partial(request.SerializeToString, deterministic=True)
-            key = _metadata(context, "idempotency-key")
-            retry = self._answers.retry(client, key, content, new_request_id()) if key else None
             if retry is None:
                 await self._answers.generator.generate(*call)
             else:

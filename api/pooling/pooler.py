@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
-from api.generation import DeadlineScope, RequestLimiter, new_request_id
+from api.generation import DeadlineScope, RequestLimiter
 from api.requests import validation
 from api.requests.generate_params import (
     MAX_TOKENS,
@@ -68,7 +68,7 @@ class Pooler:
         Raises:
             ServingError: the request failed, possibly for one prompt only.
         """
-        client, request_id = caller.client, caller.request_id or new_request_id()
+        client, request_id = caller.client, caller.request_id
         label = caller.label[: validation.MAX_LABEL_CHARACTERS]
         with self._records.begin(request_id, label, client.name, caller.traceparent) as record:
             validation.check_label(caller.label)

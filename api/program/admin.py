@@ -76,7 +76,7 @@ def make_admin(
     )
     plans = {name: Plans(others, number=number) for number, name in enumerate(pools)}
     report = ClusterReport({name: (pool.state, plans[name]) for name, pool in pools.items()}, state)
-    timelines = AllTimelines([pool.timelines for pool in pools.values()])
+    timelines = AllTimelines([pool.records for pool in pools.values()])
     explainer = Explainer(timelines, others, NodeDescriber(states))
     listed = RequestsEndpoint(timelines, others, explainer)
     adapters = ByModel(

@@ -13,7 +13,6 @@ from typing import Any
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from api import paths
 from api.dialect import problems
 from api.generation import RequestLimiter
 from api.grpc.inference import InferenceService
@@ -27,6 +26,7 @@ from api.http.acceptor import HttpContext, HttpLimits
 from api.http.service import HttpServer, HttpService
 from api.http_checks import HttpChecks, check_paths
 from api.page import files as page
+from api.program import paths
 from api.program.admin import AdminParts, make_admin
 from api.program.nodes import ModelPool, Pools, RouterBase, make_base, make_pool
 from api.requests.generate_params import MAX_FIELDS

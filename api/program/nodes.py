@@ -41,7 +41,7 @@ from router.metrics import RouterMetrics
 from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import USE_PREFIX_INDEX, make_policy
 from router.policy.prefix_index import PrefixHints, PrefixIndex
-from router.record import RequestRecords, TimelineRecorder
+from router.record import RequestRecords
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class ModelPool:
     config: RouterConfig
     model: ServedModel
     metrics: RouterMetrics
-    timelines: TimelineRecorder
+    records: RequestRecords
     admission: RequestLimiter
     state: ClusterState
     cluster: Cluster
@@ -256,10 +256,9 @@ async def make_pool(
         config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
     )
     metrics.waiting_from(lambda: admission.num_waiting)
-    timelines = TimelineRecorder(metrics, base.tracer, name)
+    records = RequestRecords(metrics, base.tracer, name)
     changed = asyncio.Event()
     nodes = await _make_nodes(base, config, model, metrics, changed, "" if is_only else name)
-    records = RequestRecords(metrics, timelines)
     vectors = PoolingService(
         Pooler(
             model,
@@ -281,7 +280,7 @@ async def make_pool(
     )
     names = ModelNames(name, nodes.cluster.adapters.by_name)
     return ModelPool(
-        *(name, config, model, metrics, timelines, admission, *nodes),
+        *(name, config, model, metrics, records, admission, *nodes),
         changed=changed,
         answers=answers,
         vectors=vectors,

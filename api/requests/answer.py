@@ -2,7 +2,7 @@
 
 from array import array
 from base64 import b64encode
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -135,6 +135,12 @@ class FinalChunk(OutputChunk, frozen=True):
     cached_tokens: int  # cached prompt tokens, for the router's metrics
     versions: Sequence[VersionSpan] = ()  # at least one
     seed: int | None = None  # seed of sampling, if all tokens are batch-invariant
+
+
+# Writes a piece of a response to the client.
+Write: TypeAlias = Callable[[OutputChunk | FinalChunk], Awaitable[None]]
+# Writes a piece that is not the last, unless that would wait. Returns whether it has written.
+Offer: TypeAlias = Callable[[OutputChunk], bool]
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -344,8 +344,8 @@ class PoolingCaller(msgspec.Struct, frozen=True):
     """The client of a pooling request, and the request's ids. Other fields: see GenerateParams."""
 
     client: Client
+    request_id: str
     label: str = ""
-    request_id: str = ""
     traceparent: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None

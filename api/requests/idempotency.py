@@ -12,13 +12,13 @@ request is computed again.
 import asyncio
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from api.auth.client import Client
-from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.answer import FinalChunk, Offer, OutputChunk, Write
 from api.requests.generate_params import GenerateParams, RenderedPrompt, SharedPrompt
 from common.errors import InvalidRequest, RequestAborted, check_at_most
 
@@ -28,8 +28,6 @@ _ANSWER_BYTES = 4000  # estimated size of a response without pieces
 _PIECE_BYTES = 400  # estimated size of a piece, without its text and tokens
 _TOKEN_BYTES = 36
 
-Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
-Offer = Callable[[OutputChunk], bool]
 Name = tuple[str, str, int]  # client, key, index of the response
 
 
@@ -208,7 +206,6 @@ class _Answer:
         self._rendering = rendering  # without the rest of the prompt, which may be large
         self.num_bytes = 0  # estimated size, see IdempotencyCache
         self._grown = grown
-        self._request_id = retry.request_id
         self._pieces: deque[OutputChunk | FinalChunk] = deque()
         self._num_dropped = 0  # pieces dropped because all followers have them
         self._places: dict[int, int] = {}  # number of pieces written, by follower
@@ -217,9 +214,8 @@ class _Answer:
         self._news = asyncio.Event()
         self._end: asyncio.TimerHandle | None = None
 
-    async def write(self, request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(self, piece: OutputChunk | FinalChunk) -> None:
         """Add a piece. If the response is not kept, wait for the slowest follower."""
-        self._request_id = request_id
         self._append(piece)
         while not self._kept and self._pieces:
             await self._news.wait()
@@ -269,7 +265,7 @@ class _Answer:
         try:
             while True:
                 while place < self._num_dropped + len(self._pieces):
-                    await write(self._request_id, self._pieces[place - self._num_dropped])
+                    await write(self._pieces[place - self._num_dropped])
                     self._places[follower] = place = place + 1
                     if not self._kept:
                         self._drop_read()

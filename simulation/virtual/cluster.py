@@ -35,7 +35,6 @@ from protos.router_pb2_grpc import RouterStub
 from router.cluster.cluster_state import NodeReport
 from router.generation import Generation
 from router.policy.load import RequestDue
-from router.record import RequestRecords
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput
 from router.workers import OtherProcesses, alone
 from simulation.node.engine import SimEngine
@@ -208,7 +207,7 @@ class VirtualCluster:
         self._addresses = {name: _address(program) for name, program in programs.items()}
         self._names = network.names
         self._router = router
-        self._records = RequestRecords(router.metrics, router.timelines)
+        self._records = router.records
 
     async def answer(self, arrival: Arrival) -> Response:
         """Send a request, and return its complete response or its error."""

@@ -147,13 +147,13 @@ class Scripted:
             while True:
                 match await self.said.get():
                     case FinalChunk() as last:
-                        await write(wanted.request_id, last)
+                        await write(last)
                         return
                     case OutputChunk() as piece:
                         taken = offer(piece)
                         assert taken or not self._takes
                         if not taken:
-                            await write(wanted.request_id, piece)
+                            await write(piece)
                     case error:
                         raise error
         except asyncio.CancelledError:
@@ -194,7 +194,7 @@ def _retry(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> 
 async def _follow(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> str:
     texts: list[str] = []
 
-    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(piece: OutputChunk | FinalChunk) -> None:
         texts.append(piece.text)
 
     await kept.generate(_wanted(), client, write, retry=_retry(kept, client, asked))
@@ -216,7 +216,7 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back(scripted, kept)
     first.prompt.rendering = RenderedPrompt(1, "<think>")
     seen: list[str] = []
 
-    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(piece: OutputChunk | FinalChunk) -> None:
         seen.append(again.prompt.rendering)
 
     scripted.said.put_nowait(_last("a"))
@@ -274,7 +274,7 @@ async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_no
     texts: list[str] = []
     may_take = asyncio.Semaphore(0)
 
-    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(piece: OutputChunk | FinalChunk) -> None:
         await may_take.acquire()
         texts.append(piece.text)
 
@@ -308,7 +308,7 @@ async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was():
     tokens = weakref.ref(given)
     scripted.said.put_nowait(_last("a"))
 
-    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(piece: OutputChunk | FinalChunk) -> None:
         pass
 
     await kept.generate(wanted, ME, write, retry=_retry(kept))

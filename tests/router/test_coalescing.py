@@ -19,7 +19,7 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one(model
     pieces: list[OutputChunk | FinalChunk] = []
     writing, may_write = asyncio.Event(), asyncio.Event()
 
-    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+    async def write(piece: OutputChunk | FinalChunk) -> None:
         pieces.append(piece)
         writing.set()
         await may_write.wait()

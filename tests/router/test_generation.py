@@ -17,7 +17,7 @@ from router.cluster.cluster import Cluster, Placed
 from router.generation import Generation
 from router.metrics import RouterMetrics
 from router.policy.load import WHENEVER, LoadReservation
-from router.record import RequestRecord, RequestRecords, TimelineRecorder
+from router.record import RequestRecord, RequestRecords
 from router.token_buffer import (
     UNKNOWN_VERSION,
     NodeOutput,
@@ -98,7 +98,7 @@ class Rig:
         self.has_target = True
         self.stayed: list[tuple[str, ServingError]] = []
         metrics = RouterMetrics()
-        records = RequestRecords(metrics, TimelineRecorder(metrics, None))
+        records = RequestRecords(metrics, None)
         self.record: RequestRecord = records.begin("r", "", "client", "")
         monkeypatch.setattr(self.record, "stay", lambda *reported: self.stayed.append(reported))
         self.sink = Sink()
@@ -178,6 +178,14 @@ async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig):
     assert task.cancelled()
     assert rig.b.ends == (1, 1)
     assert rig.sink.token_ids == [7, 8]
+
+
+async def test_a_request_without_a_token_is_not_movable(rig):
+    async with rig.running():
+        assert not rig.generation.movable
+        rig.a.say(7)
+        assert rig.generation.movable
+        rig.a.say(end=StreamEnd("length"))
 
 
 async def _until(condition: Callable[[], bool]) -> None:

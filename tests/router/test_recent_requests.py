@@ -6,7 +6,7 @@ from api.admin.router_state import MergedState, ModelReport, together
 from protos.router_pb2 import ModelState
 from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
-from router.record import RequestRecords, TimelineRecorder
+from router.record import RequestRecords
 from router.workers import OtherProcesses
 
 
@@ -89,9 +89,7 @@ def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(monke
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     metrics = RouterMetrics()
     client = "10.0.0.1"
-    with RequestRecords(metrics, TimelineRecorder(metrics, None)).begin(
-        "one", "", client, ""
-    ) as one:
+    with RequestRecords(metrics, None).begin("one", "", client, "") as one:
         one.accept(5, "a:1")
         clock[0] = 105.0
         one.write(3)

@@ -4,10 +4,10 @@ from typing import Any, get_args
 
 import pytest
 
-from api import paths
 from api.auth.guard import Access, ApiKeyGuard
 from api.grpc.service import CallerResolver
 from api.http_checks import METHODS, PATHS, PATHS_BELOW
+from api.program import paths
 from api.program.nodes import make_clients
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated

@@ -93,7 +93,7 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
     for _ in range(num):
         assert reply.offer(0, OutputChunk("word ", (7,)))
     usage = TokenUsage(1, num, 0)
-    await reply.write(0, "id", FinalChunk("end", (8,), "stop", None, usage, 0))
+    await reply.write(0, FinalChunk("end", (8,), "stop", None, usage, 0))
     reported = sse_events(b"".join(written))
     assert reported[-1]["text"] == "word " * num + "end"
     texts = [len(each["text"]) for each in reported]

@@ -59,7 +59,7 @@ async def test_half_a_character_makes_no_event_but_the_first(client, reply):
 
 async def test_who_writes_to_a_slow_client_waits_until_it_reads(client, reply):
     client.pause_writing()
-    writing = asyncio.create_task(reply.write(0, "id", OutputChunk("one", (1,))))
+    writing = asyncio.create_task(reply.write(0, OutputChunk("one", (1,))))
     await asyncio.sleep(0)
     assert b'"text":"one"' in client.written
     assert not writing.done()
@@ -78,12 +78,12 @@ class OneTooSlow:
     ) -> None:
         last = FinalChunk("", (), "stop", None, TokenUsage(1, 1, 0), 0)
         if wanted.request_id.endswith("-0"):
-            writing = asyncio.ensure_future(write(wanted.request_id, last))
+            writing = asyncio.ensure_future(write(last))
             await self._all_ended.wait()
             writing.cancel()
             raise DeadlineExceeded("the request's total budget is spent")
         await asyncio.sleep(0)
-        await write(wanted.request_id, last)
+        await write(last)
         self._all_ended.set()
 
 

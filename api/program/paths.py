@@ -1,7 +1,7 @@
 """All paths of the router's HTTP port, and endpoints for model information and health probes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -106,30 +106,28 @@ class AdminOperations:
 
     async def model_info(self, request: HttpRequest) -> web.Response:
         """Return model information in SGLang's format."""
-        return self._info(request, lambda served: {})
+        return self._info(request, server=False)
 
     async def server_info(self, request: HttpRequest) -> web.Response:
         """Return server information in SGLang's format."""
+        return self._info(request, server=True)
 
-        def more(served: str) -> Mapping[str, Any]:
-            length = self._context_length(served)
-            lengths = {"context_length": length, "max_model_len": length}
-            return {
-                **self._version,
-                "served_model_name": served,
-                **lengths,
-                "internal_states": [{}],
-            }
-
-        return self._info(request, more)
-
-    def _info(self, request: HttpRequest, more: Callable[[str], Mapping[str, Any]]) -> web.Response:
+    def _info(self, request: HttpRequest, *, server: bool) -> web.Response:
         try:
             served = self._names.served_by(request.query.get("model"))
         except ApiError as refusal:
             return refusal.response()
         info = {"model_path": served, "tokenizer_path": served, "is_generation": True}
-        return whole(200, msgspec.json.encode({**info, **more(served)}))
+        if server:
+            length = self._context_length(served)
+            info |= {
+                **self._version,
+                "served_model_name": served,
+                "context_length": length,
+                "max_model_len": length,
+                "internal_states": [{}],
+            }
+        return whole(200, msgspec.json.encode(info))
 
     async def health(self, request: HttpRequest) -> web.Response:
         """Return 200, for liveness probes."""
