@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import contextlib
+import math
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +27,7 @@ from protos import router_pb2, router_pb2_grpc
 
 KEY_VARIABLE = "BATON_API_KEY"
 Metadata = tuple[tuple[str, str], ...]
+N = TypeVar("N", int, float)
 
 _MAX_KEY_FILE_BYTES = 4096
 DEFAULT_FILE = Path("var/secret")
@@ -71,6 +74,19 @@ def address(text: str) -> str:
         return check_address(text)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def ranged(kind: type[N], least: float, most: float = math.inf) -> Callable[[str], N]:
+    """Return a parser of numbers from `least` to `most`, for argparse."""
+    expected = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+
+    def parse(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if least <= (number := kind(text)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+
+    return parse
 
 
 def positive(text: str) -> float:

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,18 +39,6 @@ def _gpus(text: str) -> _Gpus:
     return _Gpus(int(match[1]), kind)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of numbers from `least` on, for argparse."""
-
-    def count(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
-        return number
-
-    return count
-
-
 def parser() -> ConfigArgumentParser:
     parser = ConfigArgumentParser(
         prog=PROGRAM,
@@ -82,19 +70,19 @@ def parser() -> ConfigArgumentParser:
         parser.add_argument_group("load", "--load, or --rate with --input and --output."),
         ("--load", Path, None, "FILE", "JSON lines: timestamp (ms), input_length, output_length"),
         ("--rate", client.positive, None, "R", "requests a second (the mean rate of --load)"),
-        ("--input", _at_least(1), None, "TOKENS", "tokens of a prompt"),
-        ("--output", _at_least(1), None, "TOKENS", "tokens of a response"),
+        ("--input", client.ranged(int, 1), None, "TOKENS", "tokens of a prompt"),
+        ("--output", client.ranged(int, 1), None, "TOKENS", "tokens of a response"),
     )
     parser.add_argument(
         "--path", choices=PATHS, default="rdma400", help="link between nodes (%(default)s)"
     )
     top = "layouts to show (%(default)s)"
-    parser.add_argument("--top", type=_at_least(1), default=5, metavar="N", help=top)
+    parser.add_argument("--top", type=client.ranged(int, 1), default=5, metavar="N", help=top)
     add_options(
         parser.add_argument_group("virtual time", "Runs of the best layouts by `baton sim`."),
         (
             "--verify",
-            _at_least(0),
+            client.ranged(int, 0),
             3,
             "K",
             "layouts to run, and the best of each kind. 0: none (3)",

@@ -1,6 +1,5 @@
 """`baton sim`: runs a simulated cluster in virtual time. Needs no GPU."""
 
-import argparse
 import os
 import sys
 
@@ -9,21 +8,7 @@ from common.settings import ConfigArgumentParser
 from simulation.virtual.process import command, environment
 
 PROGRAM = "baton sim"
-
-
 _MOST_SEEDS = 1 << 31
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) >= _MOST_SEEDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is invalid: expected 0 to {_MOST_SEEDS - 1}")
-    return int(text)
-
-
-def _number(text: str) -> int:
-    if (number := _seed(text)) == 0:
-        raise argparse.ArgumentTypeError("expected at least 1")
-    return number
 
 
 def parser() -> ConfigArgumentParser:
@@ -42,13 +27,16 @@ def parser() -> ConfigArgumentParser:
     )
     parser.add_argument(
         "--chaos",
-        type=_seed,
+        type=client.ranged(int, 0, _MOST_SEEDS - 1),
         metavar="SEED",
         help="seed that draws cluster, load, faults and operations, in place of FILE. If a run "
         "breaks a rule, a file with as little of them as possible is printed, which repeats it",
     )
     parser.add_argument(
-        "--seeds", type=_number, metavar="N", help="number of seeds, from SEED on (1)"
+        "--seeds",
+        type=client.ranged(int, 1, _MOST_SEEDS - 1),
+        metavar="N",
+        help="number of seeds, from SEED on (1)",
     )
     client.add_json_flag(parser)
     return parser

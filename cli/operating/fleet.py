@@ -47,7 +47,10 @@ _UNKNOWN = Sources()
 
 
 class Fleet:
-    """gRPC client of the routers and nodes of a cluster. For one event loop.
+    """Client of the routers and nodes of a cluster. For one event loop.
+
+    A method raises UnfinishedRestart if a process does not respond in time or rejects the call. The
+    methods `until_...` retry failed calls, and raise it after `longest_s` seconds.
 
     Args:
         metadata: credentials for routers. `identity` is for nodes.
@@ -67,26 +70,23 @@ class Fleet:
         self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
-        """Return the cluster as this router knows it. Raises UnfinishedRestart on failure."""
+        """Return the cluster as this router knows it."""
         request = GetClusterRequest()
         answer: GetClusterResponse = await self.call_router(router, "GetCluster", request)
         return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Start to drain a router. Raises UnfinishedRestart if the call fails."""
+        """Start to drain a router."""
         await self.call_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Start to drain a node. Raises UnfinishedRestart if the call fails."""
+        """Start to drain a node."""
         await self.call_node(address, "Drain", DrainRequest())
 
     async def call_router(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """Call `method` of a router and return its response.
-
-        Raises UnfinishedRestart if it does not respond in time or rejects the call.
-        """
+        """Call `method` of a router and return its response."""
         async with make_channel(address, self._certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s, metadata=self._metadata)
@@ -95,20 +95,14 @@ class Fleet:
     async def call_node(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """Call `method` of a node and return its response.
-
-        Raises UnfinishedRestart if it does not respond in time or rejects the call.
-        """
+        """Call `method` of a node and return its response."""
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s)
             return await _answer(address, call, self._sources.to_nodes, flag="")
 
     async def get(self, url: str, path: str) -> Any:
-        """Return the JSON at a path of a router's HTTP port.
-
-        Raises UnfinishedRestart if it does not respond in time or rejects the call.
-        """
+        """Return the JSON at a path of a router's HTTP port."""
         config = None if self._certificates is None else self._certificates.config
         context = ssl.create_default_context(cafile=config.ca if config else None)
         if config and config.cert:
@@ -141,10 +135,7 @@ class Fleet:
             ) from None
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
-        """Wait until the node has accepted the new role.
-
-        Raises UnfinishedRestart if it does not respond or keeps its role.
-        """
+        """Wait until the node has accepted the new role."""
         await self.call_node(address, "Switch", SwitchRequest(role=role), longest_s)
 
     async def until_has_role(
@@ -154,9 +145,6 @@ class Fleet:
 
         If there are nodes to pair with, also wait until it is paired and all worker processes of
         the router use it.
-
-        Raises:
-            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def has() -> bool:
@@ -174,11 +162,7 @@ class Fleet:
         await until(has, longest_s, sentence)
 
     async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
-        """Wait until no process with this instance id responds at the node's address.
-
-        Raises:
-            UnfinishedRestart: after `longest_s` seconds.
-        """
+        """Wait until no process with this instance id responds at the node's address."""
 
         async def ended() -> bool:
             now = of_address(await self.look(router), node.address)
@@ -191,8 +175,6 @@ class Fleet:
 
         Args:
             since: time.monotonic().
-        Raises:
-            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -209,9 +191,6 @@ class Fleet:
         """Wait until a replacement of the node is back.
 
         Every router must find it ready with all of these pairs, and use it in all worker processes.
-
-        Raises:
-            UnfinishedRestart: after `longest_s` seconds.
         """
 
         async def back() -> bool:
@@ -242,9 +221,6 @@ class Fleet:
 
         Args:
             models: names of models that must be ready, too.
-
-        Raises:
-            UnfinishedRestart: see `until_router_ended`.
         """
 
         async def back() -> bool:

@@ -144,7 +144,7 @@ def parser() -> settings.ConfigArgumentParser:
         )
     group.add_argument(
         "--running",
-        type=_count,
+        type=client.ranged(int, 0),
         default=limits.running,
         help="maximum requests of a decode node. 0: limited by its pages (%(default)s)",
     )
@@ -158,14 +158,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.spare >= 1:
         settings.wrong(PROGRAM, "--spare must be below 1, or roles would change back and forth")
     return options
-
-
-def _count(text: str) -> int:
-    """Parse a count, for argparse."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must not be below 0, got {text!r}")
-    return number
 
 
 def rules_of(options: argparse.Namespace) -> PlannerRules:

@@ -33,16 +33,6 @@ EXIT_NO_ANSWER = 1
 PROGRAM = "baton top"
 
 
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, got {text!r}")
-    return seconds
-
-
 def parser() -> settings.ConfigArgumentParser:
     parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
@@ -52,7 +42,11 @@ def parser() -> settings.ConfigArgumentParser:
     )
     client.add_router_flag(parser)
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="S", help="seconds between frames (1)"
+        "--interval",
+        type=client.ranged(float, 0.1, 3600),
+        default=1.0,
+        metavar="S",
+        help="seconds between frames (1)",
     )
     parser.add_argument(
         "--once", action="store_true", help="print one frame, with the rates of one interval"

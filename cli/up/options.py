@@ -33,6 +33,7 @@ from simulation.node.tokenizer import has_model_files, write_model_files
 
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
+_port = client.ranged(int, 1, 65535)
 _ROUTER_FLAGS = "--router-flags"
 _PORTS = {"prefill": plan.PREFILL_PORT, "decode": plan.DECODE_PORT, "encode": plan.ENCODE_PORT}
 _SIZES = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
@@ -310,12 +311,6 @@ def _device(text: str) -> str:
     if text not in ("auto", "cpu", "cuda") and not text.startswith(_SIMULATED):
         raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or sim:GPU, got {text!r}")
     return text
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"a port is from 1 to 65535, got {text!r}")
-    return int(text)
 
 
 def _check_flags(

@@ -106,16 +106,10 @@ def _opened(log: Path, *, replaces: bool) -> BinaryIO:
 
 async def _readable(descriptor: int) -> None:
     """Wait until the descriptor is readable, then close it."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, _resolve, ready)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

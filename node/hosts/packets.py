@@ -59,9 +59,9 @@ class PacketSocket:
         self.close()
 
     async def _until(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
-        ready = self._loop.create_future()
-        add(self._socket, lambda: None if ready.done() else ready.set_result(None))
+        ready = asyncio.Event()
+        add(self._socket, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             remove(self._socket)

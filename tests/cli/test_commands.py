@@ -243,7 +243,7 @@ def test_a_stopped_router_is_one_sentence_with_the_fix(baton, name, tmp_path, mo
         (["--no-such-flag"], "--no-such-flag"),
         (["--decode=-1"], "--decode"),
         (["--prefill=x"], "--prefill"),
-        (["--port=65536"], "--port: a port is from 1 to 65535, got '65536'"),
+        (["--port=65536"], "--port: must be from 1 to 65535, got '65536'"),
         (["--router-flags=--policy=fastest"], "--policy"),
         (["--router-flags", "--policy=slowest"], "slowest"),
     ],

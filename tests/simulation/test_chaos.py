@@ -97,7 +97,7 @@ def test_a_run_deletes_the_directories_of_killed_ones(
         (("x.yaml", "--chaos", "1"), "FILE or --chaos"),
         (("x.yaml", "--seeds", "2"), "--seeds needs --chaos"),
         (("--chaos", "-1"), "'-1'"),
-        (("--chaos", "1", "--seeds", "0"), "at least 1"),
+        (("--chaos", "1", "--seeds", "0"), "must be from 1"),
     ],
 )
 def test_unusable_arguments_are_named(
