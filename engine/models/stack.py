@@ -231,5 +231,6 @@ def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
 
 
 def _matrix(linear: Linear) -> PanelMatrix | None:
-    known = isinstance(linear, Panels | Int8Panels | CodePanels) and linear.in_layers
-    return linear if known else None
+    if isinstance(linear, Panels | Int8Panels | CodePanels) and linear.in_layers:
+        return linear
+    return None
