@@ -356,10 +356,9 @@ def check_features(config: EngineConfig, backend: str) -> None:
         _refuse(ranks | layers | transformers, "engine.scheduler.split_prefill_ms")
     if config.routed_experts.enabled:
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
-        split = {f"scheduler.split_prefill_ms: {scheduler.split_prefill_ms:g}": True}
-        _refuse(
-            (split if scheduler.split_prefill_ms else {}) | transformers, "engine.routed_experts"
-        )
+        split_ms = scheduler.split_prefill_ms
+        split = {f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0}
+        _refuse(split | transformers, "engine.routed_experts")
     if config.input_embeddings.enabled:
         # A drafter with layers reads the ids of prompt tokens.
         _refuse(layers | transformers, "engine.input_embeddings")

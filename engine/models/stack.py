@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.experts import DenseBlock
-from engine.models.blocks.layer import Layer, RmsNorm
+from engine.models.blocks.layer import Layer
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
@@ -25,7 +25,6 @@ from kernels.cpu.layers import (
     CompiledLayers,
     CompiledPool,
     CompiledStep,
-    NormWeight,
     PanelMatrix,
 )
 from kernels.linear_attention.state_cells import CellView
@@ -210,12 +209,12 @@ def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
     if mixer.rotation not in rotations:
         rotations.append(mixer.rotation)
     return CompiledLayer(
-        mixer_norm=_norm(layer.mixer_norm),
-        mixer_post_norm=_norm_or_none(layer.mixer_post_norm),
-        q_norm=_norm_or_none(mixer.q_norm),
-        k_norm=_norm_or_none(mixer.k_norm),
-        ffn_norm=_norm(layer.ffn_norm),
-        ffn_post_norm=_norm_or_none(layer.ffn_post_norm),
+        mixer_norm=layer.mixer_norm,
+        mixer_post_norm=layer.mixer_post_norm,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        ffn_norm=layer.ffn_norm,
+        ffn_post_norm=layer.ffn_post_norm,
         qkv=qkv,
         output=output,
         gate_up=gate_up,
@@ -232,15 +231,6 @@ def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
 
 
 def _matrix(linear: Linear) -> PanelMatrix | None:
-    match linear:
-        case Panels() | Int8Panels() | CodePanels():
-            return linear.matrix
+    if isinstance(linear, Panels | Int8Panels | CodePanels) and linear.in_layers:
+        return linear
     return None
-
-
-def _norm(norm: RmsNorm) -> NormWeight:
-    return NormWeight(norm.weight, norm.eps)
-
-
-def _norm_or_none(norm: RmsNorm | None) -> NormWeight | None:
-    return None if norm is None else _norm(norm)

@@ -333,6 +333,15 @@ def test_an_adapter_that_is_still_in_a_slot_is_not_copied_again(rig):
     assert adapters.num_fills == 3
 
 
+def test_an_adapter_that_is_used_again_keeps_its_slot(rig):
+    adapters, line, ask = rig
+    request = ask("a")
+    assert with_slot(line) == "a"
+    adapters.release(request.key)
+    ask("a"), ask("b"), ask("c")
+    assert with_slot(line) == "ab"
+
+
 def test_who_waits_is_overtaken_by_those_whose_adapter_is_there_for_a_while(rig):
     adapters, line, ask = rig
     first = {name: ask(name) for name in "ab"}

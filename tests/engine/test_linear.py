@@ -1,13 +1,10 @@
 """Every form of a matrix computes the product it stands for, within bounds stated here."""
 
-from dataclasses import fields, is_dataclass
-
 import pytest
 import torch
 
 from common.errors import ConfigError
 from engine.models import open_checkpoint
-from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Matrix, StoredExpert, form_of, onednn
 from engine.models.linear.dense import DenseForm, DenseLinear
 from engine.models.linear.int8 import Int8Form, rounded
@@ -25,6 +22,7 @@ from tests.support.checkpoints import (
     make_checkpoint,
 )
 from tests.support.devices import operators_here
+from tests.support.weights import nbytes
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 8, 33, 256)
@@ -116,7 +114,7 @@ def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bou
 def test_the_bytes_that_are_told_are_those_that_are_taken(make_form, dtype, bound):
     form = make_form()
     for rows, columns in SHAPES:
-        assert form.hold(Matrix(drawn(rows, columns))).nbytes == form.num_bytes(rows, columns)
+        assert nbytes(form.hold(Matrix(drawn(rows, columns)))) == form.num_bytes(rows, columns)
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
@@ -131,7 +129,7 @@ def test_experts_are_near_their_exact_sum_at_any_number_of_rows(make_form, dtype
     experts = (StoredExpert(*map(Matrix, pair)) for pair in stored)
     net = form.experts(experts, count, "silu")
     expected_bytes = form.num_bytes(2 * inner, hidden) + form.num_bytes(hidden, inner)
-    assert net.nbytes == count * expected_bytes
+    assert nbytes(net) == count * expected_bytes
     for rows in (1, 3, 40):
         x = drawn(rows, hidden, seed=7).to(dtype)
         weights, ids = route(drawn(rows, count, seed=rows), Routing(k, normalise=True))
@@ -246,7 +244,7 @@ def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
 def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room():
     form = panels(F32)
     large, small = (form.hold(Matrix(torch.ones(rows, 1024))) for rows in (1000, 64))
-    assert large.weight.data_ptr() % (2 << 20) == 0
+    assert large.panels.data_ptr() % (2 << 20) == 0
     for linear in (large, small):
         sums = linear.apply(torch.ones(1, 1024))
         assert torch.equal(sums, torch.full_like(sums, 1024))
@@ -271,20 +269,6 @@ def test_int8_is_refused_where_nothing_multiplies_it(monkeypatch):
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: False)
     with pytest.raises(ConfigError, match=r"engine\.quantize: int8 needs .*VNNI"):
         form_of(CPU, torch.bfloat16, "int8")
-
-
-def nbytes(part):
-    """Return the bytes of all weights in a block or a tuple of blocks. Frequencies are not
-    weights."""
-    if isinstance(part, tuple):
-        return sum(map(nbytes, part))
-    if isinstance(part, torch.Tensor):
-        return part.nbytes
-    if isinstance(part, Rotation) or not is_dataclass(part):
-        return 0
-    if hasattr(part, "nbytes"):
-        return part.nbytes + nbytes(getattr(part, "bias", None))
-    return sum(nbytes(getattr(part, field.name)) for field in fields(part))
 
 
 def taken_by(decoder):

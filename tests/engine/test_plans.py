@@ -21,6 +21,7 @@ from engine.models.transformers_backend.held import WeightHolder
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
 from engine.ranks import WHOLE, Share
+from tests.support import weights
 from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_models import make_tiny
@@ -90,8 +91,10 @@ def nbytes(model: TransformersModel) -> int:
         for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
     storages = [each.untyped_storage() for each in tensors]
-    converted = sum(each.linear.nbytes for each in modules if isinstance(each, WeightHolder))
-    return converted + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    held = [each.linear for each in modules if isinstance(each, WeightHolder)]
+    return weights.nbytes(held) + sum(
+        {each.data_ptr(): each.nbytes() for each in storages}.values()
+    )
 
 
 def same(one: Tensor, other: Tensor) -> None:

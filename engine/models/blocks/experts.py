@@ -144,10 +144,6 @@ class OwnExperts:
     net: ExpertNet
     numbers: Sequence[int]
 
-    @property
-    def nbytes(self) -> int:
-        return self.net.nbytes
-
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         first, none = self.numbers[0], len(self.numbers)
         own = (ids >= first) & (ids < first + none)
@@ -163,10 +159,6 @@ class SharedExperts:
 
     own: ExpertNet
     exchange: ExpertExchange
-
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return self.exchange.own_sum(self.own.apply(*self.exchange.gather(x, weights, ids)))
@@ -207,10 +199,6 @@ class RecordedExperts:
     net: ExpertNet
     layer: int
     routed: RoutedExperts
-
-    @property
-    def nbytes(self) -> int:
-        return self.net.nbytes
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         self.routed.write(self.layer, ids)

@@ -16,6 +16,7 @@ from engine.models.blocks.protocol import (
 )
 from engine.models.blocks.source import BlockWeights
 from engine.ranks import Group
+from kernels.cpu.layers import NormWeight
 from kernels.layers.rms_norm import add_rms_norm
 
 
@@ -35,15 +36,8 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RmsNorm:
-    """An RMSNorm.
-
-    Attributes:
-        weight: [size], the multiplier. float32 if the stored weight is the difference from 1.
-    """
-
-    weight: Tensor
-    eps: float
+class RmsNorm(NormWeight):
+    """An RMSNorm. The multiplier is float32 if the stored weight is the difference from 1."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, rows: Tensor | None = None

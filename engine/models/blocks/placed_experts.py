@@ -53,10 +53,6 @@ class PlacedExperts:
             counts,
         )
 
-    @property
-    def nbytes(self) -> int:
-        return self.net.nbytes
-
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_ranks, count = self.table.shape
         if self.counts is not None:  # bincount would wait for the device

@@ -16,45 +16,27 @@ from kernels.cpu.operators import CODES, PANEL, Operators
 from kernels.quantised import QuantFormat
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CodePanels:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CodePanels(PanelMatrix):
     """A 4-bit matrix in panels.
 
     Attributes:
-        codes, scales, zeros: arguments of `Operators.weight_only_product`.
         order: for a reordered format, the input of each number.
     """
 
-    operators: Operators
     format: QuantFormat
-    shape: tuple[int, int]
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
     order: Tensor
-    bias: Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self.format.num_bytes(*self.shape)
-
-    @property
-    def matrix(self) -> PanelMatrix | None:
-        """Return the matrix for layers in one compiled call. None if inputs are reordered."""
-        if self.format.reordered:
-            return None
-        operators, codes, group = self.operators, self.codes, self.group
-        return PanelMatrix(operators, codes, *self.shape, self.bias, self.scales, self.zeros, group)
-
-    @property
-    def group(self) -> int:
-        return self.format.group or self.shape[1]
+    def in_layers(self) -> bool:
+        return not self.format.reordered
 
     def apply(self, x: Tensor) -> Tensor:
+        assert self.scales is not None
         if self.format.reordered:
             x = x.index_select(1, self.order)
         return self.operators.weight_only_product(
-            x, self.codes, self.scales, self.zeros, self.group, self.shape[0], self.bias
+            x, self.panels, self.scales, self.zeros, self.group, self.outputs, self.bias
         )
 
 
@@ -73,13 +55,15 @@ class CodePanelForm(Form):
         assert matrix.format is not None
         return CodePanels(
             operators=self.operators,
-            format=matrix.format,
-            shape=(outputs, inputs),
-            codes=self.operators.pack_codes(matrix.numbers),
+            panels=self.operators.pack_codes(matrix.numbers),
+            outputs=outputs,
+            inputs=inputs,
+            bias=bias,
             scales=_by_panel(matrix.scales),
             zeros=_by_panel(matrix.zeros) if matrix.format.kind == "int4" else None,
+            group=matrix.format.group or inputs,
+            format=matrix.format,
             order=matrix.order,
-            bias=bias,
         )
 
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:

@@ -24,16 +24,8 @@ class DenseLinear:
     weight: Tensor
     bias: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
     def apply(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
-
-    def float(self) -> "DenseLinear":
-        """Return the same numbers in float32."""
-        return DenseLinear(self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True, slots=True)

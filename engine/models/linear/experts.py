@@ -25,19 +25,12 @@ class StackedLinear:
     gate_up: ExpertMatrices
     down: ExpertMatrices
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._tensors if part is not None)
-
     def slot(self, number: int) -> tuple[Tensor | None, ...]:
-        return tuple(None if part is None else part[number] for part in self._tensors)
+        tensors = (*self.gate_up.tensors, *self.down.tensors)
+        return tuple(None if each is None else each[number] for each in tensors)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return grouped_mlp(x, self.gate_up, self.down, weights, ids, self.gate)
-
-    @property
-    def _tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.gate_up.tensors, *self.down.tensors)
 
 
 def stack(

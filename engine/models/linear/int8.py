@@ -37,10 +37,6 @@ class Int8Channel:
     offset: Tensor
     bias: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + self.scale.nbytes + self.offset.nbytes
-
     def apply(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale = torch.add(_SMALLEST, wide.abs().amax(-1, keepdim=True), alpha=1 / _LARGEST)

@@ -79,10 +79,6 @@ class PackedLinear:
     weight: Tensor
     bias: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
     def apply(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias)
 

@@ -5,7 +5,6 @@ exclude the padding of a matrix's last panel.
 """
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -20,32 +19,16 @@ from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Panels:
-    """A matrix in panels.
-
-    Attributes:
-        weight: result of `Operators.pack_panels` for a matrix [out, in].
-    """
-
-    operators: Operators
-    weight: Tensor
-    shape: tuple[int, int]
-    bias: Tensor | None = None
+class Panels(PanelMatrix):
+    """A matrix of floats in panels."""
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.weight.itemsize
-
-    @property
-    def matrix(self) -> PanelMatrix | None:
-        """Return the matrix for layers in one compiled call. None if rows would need padding."""
-        outputs, inputs = self.shape
-        if inputs * self.weight.itemsize % WORD_BYTES:
-            return None
-        return PanelMatrix(self.operators, self.weight, outputs, inputs, self.bias)
+    def in_layers(self) -> bool:
+        """Whether a compiled call of whole layers can use it: rows need no padding."""
+        return self.inputs * self.panels.itemsize % WORD_BYTES == 0
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.operators.float_product(x, self.weight, self.shape[0], self.bias)
+        return self.operators.float_product(x, self.panels, self.outputs, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +45,7 @@ class PanelForm(Form):
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Panels:
         stored = matrix.floats().to(self.dtype)
         outputs, inputs = stored.shape
-        return Panels(self.operators, self.operators.pack_panels(stored), (outputs, inputs), bias)
+        return Panels(self.operators, self.operators.pack_panels(stored), outputs, inputs, bias)
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
@@ -81,32 +64,16 @@ class PanelForm(Form):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Panels:
-    """An int8 matrix in panels.
-
-    Attributes:
-        weight: int8, result of `Operators.pack_panels` for a matrix [out, in]. See `int8_product`.
-    """
-
-    operators: Operators
-    weight: Tensor
-    shape: tuple[int, int]
-    scales: Tensor  # float32 [out]
-    zeros: Tensor  # int32 [out]
-    bias: Tensor | None = None
+class Int8Panels(PanelMatrix):
+    """An int8 matrix in panels, with scales float32 [out] and zeros int32 [out]."""
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) + self.scales.nbytes + self.zeros.nbytes
-
-    @property
-    def matrix(self) -> PanelMatrix:
-        """Return the matrix for layers in one compiled call."""
-        operators, weight, shape = self.operators, self.weight, self.shape
-        return PanelMatrix(operators, weight, *shape, self.bias, self.scales, self.zeros)
+    def in_layers(self) -> bool:
+        return True
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.operators.int8_product(x, self.weight, self.scales, self.zeros, self.bias)
+        assert self.scales is not None and self.zeros is not None
+        return self.operators.int8_product(x, self.panels, self.scales, self.zeros, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +84,7 @@ class Int8PanelForm(RoundingForm):
 
     def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Panels:
         own = rounded(matrix)
+        packed, zeros = self.operators.pack_panels(own.numbers), row_sums(own.numbers) * ZERO
+        scales = own.scales.flatten()
         outputs, inputs = own.numbers.shape
-        return Int8Panels(
-            operators=self.operators,
-            weight=self.operators.pack_panels(own.numbers),
-            shape=(outputs, inputs),
-            scales=own.scales.flatten(),
-            zeros=row_sums(own.numbers) * ZERO,
-            bias=bias,
-        )
+        return Int8Panels(self.operators, packed, outputs, inputs, bias, scales, zeros)

@@ -50,10 +50,6 @@ class GatheredLinear:
     group: Group
     outputs: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes
-
     def apply(self, x: Tensor) -> Tensor:
         return gathered(self.own.apply(x), self.outputs, self.group)
 

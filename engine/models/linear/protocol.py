@@ -22,11 +22,6 @@ class Linear(Protocol):
     """A matrix: x -> x W^T + b, computed by the product that was chosen when the model was
     loaded."""
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes, without the bias. A product of few rows reads this number of bytes."""
-        ...
-
     def apply(self, x: Tensor) -> Tensor:
         """Multiply.
 
@@ -40,11 +35,6 @@ class Linear(Protocol):
 
 class ExpertNet(Protocol):
     """The gated feed-forward nets of a layer's experts."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts."""
-        ...
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return each token's weighted sum over its experts.
@@ -73,16 +63,10 @@ class SeparateLinear:
 
     Attributes:
         nets: gate_up and down of each expert, in any form.
-        bias_bytes: memory of their biases.
     """
 
     gate: Gate
     nets: tuple[tuple[Linear, Linear], ...]
-    bias_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.bias_bytes + sum(gate_up.nbytes + down.nbytes for gate_up, down in self.nets)
 
     def slot(self, number: int) -> tuple[Linear, Linear]:
         return self.nets[number]
@@ -111,8 +95,8 @@ class Form(ABC):
 
     @abstractmethod
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
-        """Return the bytes (nbytes) of the Linear that `hold` creates for a matrix [rows, columns]
-        in the format `stored`."""
+        """Return the bytes of the Linear that `hold` creates for a matrix [rows, columns] in the
+        format `stored`, without its bias and without the padding of panels."""
 
     def keeps(self, stored: QuantFormat, inputs: int) -> bool:
         """Return whether matrices of a format with `inputs` inputs stay as they are stored."""
@@ -134,10 +118,8 @@ class Form(ABC):
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
         """Convert `count` experts, each by itself. Their matrices are read now and never again."""
-        nets, bias_bytes = [], 0
+        nets = []
         for one in stored:
             gate_up = self.hold(one.gate_up, one.gate_up_bias)
             nets.append((gate_up, self.hold(one.down, one.down_bias)))
-            for bias in (one.gate_up_bias, one.down_bias):
-                bias_bytes += 0 if bias is None else bias.nbytes
-        return SeparateLinear(gate, tuple(nets), bias_bytes)
+        return SeparateLinear(gate, tuple(nets))

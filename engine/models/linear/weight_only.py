@@ -27,10 +27,6 @@ class WeightOnlyLinear:
     quantisation: Quantisation
     bias: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.quantisation.nbytes
-
     def apply(self, x: Tensor) -> Tensor:
         return quantised_linear(x, self.numbers, self.quantisation, self.bias)
 
