@@ -38,9 +38,9 @@ from engine.models.decoder import Decoder
 from engine.models.vision.encoder_thread import EncoderThread
 from engine.models.weights import placed_experts
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
 from engine.offload.page_files import FileThreads
+from engine.offload.page_records import version_of
 from engine.profiler import Profiler
 from engine.rank_files import FilesOfRanks, version_of_rank
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, MemoryOfRanks, WeightsOfRanks

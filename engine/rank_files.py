@@ -15,7 +15,6 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from common.errors import ConfigError, EngineFault
-from engine.offload.file_cache import PageRecord, packed
 from engine.offload.page_files import (
     FileFault,
     FileThreads,
@@ -23,6 +22,7 @@ from engine.offload.page_files import (
     SlotRead,
     SlotWrite,
 )
+from engine.offload.page_records import PageRecord, packed
 from engine.ranks import Share
 from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
@@ -130,14 +130,14 @@ class FilesOfRanks:
             pages = zip(own.result(), *others, strict=True)
             return [next(filter(None, page), None) for page in pages]
 
-        whole = when_all([own, asked], faults)
+        whole = when_all("an access to page files", [own, asked], faults)
         whole.add_done_callback(lambda _: self._notify())
         return whole
 
 
-def when_all(futures: Sequence[Future[Any]], result: Callable[[], T]) -> Future[T]:
-    """Return a future that completes when all others have, with the error of one of them, or with
-    `result()`."""
+def when_all(what: str, futures: Sequence[Future[Any]], result: Callable[[], T]) -> Future[T]:
+    """Return a future that completes when all others have, with `result()`, or with an EngineFault
+    that has the error of one of them. `what`: the name of the work, for the error."""
     whole: Future[T] = Future()
     left, lock = len(futures), threading.Lock()
 
@@ -151,7 +151,7 @@ def when_all(futures: Sequence[Future[Any]], result: Callable[[], T]) -> Future[
         if error is None:
             whole.set_result(result())
         else:
-            whole.set_exception(error)
+            whole.set_exception(EngineFault(f"{what} failed: {error}"))
 
     for each in futures:
         each.add_done_callback(done)

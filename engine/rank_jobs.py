@@ -134,7 +134,7 @@ class CopierOfRanks:
             return self._followers.ask(CopyPages(to_host, *pages))
 
         starts = range(0, len(copies.device_pages), MOST_PAGES)
-        whole = when_all([own.future, *map(asked, starts)], lambda: None)
+        whole = when_all("a copy of pages", [own.future, *map(asked, starts)], lambda: None)
         whole.add_done_callback(lambda _: self.notify())
         return PageCopy(whole)
 

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +66,7 @@ class GrammarCache:
         self._workers = {
             lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in GrammarWorker
         }
-        # Guides of the quick worker that moved to the slow lane.
+        # Guides that moved to the slow lane. Only the quick worker uses this list.
         self._slow: list[Future[CompiledGuide]] = []
         self._lock = threading.Lock()
         self._compilers: GrammarCompilers | None = None
@@ -90,8 +89,7 @@ class GrammarCache:
         made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
         made.add_done_callback(lambda _: self.notify())
-        quick = self._workers[GrammarWorker.QUICK].submit(self._compile, guide, GrammarWorker.QUICK)
-        quick.add_done_callback(partial(self._after_quick, guide, made))
+        self._workers[GrammarWorker.QUICK].submit(self._work, guide, made, GrammarWorker.QUICK)
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(each for each, other in self._kept.items() if other.done())]
         return made
@@ -110,23 +108,31 @@ class GrammarCache:
             worker.shutdown(wait=False, cancel_futures=True)
         self._prover.close()
 
-    def _after_quick(
-        self, guide: GuidedDecoding, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
+    def _work(
+        self, guide: GuidedDecoding, made: "Future[CompiledGuide]", lane: GrammarWorker
     ) -> None:
-        if quick.cancelled() or not isinstance(quick.exception(), GrammarTimeout):
-            _settle(made, quick)
-            return
+        """Complete `made`, on the worker thread of a lane."""
+        try:
+            made.set_result(self._compile(guide, lane))
+        except GrammarTimeout as error:
+            if lane is GrammarWorker.QUICK:
+                self._move(guide, made)
+            else:
+                made.set_exception(InvalidRequest(str(error)))
+        except Exception as error:  # noqa: BLE001  every end is a result
+            made.set_exception(error)
+
+    def _move(self, guide: GuidedDecoding, made: "Future[CompiledGuide]") -> None:
+        """Move a guide from the quick lane to the slow one."""
         self._slow = [each for each in self._slow if not each.done()]
         if len(self._slow) >= MAX_SLOW:
             sentence = f"{MAX_SLOW} slow grammars are already waiting for compilation"
             made.set_exception(Overloaded(sentence))
             return
-        slow = self._workers[GrammarWorker.SLOW].submit(self._compile, guide, GrammarWorker.SLOW)
-        self._slow.append(slow)
-        slow.add_done_callback(partial(_settle, made))
+        self._slow.append(made)
+        self._workers[GrammarWorker.SLOW].submit(self._work, guide, made, GrammarWorker.SLOW)
 
     def _compile(self, guide: GuidedDecoding, lane: GrammarWorker) -> CompiledGuide:
-        """Verify and compile a guide, on the worker thread of a lane."""
         began = time.monotonic()
         form = self._prover.prove(guide, lane)
         compilers = self._loaded()
@@ -145,20 +151,6 @@ class GrammarCache:
                     self._directory, self._vocabulary_size, self._eos_token_ids
                 )
             return self._compilers
-
-
-def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> None:
-    """Complete `made` with the result of `done`. If `done` is cancelled, the cache is being closed,
-    and nothing happens."""
-    if done.cancelled():
-        return
-    error = done.exception()
-    if error is None:
-        made.set_result(done.result())
-    elif isinstance(error, GrammarTimeout):
-        made.set_exception(InvalidRequest(str(error)))
-    else:
-        made.set_exception(error)
 
 
 def _may_be_asked_again(made: "Future[CompiledGuide]") -> bool:

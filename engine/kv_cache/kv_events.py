@@ -1,9 +1,9 @@
 """KV cache events: pages that were added to or removed from the prefix cache, for its subscribers.
 
-    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> subscribers, once a step
+    PrefixCache --stored, removed--> CacheEvents --take--> subscribers, once a step
     PrefixCache --stored, removed--> KvEventLog --take--> payloads, once a step
 
-Without a subscriber there is no journal, and the cost is one check for None. The name of a page
+Without a subscriber nothing is recorded, and the cost is one check for None. The name of a page
 identifies the prefix that ends with it (common/requests/namespace.py).
 
 KvEventLog creates events in vLLM's schema, for the routers of llm-d and Dynamo. Each struct is a
@@ -57,39 +57,6 @@ class CacheChange(NamedTuple):
     removed: Sequence[int]
 
 
-class CacheJournal:
-    """The net changes since the last `take`, bounded. Engine thread only."""
-
-    def __init__(self, max_pages: int = MAX_RECORDED) -> None:
-        self._max_pages = max_pages
-        self._is_stored: dict[int, bool] = {}
-        self.overflowed = False  # some changes are missing
-
-    def stored(self, run: StoredRun) -> None:
-        self._note(dict.fromkeys(run.names, True))
-
-    def removed(self, pages: Iterable[int]) -> None:
-        self._note(dict.fromkeys(pages, False))
-
-    def take(self) -> tuple[list[int], list[int]]:
-        """Return the stored and the removed pages, and clear the journal."""
-        changes, self._is_stored, self.overflowed = self._is_stored, {}, False
-        stored = [page for page, is_stored in changes.items() if is_stored]
-        return stored, [page for page, is_stored in changes.items() if not is_stored]
-
-    @property
-    def empty(self) -> bool:
-        return not self._is_stored and not self.overflowed
-
-    def _note(self, changes: dict[int, bool]) -> None:
-        if self.overflowed:
-            return
-        self._is_stored.update(changes)
-        if len(self._is_stored) > self._max_pages:
-            self.overflowed = True
-            self._is_stored.clear()
-
-
 class RecordedChange(Protocol):
     """The prefix cache, as this module uses it."""
 
@@ -106,23 +73,25 @@ class RecordedChange(Protocol):
 
 
 class CacheEvents:
-    """The events of one cache. They can be started and stopped. Engine thread only."""
+    """The net changes of one cache since the last `take`, bounded. They can be started and stopped.
+    Engine thread only."""
 
     def __init__(self, cache: RecordedChange, max_pages: int = MAX_RECORDED) -> None:
+        self.page_size = cache.page_size
         self._cache = cache
         self._max_pages = max_pages
-        self._journal: CacheJournal | None = None
-        self.page_size = cache.page_size
+        self._is_stored: dict[int, bool] = {}  # by page
+        self._complete = True  # False: all pages must be listed again
 
     def start(self) -> None:
         """Start recording. Computes the name of every page in the cache: about 25 ms per 100,000
         pages."""
-        self._journal = CacheJournal(self._max_pages)
-        self._cache.record_in(self._journal)
+        self._clear()
+        self._cache.record_in(self)
 
     def stop(self) -> None:
-        self._journal = None
         self._cache.record_in(None)
+        self._clear()
 
     def everything(self) -> CacheChange:
         """Return all pages that are in the cache now, for a new subscriber."""
@@ -130,12 +99,30 @@ class CacheEvents:
 
     def take(self) -> CacheChange | None:
         """Return the changes since the last call, or None if there are none."""
-        if self._journal is None or self._journal.empty:
-            return None
-        if self._journal.overflowed:
-            self._journal.take()
+        if not self._complete:
+            self._clear()
             return self.everything()
-        return CacheChange(False, *self._journal.take())
+        if not self._is_stored:
+            return None
+        changes, self._is_stored = self._is_stored, {}
+        stored = [page for page, is_stored in changes.items() if is_stored]
+        removed = [page for page, is_stored in changes.items() if not is_stored]
+        return CacheChange(False, stored, removed)
+
+    def stored(self, run: StoredRun) -> None:
+        self._note(dict.fromkeys(run.names, True))
+
+    def removed(self, pages: Iterable[int]) -> None:
+        self._note(dict.fromkeys(pages, False))
+
+    def _note(self, changes: dict[int, bool]) -> None:
+        if self._complete:
+            self._is_stored.update(changes)
+            if len(self._is_stored) > self._max_pages:
+                self._is_stored, self._complete = {}, False
+
+    def _clear(self) -> None:
+        self._is_stored, self._complete = {}, True
 
 
 # Limits a payload, so that the frames that a slow subscriber has not read are bounded.

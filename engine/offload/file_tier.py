@@ -23,9 +23,10 @@ from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix_nodes import PageKey
-from engine.offload.file_cache import FileCache, PageRecord
+from engine.offload.file_cache import FileCache
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 from engine.offload.tier_index import TierEntry
 
 MOST_WRITING = 64  # limit of pages that are written at the same time

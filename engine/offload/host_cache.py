@@ -5,7 +5,7 @@ pages. It only knows the copies in progress.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -113,8 +113,7 @@ class HostCache:
         """Yield the names of all pages here, and of the most recently used ones in files."""
         yield from (kept.name for kept in self.index.entries)
         for index in self._below:
-            recent = islice(reversed([*index.entries]), MOST_NAMED)
-            yield from (filed.name for filed in recent)
+            yield from index.newest_names(MOST_NAMED)
 
     def forget(self, keys: Collection[PageKey]) -> None:
         """Remove these keys if they are here. Pages being copied stay held until the copy ends."""

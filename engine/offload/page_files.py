@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.logs import kv
-from engine.offload.file_cache import (
+from engine.offload.page_records import (
     HEADER_BYTES,
     RECORD_BYTES,
     PageRecord,

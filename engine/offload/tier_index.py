@@ -4,8 +4,9 @@ It does not know the places of a tier. These are pages of host memory, or slots 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from engine.batch.holding import NO_PAGE
@@ -67,6 +68,10 @@ class TierIndex:
 
     def get(self, key: PageKey) -> TierEntry | None:
         return self._entries.get(key)
+
+    def newest_names(self, most: int) -> Iterator[int]:
+        """Yield the names of the most recently used entries, at most `most`."""
+        return (entry.name for entry in islice(reversed(self._entries.values()), most))
 
     def add(self, key: PageKey, name: int, *, in_tree: bool) -> TierEntry:
         """Return the entry of this key. It is created without places if it does not exist."""

@@ -13,9 +13,9 @@ import pytest
 from common.errors import ConfigError
 from common.requests.namespace import SHARED, page_names
 from engine.offload import page_files
-from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles, check_locks
+from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from tests.engine.test_tiers import (
     KINDS,
     QUICK_KINDS,

@@ -44,7 +44,7 @@ from engine.build import Engine, build
 from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.loop.rebalancing import RebalancingRole
-from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
+from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, PingTimer

@@ -13,7 +13,7 @@ import pytest
 from common.errors import EngineFault
 from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import Request
-from engine.kv_cache.kv_events import CacheJournal
+from engine.kv_cache.kv_events import CacheEvents
 from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY
@@ -326,21 +326,19 @@ def test_a_host_page_that_nobody_knows_of_is_found(holder, sentence):
         rig.check()
 
 
-@dataclass
 class Told:
     """The content of the cache according to a watcher."""
 
-    rig: Rig
-    journal: CacheJournal = field(default_factory=CacheJournal)
-
-    def __post_init__(self) -> None:
-        self.rig.cache.record_in(self.journal)
-        self.names = set(self.rig.cache.page_names())
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._events = CacheEvents(rig.cache)
+        self._events.start()
+        self.names = set(rig.cache.page_names())
 
     def check(self) -> None:
-        stored, removed = self.journal.take()
-        self.names = (self.names - set(removed)) | set(stored)
-        assert self.names == set(self.rig.cache.page_names())
+        if (change := self._events.take()) is not None:
+            self.names = (self.names - set(change.removed)) | set(change.stored)
+        assert self.names == set(self._rig.cache.page_names())
 
 
 def test_watchers_hear_of_a_page_until_no_tier_has_it():

@@ -46,7 +46,7 @@ from engine.load import LoadedModel
 from engine.loop.loop import EventLoop
 from engine.models import Model, content, load, open_checkpoint, stored_of
 from engine.models.refill import relocated
-from engine.offload.file_cache import version_of
+from engine.offload.page_records import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
 from engine.speculative import Speculator

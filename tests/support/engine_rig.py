@@ -26,8 +26,8 @@ from engine.core import CoreShape, EngineCore
 from engine.kv_cache.pages import AscendingRuns, PageHolder
 from engine.loop.loop import EventLoop
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.page_files import PageFiles
+from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.speculative import Speculator
 from kvtransfer.messages import HandoffId

@@ -27,8 +27,8 @@ from engine.batch.batch import (
 )
 from engine.batch.table import SlotTable
 from engine.core import CoreShape
-from engine.offload.file_cache import PageRecord
 from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 
 DEADLINE_S = 60.0
 VOCABULARY = 97
