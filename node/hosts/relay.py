@@ -47,8 +47,9 @@ from engine.ranks.messages import (
     CaptureGraph,
     EndRanks,
     FromFollower,
-    Job,
+    Ping,
     RankFailed,
+    RankJob,
     SampleStep,
     StartRank,
     StartSteps,
@@ -69,7 +70,7 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _start: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
 _running: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    StepHeader | SampleStep | CaptureGraph | EndRanks | Job
+    StepHeader | SampleStep | CaptureGraph | EndRanks | Ping | RankJob
 )
 _reply: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 

@@ -28,6 +28,7 @@ from engine.ranks.messages import (
     JobDone,
     Ping,
     RankFailed,
+    RankJob,
     RankLoaded,
     RankStarted,
     StartRank,
@@ -229,7 +230,7 @@ async def test_steps_and_jobs_come_in_order_with_their_tensors(make: Callable[..
         tensors = [source.integers(0, 1 << 30, size, np.int64), np.arange(number, dtype=np.int32)]
         steps.append(tensors)
         sent.append(step(tensors, ring.block(number)))
-        sent.append(encoder.encode(CopyPages(number, True, b"1234", b"5678")))
+        sent.append(encoder.encode(RankJob(number, CopyPages(True, b"1234", b"5678"))))
         for packet in sent[-2:]:
             await rig.first.send(packet)
     for end, shared in zip(ranks, rings, strict=True):
@@ -248,7 +249,7 @@ async def test_a_rank_that_does_not_read_delays_and_loses_nothing(make: Callable
     memory = ring_memory(4096)
     await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
     os.close(memory)
-    jobs = [encoder.encode(CopyPages(n, True, bytes(32_000), b"")) for n in range(200)]
+    jobs = [encoder.encode(RankJob(n, CopyPages(True, bytes(32_000), b""))) for n in range(200)]
 
     async def send() -> None:
         for job in jobs:
