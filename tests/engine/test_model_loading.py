@@ -180,6 +180,12 @@ def test_eos_comes_from_the_generation_config_then_from_the_config(
     assert read_spec(directory).eos_token_ids == expected
 
 
+def test_eos_may_be_that_of_the_text_model_alone(directory):
+    edit(directory, "generation_config.json", eos_token_id=...)
+    edit(directory, eos_token_id=..., text_config={"eos_token_id": [4]})
+    assert read_spec(directory).eos_token_ids == (4,)
+
+
 def test_a_generation_config_is_not_required(directory):
     (directory / "generation_config.json").unlink()
     assert read_spec(directory).eos_token_ids == (END_TOKEN_ID,)
