@@ -168,7 +168,8 @@ class DecodeRole:
         """Raise EngineFault if a page or slot has no live holder."""
         joining = [state.attempt.reserved.holding.flat() for state in self._queues.transfer]
         reads = [*self._handoffs.reads(), *self._sharing.reads()]
-        exported = [*self._migrations.exported(), *self._sharing.exported()]
+        leaving = (each.exported for each in self._migrations.in_progress.values())
+        exported = [*leaving, *self._sharing.exported()]
         self.scheduler.check_idle(
             {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: exported}
         )

@@ -12,7 +12,6 @@ requests that decision. A request has at most one hand-off, whose end alone resu
 import logging
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -75,10 +74,6 @@ class OutgoingMigrations:
         self._refused: set[int] = set()  # serials of refused hand-offs, until they are dropped
         self.lingers_until = -math.inf
         self._log = ThrottledLog(log, Throttle())
-
-    def exported(self) -> Iterator[Ints]:
-        """Yield the pages held for publication."""
-        return (migration.exported for migration in self.in_progress.values())
 
     # Events of the transfer thread
 

@@ -10,7 +10,7 @@ read never fails a request.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -123,10 +123,6 @@ class EmbeddingReads:
         self.waits: dict[int, _Wait] = {}
         self._over: dict[int, None] = {}  # keys to be returned by take_over
         self.counts = {f"embedding_reads/{outcome}": 0 for outcome in OUTCOMES}
-
-    def reads(self) -> Iterator[Ints]:
-        """Return the pages held for reads."""
-        return (landing.pages for landing in self.landing.values())
 
     def start(
         self, key: int, images: Sequence[Image], addresses: Sequence[str], timings: ImageReads

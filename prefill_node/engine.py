@@ -140,7 +140,8 @@ class PrefillRole:
     def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live holder."""
         exported = [*self._handoffs.exported, *self._sharing.exported()]
-        reads = [*self._sharing.reads(), *self._embeddings.reads()]
+        embeddings = (landing.pages for landing in self._embeddings.landing.values())
+        reads = [*self._sharing.reads(), *embeddings]
         self.scheduler.check_idle({PageHolder.PUBLICATION: exported, PageHolder.READ: reads})
 
     @property
