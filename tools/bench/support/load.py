@@ -76,20 +76,16 @@ class Client:
             sampling=_greedy(job.max_tokens),
             timeout_s=budget_s,
         )
-        longest_s = REQUEST_S if budget_s is None else 2 * budget_s
-        sent = time.perf_counter() - start
-        answer = Answer(job.group, len(job.prompt), due, sent, usage_reported=True)
-        try:
-            message: GenerateResponse
-            async for message in self._stub.Generate(request, timeout=longest_s):
-                if message.token_ids:
-                    answer.chunks.append(time.perf_counter() - start)
-                    answer.chunk_tokens.append(len(message.token_ids))
-                    answer.token_ids.extend(message.token_ids)
-        except grpc.aio.AioRpcError as error:
-            answer.error, answer.detail = error.code().name, error.details() or ""
-        answer.output_tokens = len(answer.token_ids)
-        answer.ended = time.perf_counter() - start
+        answer = Answer(job.group, len(job.prompt), due, time.perf_counter() - start)
+        await self._stream(request, REQUEST_S if budget_s is None else 2 * budget_s, start, answer)
+        return answer
+
+    async def generate(self, request: GenerateRequest) -> Answer:
+        """Send any request and return its response. Raises SystemExit if it fails."""
+        answer = Answer("", 0, 0.0, 0.0)
+        await self._stream(request, REQUEST_S, time.perf_counter(), answer)
+        if answer.error:
+            raise SystemExit(f"a request failed: {answer.detail}")
         return answer
 
     async def look(self, image: bytes, max_tokens: int) -> list[int]:
@@ -98,8 +94,24 @@ class Client:
         request = GenerateRequest(
             messages=ChatMessages(messages=[message]), sampling=_greedy(max_tokens)
         )
-        pieces = self._stub.Generate(request, timeout=REQUEST_S)
-        return [token async for piece in pieces for token in piece.token_ids]
+        return (await self.generate(request)).token_ids
+
+    async def _stream(
+        self, request: GenerateRequest, timeout_s: float, start: float, answer: Answer
+    ) -> None:
+        """Fill in `answer`, whose times count from `start`."""
+        answer.usage_reported = True
+        try:
+            message: GenerateResponse
+            async for message in self._stub.Generate(request, timeout=timeout_s):
+                if message.token_ids:
+                    answer.chunks.append(time.perf_counter() - start)
+                    answer.chunk_tokens.append(len(message.token_ids))
+                    answer.token_ids.extend(message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            answer.error, answer.detail = error.code().name, error.details() or ""
+        answer.output_tokens = len(answer.token_ids)
+        answer.ended = time.perf_counter() - start
 
     async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
         """Run all jobs with `streams` in flight. Returns the results in job order."""
