@@ -14,6 +14,7 @@ from node import metrics as node
 from node.messages import EngineStats, NodeLink
 from node.metrics import NodeMetrics
 from router import metrics as router
+from router.cluster.cluster_state import NodeReport
 from router.metrics import RouterMetrics
 from tests.support.scrapes import check_declared
 
@@ -142,8 +143,9 @@ def test_the_state_of_a_node_is_one_of_all():
 
 def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
     metrics = RouterMetrics()
-    metrics.nodes({("decode", "ready"): 2})
-    metrics.nodes({("decode", "unreachable"): 1})
+    metrics.nodes([NodeReport("decode", f"node:{port}", "ready", None) for port in (1, 2)])
+    assert value(metrics, "baton_nodes", kind="decode", state="ready") == 2
+    metrics.nodes([NodeReport("decode", "node:1", "unreachable", None)])
     assert value(metrics, "baton_nodes", kind="decode", state="ready") == 0
     assert value(metrics, "baton_nodes", kind="decode", state="unreachable") == 1
 
