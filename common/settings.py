@@ -213,7 +213,7 @@ def _flags_source(
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file with settings (none)"
     )
-    return CliSettingsSource(
+    return _Flags(
         settings_class,
         root_parser=parser,
         cli_parse_args=flags,
@@ -404,11 +404,27 @@ class _Help(argparse.HelpFormatter):
         super().add_argument(action)
 
 
+# An IPv6 address with its port, in a list a,b. It is no JSON, although it begins like an array.
+_IPV6_ADDRESS = re.compile(r'(?:^|(?<=,))\[[^][",]+\]:[0-9]+(?=,|$)')
+
+
+class _Flags(CliSettingsSource[argparse.ArgumentParser]):
+    """A source of flags that accepts IPv6 addresses in lists."""
+
+    def _merge_parsed_list(self, parsed_list: list[str], field_name: str) -> str:
+        quoted = [
+            _IPV6_ADDRESS.sub(r'"\g<0>"', each) if isinstance(each, str) else each
+            for each in parsed_list
+        ]
+        return super()._merge_parsed_list(quoted, field_name)
+
+
 class _Environment(EnvSettingsSource):
     """An environment source that accepts lists as a,b, as flags do, in addition to JSON."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if get_origin(field.annotation) is tuple and not str(value).startswith("["):
+        is_json = str(value).startswith("[") and not _IPV6_ADDRESS.match(value)
+        if get_origin(field.annotation) is tuple and not is_json:
             return str(value).split(",")
         return super().decode_complex_value(field_name, field, value)
 

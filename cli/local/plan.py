@@ -13,6 +13,7 @@ from pathlib import Path
 from common.config import CacheConfig, TlsConfig
 from common.copy_map import ONE_RANK, NodeShape
 from common.errors import ConfigError
+from common.rpc import join_address
 from common.rpc.servers import probe
 from engine.processor import threads_at_hand
 
@@ -175,7 +176,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
         *_model_flags(wish.models, by_model),
         *wish.router_flags,
     )
-    address = f"{wish.host}:{wish.port}"
+    address = join_address(wish.host, wish.port)
     models = tuple(by_model) if len(by_model) > 1 else ()
     first = Program("router", "router", address, router, models=models)
     return [first, _fleet(nodes)] if _is_simulated(wish) else [first, *nodes]
@@ -226,7 +227,7 @@ def _node(
     return Program(
         f"{node.role}-{node.number}",
         module,
-        f"{wish.host}:{port}",
+        join_address(wish.host, port),
         flags,
         _PASSIVE_WAITS if shares_cores else (),
     )
@@ -267,7 +268,7 @@ def refuse_busy_ports(plan: Sequence[Program]) -> None:
     """
     for program in (server for process in plan for server in process.servers):
         host, _, port = program.address.rpartition(":")
-        refuse_busy_port(host, int(port), program.name, _PORT_FLAGS[program.module])
+        refuse_busy_port(host.strip("[]"), int(port), program.name, _PORT_FLAGS[program.module])
 
 
 def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:

@@ -69,6 +69,13 @@ def test_the_router_knows_all_nodes():
     assert router.decode == ("127.0.0.1:50200",)
 
 
+def test_an_ipv6_address_has_brackets_before_its_port():
+    programs = plan.programs(dataclasses.replace(WISH, host="::1"))
+    ports = (50050, 50100, 50101, 50200)
+    assert [program.address for program in programs] == [f"[::1]:{port}" for port in ports]
+    assert _configs(dataclasses.replace(WISH, host="::1"))["router"].decode == ("[::1]:50200",)
+
+
 def test_encode_nodes_come_last_and_the_router_knows_them():
     model = dataclasses.replace(WISH.models[0], encode=plan.RequestedNodes(2))
     configs = _configs(dataclasses.replace(WISH, models=(model,)))

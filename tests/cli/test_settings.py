@@ -138,6 +138,14 @@ def test_lists_in_the_environment_are_too(monkeypatch, value):
     assert read(RouterConfig, "program", ["--model=m"]).prefill == ("a:1", "b:2")
 
 
+@pytest.mark.parametrize("value", ["[::1]:1,b:2", "b:2,[fe80::1%eth0]:1", "[::1]:1"])
+def test_ipv6_addresses_in_lists_are_not_read_as_json(monkeypatch, value):
+    addresses = tuple(value.split(","))
+    assert read(RouterConfig, "program", ["--model=m", f"--prefill={value}"]).prefill == addresses
+    monkeypatch.setenv("BATON_PREFILL", value)
+    assert read(RouterConfig, "program", ["--model=m"]).prefill == addresses
+
+
 @pytest.mark.parametrize(
     "arguments, knob, reason",
     [
