@@ -209,7 +209,6 @@ class RankWeights:
     region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
-        """Replace the weights by those of a directory of the same model."""
         config = self.config
         there = open_checkpoint(directory, config.model_backend, config.speculative)
         if self.compares and content(stored_of(there, directory)) != weights:

@@ -245,7 +245,6 @@ class Predictions:
         self._texts: dict[int, Ints] = {}
 
     def acquired(self, slot: int, request: Request) -> None:
-        """Record that the slot has a new request."""
         self._texts.pop(slot, None)
         if request.spec.prediction:
             predicted = np.frombuffer(request.spec.prediction, np.int32)
