@@ -207,7 +207,6 @@ class AdapterBatch:
     fills: Sequence[tuple[int, LoraAdapter]] = ()
 
     def columns(self) -> list[HostColumn]:
-        """Return the columns to upload."""
         if self.tokens is None:
             return []
         return [self.tokens.order.numpy(), self.tokens.tiles.numpy()]
@@ -319,7 +318,6 @@ class AdapterManager:
 
 
 def no_adapters(table: SlotTable) -> AdapterManager:
-    """Return a manager without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
     return AdapterManager(AdapterCache(0, 0), bank, table)
 

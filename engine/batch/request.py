@@ -128,7 +128,6 @@ class Request:
         weights: WeightsId = UNNAMED,
         pooling: PoolingParams | None = None,
     ) -> "Request":
-        """Create a request as it arrives."""
         token_ids = np.frombuffer(spec.token_ids, np.int32)
         request = cls(
             key=key,

@@ -226,6 +226,10 @@ class StepClock:
     Attributes:
         others_allow_s: longest time that the current step may take on other nodes of a group.
         prefill: device time per token of prompts.
+
+    Args:
+        first_step_s: maximum seconds of a step until a step of its kind has ended, of an operation,
+            and of a kernel compilation.
     """
 
     def __init__(
@@ -234,12 +238,6 @@ class StepClock:
         *,
         first_step_s: float = 120.0,
     ) -> None:
-        """Create the clock.
-
-        Args:
-            first_step_s: maximum seconds of a step until a step of its kind has ended, of an
-                operation, and of a kernel compilation.
-        """
         self.compiles = Compiles(now)
         self._first_step_s = first_step_s
         self._now = now

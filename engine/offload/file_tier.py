@@ -119,6 +119,9 @@ class FileTier:
     Attributes:
         num_written, num_read: pages since the start.
         faults: number of pages with an error, by kind.
+
+    Args:
+        cache: the entries and slots of `store`. The index is below that of `host`.
     """
 
     def __init__(
@@ -128,11 +131,6 @@ class FileTier:
         store: PageStore,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the tier.
-
-        Args:
-            cache: the entries and slots of `store`. The index is below that of `host`.
-        """
         self.cache = cache
         self.num_written = 0
         self.num_read = 0

@@ -551,7 +551,6 @@ class Scheduler:
         return self._admission.waiting.by_class()
 
     def counters(self) -> dict[str, int]:
-        """Return the totals of the counters since the start."""
         return {
             "generated_tokens": self._results.num_tokens,
             "finished": self._residents.num_ended + self._num_withdrawn,
