@@ -67,7 +67,7 @@ class DecoderSpec:
     drafter: DraftLayerSpec | None = None
 
     def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
-        """Return the spec with this drafter of the checkpoint."""
+        """Return the spec with this draft layer as its drafter."""
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 

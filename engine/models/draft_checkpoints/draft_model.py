@@ -76,7 +76,6 @@ class DraftModelCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> int:
-        """See LoadableModel."""
         return self._weights.weight_bytes(device, dtype, quantize, _part(share))
 
     def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":

@@ -66,7 +66,6 @@ class EagleCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """See LoadableModel."""
         return self._survey(device, dtype, quantize, share).num_bytes
 
     def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
