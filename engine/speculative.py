@@ -47,7 +47,7 @@ class Drafter(Protocol):
         ...
 
 
-LONGEST_MATCH = 16  # maximum tokens compared; the occurrence with the longest match counts
+LONGEST_MATCH = 16  # maximum tokens compared. The occurrence with the longest match counts
 NOTHING = np.empty(0, np.int32)
 
 

@@ -199,7 +199,7 @@ class StepReading(NamedTuple):
     finished: int  # finished steps so far
     turns: int  # turns of the loop so far
     moved_at: float  # time of the last progress
-    allowed_s: float  # seconds until the next progress is due; 0.0 without a current step
+    allowed_s: float  # seconds until the next progress is due, 0.0 without a current step
 
     def late_s(self, now: float) -> float:
         """Return the seconds by which the next progress is overdue."""

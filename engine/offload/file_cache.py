@@ -27,7 +27,7 @@ class FileCache:
         self.index = TierIndex(width)
         self._num_slots = num_slots
         self._limit = num_slots  # slots from this one on are not allocated
-        self._free: list[int] = []  # slots that were used; slots from _fresh on were never used
+        self._free: list[int] = []  # slots that were used. Slots from _fresh on were never used
         self._fresh = 0
         self._withheld: list[int] = []  # free slots beyond the limit
         self._order = 0

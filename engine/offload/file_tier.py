@@ -34,7 +34,7 @@ WRITING_SHARE = 16  # at most 1 / WRITING_SHARE of host memory is being written,
 LEAST_WRITING = 8  # but at least this number of pages
 READING_SHARE = 2  # reads may use at most 1 / READING_SHARE of host memory
 READ_TOGETHER = 32  # pages per job of a thread
-MAX_BEHIND = 1 << 14  # limit of queued pages of tokens; beyond it the oldest are not written
+MAX_BEHIND = 1 << 14  # limit of queued pages of tokens. Beyond it the oldest are not written
 AFTER_FAULT_S = 60.0  # seconds until the next attempt after an error
 
 

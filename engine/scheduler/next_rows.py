@@ -60,7 +60,7 @@ class Preemption:
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        # Minimum difference of priorities; 0: preemption is disabled.
+        # Minimum difference of priorities. 0: preemption is disabled.
         self._by = config.preemption_threshold
         # No preemption while this many requests are swapped out.
         self._most = config.max_preempted_requests

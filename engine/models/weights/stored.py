@@ -31,14 +31,12 @@ class StoredDecoder:
     spec: DecoderSpec
 
     def stored(self) -> Mapping[str, TensorRequest]:
-        """Return the decoder's stored tensors by name."""
         form = form_of(torch.device("cpu"), torch.float32, "none")
         return survey(Checkpoint(self.directory), self.spec, form, torch.float32).stored
 
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """Return the bytes that `load` allocates."""
         form = self._form(device, dtype, quantize)
         return survey(Checkpoint(self.directory), self.spec, form, dtype, share).num_bytes
 
