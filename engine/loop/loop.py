@@ -471,13 +471,7 @@ class EventLoop:
         self._stopped.set()
 
     def step(self, in_flight: LaunchedBatch | None) -> LaunchedBatch | None:
-        """Run one turn.
-
-        Args:
-            in_flight: the launch in flight.
-        Returns:
-            The launch that is in flight afterwards.
-        """
+        """Run one turn. Return the launch that is in flight afterwards."""
         turn = self._turn(in_flight)
         try:
             while True:
