@@ -75,9 +75,7 @@ class LowerTier(Protocol):
         """Remove these pages, which are not in the tree any more."""
         ...
 
-    def clear(self) -> None:
-        """Remove all pages."""
-        ...
+    def clear(self) -> None: ...
 
     def names(self) -> Iterable[int]:
         """Return the names of all pages in the tier."""

@@ -78,7 +78,6 @@ class EagleCheckpoint:
         refill(model.drafter.layer, self._layer(model, quantize, share))
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
-        """Return the properties of the target model with this drafter."""
         return replace(model, draft=self.spec.keeps(model.hidden_size))
 
     def name(self) -> str:
