@@ -4,7 +4,7 @@
 
 A request holds its adapter from admission until its end, and from some point on also a device slot.
 Unloading the adapter does not affect the request. A slot is filled on the forward stream before the
-step that needs it, and therefore after all steps that used another adapter in that slot.
+step that needs it. All steps that used another adapter in that slot have then run.
 
 `tokens_by_slot` groups a step's tokens by adapter for the low-rank products.
 

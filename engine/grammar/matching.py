@@ -305,8 +305,9 @@ class Match:
         return mask
 
     def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
-        """Return the token that must come next, or None if there is a choice other than white space
-        or the split of a text into tokens. `last`: the token before it, if any."""
+        """Return the token that must come next, or None if there is a choice. White space, and the
+        split of a text into tokens, are no choice. `last`: the token before it, if any.
+        """
         spelling, parts = self.compiled.words, np.flatnonzero(mask)
         if len(parts) > _MAX_FORCED + 1:  # the last part may have bits without a token
             return None

@@ -221,7 +221,7 @@ class _Moved(NamedTuple):
 
 class StepClock:
     """Measures steps and progress. Durations are averaged per token for forwards with prompts, and
-    per step for others, because the time of a decode step hardly depends on its rows.
+    per step for others. The time of a decode step hardly depends on its rows.
 
     Attributes:
         others_allow_s: longest time that the current step may take on other nodes of a group.

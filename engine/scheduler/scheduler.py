@@ -433,8 +433,9 @@ class Scheduler:
         return None
 
     def _preempt_for_prompts(self) -> None:
-        """Preempt for the most urgent waiting request, but not while a prompt is partly computed,
-        because the next prompt has to wait for that one anyway."""
+        """Preempt for the most urgent waiting request, unless a prompt is partly computed. The next
+        prompt has to wait for that one anyway.
+        """
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None and not self._split.forwards:

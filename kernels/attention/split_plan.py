@@ -5,8 +5,8 @@ Rows are cut into items, which are consecutive queries that one program computes
 of all items are cut into tiles, and each program gets an equal number of consecutive tiles, across
 items. So even one long row keeps the whole device busy.
 
-With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on, so
-its parts do not depend on other rows. A program gets whole segments, or all keys of an item.
+With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on. Its
+parts then do not depend on other rows. A program gets whole segments, or all keys of an item.
 """
 
 from dataclasses import dataclass

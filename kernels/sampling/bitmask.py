@@ -20,7 +20,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     Args:
         logits: float32 [n, vocabulary], rows may be strided.
         rows: int64 [m], distinct.
-        bitmask: int32 [m, ceil(vocabulary / 32)]; token t is bit t % 32 of word t // 32, the lowest
+        bitmask: int32 [m, ceil(vocabulary / 32)]. Token t is bit t % 32 of word t // 32, the lowest
             bit first. Bits beyond the vocabulary are ignored.
     Raises:
         ValueError: wrong shapes, strides or dtypes.

@@ -23,8 +23,8 @@ from engine.ranks.expert_placement import LayerSlots
 class StoredDecoder:
     """A decoder in a directory. Each call opens the checkpoint, whose files may have changed.
 
-    All methods raise ConfigError if there is no checkpoint, if tensors are missing or unexpected,
-    have wrong shapes or dtypes, or cannot be split between the ranks. Also see `form_of`.
+    All methods raise ConfigError if there is no checkpoint, or if tensors are missing, unexpected,
+    of wrong shapes or dtypes, or cannot be split between the ranks. Also see `form_of`.
     """
 
     directory: Path
