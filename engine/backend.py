@@ -74,6 +74,5 @@ class TorchBackend:
         adapters: AdapterManager,
         recorder: Recorder | None = None,
     ) -> ModelRunner:
-        """Create a runner over these pages, see make_runner."""
         pages = self.pool, self.host_pool
         return make_runner(model, *pages, table, features, adapters, self.stream, recorder)

@@ -40,11 +40,7 @@ log = logging.getLogger(__name__)
 def check(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, servable: LoadableModel
 ) -> None:
-    """Raise ConfigError if this process cannot guarantee batch invariance for the model.
-
-    Args:
-        device, dtype: device and compute dtype of the model.
-    """
+    """Raise ConfigError if this process cannot guarantee batch invariance for the model."""
     parallel = config.parallel
     for problem, found in {
         "stages and data-parallel groups are not supported: set engine.parallel.pp and dp to 1": (

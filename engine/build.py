@@ -151,7 +151,6 @@ class Engine:
 
     @property
     def follower_pids(self) -> tuple[int, ...]:
-        """Process ids of the other ranks."""
         followers = self.loaded.followers
         return () if followers is None else followers.pids
 
@@ -188,7 +187,6 @@ class Engine:
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
     ) -> Scheduler:
-        """Create the scheduler of this engine. See Scheduler for `on_admit`."""
         return Scheduler(config.scheduler, self.core, on_admit)
 
     def split_runner(
@@ -203,7 +201,6 @@ class Engine:
         return SplitRunner(self.runner, forwards, model.begin)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
-        """Create the profiler of this engine; see Profiler."""
         name, device = f"baton-{role}", self.model.device
         return Profiler(config.profile_dir, name, self.stream, device, num_steps)
 
@@ -430,11 +427,7 @@ def make_core(
     backend: TorchBackend,
     store: PageStore | None = None,
 ) -> EngineCore:
-    """Create the core over the pages of `backend`.
-
-    Args:
-        store: files of the file tier.
-    """
+    """Create the core over the pages of `backend`. `store`: files of the file tier."""
     shape = backend.shape
     return EngineCore.make(
         config,

@@ -94,7 +94,6 @@ class LoadedModel:
     region: Region | None = None
 
     def limits(self, shape: EngineShape, config: EngineConfig) -> RequestLimits:
-        """Return the limits of requests for an engine of these sizes."""
         spec, routed = self.model.spec, self.model.routed
         return RequestLimits(
             context_length=shape.context_length,

@@ -81,11 +81,7 @@ class DeviceMemory:
 
 
 def memory_of(pool: KVPool, host_pool: HostPool, num_ranks: int = 1) -> PageMemory:
-    """Return the memory of the pages of a rank.
-
-    Args:
-        num_ranks: see HostMemory.
-    """
+    """Return the memory of a rank's pages. `num_ranks`: see HostMemory."""
     if pool.region is not None:
         return DeviceMemory(pool.region)
     return HostMemory((pool.tensor, host_pool.tensor), num_ranks)

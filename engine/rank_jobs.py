@@ -209,7 +209,6 @@ class RankWeights:
     region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
-        """Replace the weights by those of a directory of the same model."""
         config = self.config
         there = open_checkpoint(directory, config.model_backend, config.speculative)
         if self.compares and content(stored_of(there, directory)) != weights:
@@ -298,11 +297,9 @@ class FollowerJobs:
         self._adapters: dict[AdapterId, list[LoraAdapter]] = {}  # one entry per reading
 
     def adapter(self, identity: AdapterId) -> LoraAdapter:
-        """Return an adapter that was read before."""
         return self._adapters[identity][0]
 
     def with_host_pages(self, number: int, num_pages: int, forwards: Forwards) -> Forwards:
-        """Return the forwards over other host pages, see ReplaceHostPages."""
         self._copier.close()
         layout, device = self._pool.layout, self._pool.tensor.device
         self._host_pool = HostPool(layout, num_pages, device)
@@ -311,11 +308,9 @@ class FollowerJobs:
         return forwards.with_same_graphs(self._host_pool)
 
     def report(self, steps: SentSteps) -> None:
-        """Reply to a Ping."""
         self._steps.send(_encoder.encode(RankReport(steps.num_done, resident_bytes())))
 
     def take(self, number: int, job: Job, steps: SentSteps) -> None:
-        """Begin a job, without waiting."""
         reply = partial(self._reply, number)
         match job:
             case TransferJob(steps=before, body=body):

@@ -47,7 +47,7 @@ class Drafter(Protocol):
         ...
 
 
-LONGEST_MATCH = 16  # maximum tokens compared; the occurrence with the longest match counts
+LONGEST_MATCH = 16  # maximum tokens compared. The occurrence with the longest match counts
 NOTHING = np.empty(0, np.int32)
 
 
@@ -245,7 +245,6 @@ class Predictions:
         self._texts: dict[int, Ints] = {}
 
     def acquired(self, slot: int, request: Request) -> None:
-        """Record that the slot has a new request."""
         self._texts.pop(slot, None)
         if request.spec.prediction:
             predicted = np.frombuffer(request.spec.prediction, np.int32)

@@ -91,9 +91,7 @@ class OtherRanks(Protocol):
         ...
 
     @property
-    def on_other_hosts(self) -> bool:
-        """Return whether some ranks are on other hosts."""
-        ...
+    def on_other_hosts(self) -> bool: ...
 
     def drain(self) -> Future[Any]:
         """Return their memory to the operating system."""

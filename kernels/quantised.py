@@ -84,7 +84,6 @@ class Quantisation:
         return self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Quantisation":
-        """Return the quantisation with other tensors."""
         zeros = None if self.zeros is None else change(self.zeros)
         return Quantisation(change(self.scales), self.group, zeros)
 

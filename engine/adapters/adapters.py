@@ -4,7 +4,7 @@
 
 A request holds its adapter from admission until its end, and from some point on also a device slot.
 Unloading the adapter does not affect the request. A slot is filled on the forward stream before the
-step that needs it, and therefore after all steps that used another adapter in that slot.
+step that needs it. All steps that used another adapter in that slot have then run.
 
 `tokens_by_slot` groups a step's tokens by adapter for the low-rank products.
 
@@ -207,7 +207,6 @@ class AdapterBatch:
     fills: Sequence[tuple[int, LoraAdapter]] = ()
 
     def columns(self) -> list[HostColumn]:
-        """Return the columns to upload."""
         if self.tokens is None:
             return []
         return [self.tokens.order.numpy(), self.tokens.tiles.numpy()]
@@ -319,7 +318,6 @@ class AdapterManager:
 
 
 def no_adapters(table: SlotTable) -> AdapterManager:
-    """Return a manager without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
     return AdapterManager(AdapterCache(0, 0), bank, table)
 

@@ -60,7 +60,6 @@ class AdapterDirectory:
 
 
 def no_shelf() -> AdapterDirectory:
-    """Return a directory without adapters."""
     limits = AdapterLimits(0, 0)
     return AdapterDirectory(None, AdapterReader(products=(), limits=limits, dtype=torch.float32))
 
@@ -194,7 +193,6 @@ class AdapterLoader:
         self.notify: Callable[[], None] = lambda: None
 
     def names(self) -> Mapping[str, AdapterId]:
-        """All names that requests may use."""
         return self._library.names()
 
     def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
@@ -230,5 +228,4 @@ class AdapterLoader:
                 each.loaded.set_exception(error)
 
     def close(self) -> None:
-        """Stop loading."""
         self._reader.shutdown(wait=False, cancel_futures=True)

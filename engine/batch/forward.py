@@ -48,7 +48,7 @@ class _Rows(msgspec.Struct, Generic[_Column], frozen=True, eq=False):
     # int64 [num_tokens]: page * page_size + offset, where the token's KV is written.
     locations: tuple[_Column, ...]
     page_starts: tuple[_Column, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
-    token_ids: _Column  # int32 [num_tokens]; -(slot + 1) means the last token sampled in that slot
+    token_ids: _Column  # int32 [num_tokens], -(slot + 1) means the last token sampled in that slot
     positions: _Column  # int32 [num_tokens], or [3, num_tokens]
     lengths: _Column  # int32 [num_rows]: tokens of the request up to the last one of this step
     query_starts: _Column  # int32 [num_rows + 1], in tokens

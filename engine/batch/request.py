@@ -91,10 +91,10 @@ class Request:
     engine_crashes: int = 0  # engine crashes while it was running, see common/request.py
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
-    brought: bool | None = None  # result of the offload tier's lookup; False: the load is under way
+    brought: bool | None = None  # result of the offload tier's lookup. False: the load is under way
     # Times when loads began and ended, alternating.
     bringing: list[float] = field(default_factory=list)
-    encoding: Any = None  # core.EncodingJob of its images; None: not looked up yet
+    encoding: Any = None  # core.EncodingJob of its images. None: not looked up yet
     encoded: list[float] = field(default_factory=list)  # times when their encoding began and ended
     slot: int | None = field(default=None)
     # grammar.matching.Match of its grammar, created before the request is queued
@@ -128,7 +128,6 @@ class Request:
         weights: WeightsId = UNNAMED,
         pooling: PoolingParams | None = None,
     ) -> "Request":
-        """Create a request as it arrives."""
         token_ids = np.frombuffer(spec.token_ids, np.int32)
         request = cls(
             key=key,

@@ -50,6 +50,9 @@ class SlotTable:
         unchosen: whether the row's newest forward is done, but no token was chosen after it.
         deadline: time.monotonic() by which the request must end.
         routing_key: routing key of the request. 0: none.
+
+    Args:
+        windows, state_pages: see PageTables.
     """
 
     def __init__(
@@ -60,7 +63,6 @@ class SlotTable:
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
     ) -> None:
-        """Create an empty table. For windows and state_pages, see PageTables."""
         self.tables = PageTables(page_size, windows, state_pages)
         self.num_slots = num_slots
         self.context_length = context_length
@@ -146,8 +148,9 @@ class SlotTable:
         return slot
 
     def release(self, request: Request) -> None:
-        """Release the slot of a request that ended or was swapped out. The slot is reused once no
-        launched step has it."""
+        """Release the slot of a request that ended or must be recomputed. The slot is reused once
+        no launched step has it.
+        """
         slot = request.slot
         if slot is None or not self.live[slot]:
             raise EngineFault(f"request {request.key} releases a slot that it does not have")
@@ -175,7 +178,6 @@ class SlotTable:
         return bool(self._last_step[slot] > self.finished_step)
 
     def set_pages(self, slot: int, holding: PageHolding) -> None:
-        """Set all pages of the request."""
         num_pages = holding.num_pages
         self.page_table[slot] = NO_PAGE
         self.page_table[slot, :, :num_pages] = holding.tables
@@ -262,7 +264,6 @@ class SlotTable:
         return tokens
 
     def origin_of(self, slot: int) -> tuple[int, int]:
-        """Return the request's origin, as `Request.origin`."""
         return int(self.origin_stream[slot]), int(self.origin_request[slot])
 
     def check(self) -> None:

@@ -42,6 +42,9 @@ class GrammarCache:
 
     Attributes:
         notify: called from another thread when a guide is done.
+
+    Args:
+        prover: owned by this object.
     """
 
     def __init__(
@@ -51,7 +54,6 @@ class GrammarCache:
         eos_token_ids: Sequence[int],
         prover: GrammarVerifier,
     ) -> None:
-        """Take ownership of the prover."""
         self._directory = directory
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)

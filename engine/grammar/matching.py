@@ -69,14 +69,12 @@ class ReasoningTracker:
 
     Attributes:
         num_tokens: reasoning tokens so far, without the delimiters.
+
+    Args:
+        thought: None: there is no reasoning.
     """
 
     def __init__(self, thought: ReasoningTokens | None) -> None:
-        """Start at the first token of a response.
-
-        Args:
-            thought: None: there is no reasoning.
-        """
         self._thought = thought
         self.num_tokens = 0
         if thought is None:
@@ -134,6 +132,9 @@ class Match:
         num_followed: tokens of the response that were passed as known.
         busy: whether a thread drives it or is going to.
         fault: the reason why the response must end, or "".
+
+    Args:
+        thinking: the mask during reasoning, to which the grammar does not apply.
     """
 
     def __init__(
@@ -143,11 +144,6 @@ class Match:
         thinking: NDArray[np.int32],
         threads: "MatchThreads",
     ) -> None:
-        """Create a matcher at the start of a response.
-
-        Args:
-            thinking: the mask during reasoning, to which the grammar does not apply.
-        """
         from xgrammar import GrammarMatcher
 
         self.compiled = compiled
@@ -309,8 +305,9 @@ class Match:
         return mask
 
     def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
-        """Return the token that must come next, or None if there is a choice other than white space
-        or the split of a text into tokens. `last`: the token before it, if any."""
+        """Return the token that must come next, or None if there is a choice. White space, and the
+        split of a text into tokens, are no choice. `last`: the token before it, if any.
+        """
         spelling, parts = self.compiled.words, np.flatnonzero(mask)
         if len(parts) > _MAX_FORCED + 1:  # the last part may have bits without a token
             return None
@@ -348,15 +345,13 @@ class MatchThreads:
 
     Ordinary matchers share some threads, and steps wait for them. Slow ones share two threads with
     a lower priority, and no step waits for these. New responses have another thread.
+
+    Args:
+        notify: called from another thread when a matcher is done that no step waited for.
+        num_threads: threads of ordinary matchers. None: half of the cores.
     """
 
     def __init__(self, notify: Callable[[], None], num_threads: int | None = None) -> None:
-        """Start the threads.
-
-        Args:
-            notify: called from another thread when a matcher is done that no step waited for.
-            num_threads: threads of ordinary matchers. None: half of the cores.
-        """
         self._notify = notify
         half = min(usable_cores() // 2, _MOST_THREADS)
         self._num_threads = max(half, 1) if num_threads is None else num_threads

@@ -224,7 +224,6 @@ class KvEventLog:
         self._next = journal
 
     def page_names(self) -> list[int]:
-        """See RecordedChange."""
         return self._cache.page_names()
 
     def take(self) -> Iterator[bytes]:

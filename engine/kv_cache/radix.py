@@ -75,9 +75,7 @@ class LowerTier(Protocol):
         """Remove these pages, which are not in the tree any more."""
         ...
 
-    def clear(self) -> None:
-        """Remove all pages."""
-        ...
+    def clear(self) -> None: ...
 
     def names(self) -> Iterable[int]:
         """Return the names of all pages in the tier."""
@@ -92,6 +90,10 @@ class PrefixCache:
     """Pages of KV by the tokens they hold. Engine thread only.
 
     Source: RadixAttention, Zheng et al. 2024, section 3.
+
+    Args:
+        windows, state_pages: see PageTables.
+        max_pages: size limit that `trim` applies. 0: no limit.
     """
 
     def __init__(
@@ -104,11 +106,6 @@ class PrefixCache:
         enabled: bool = True,
         max_pages: int = 0,
     ) -> None:
-        """Create an empty tree. For windows and state_pages, see PageTables.
-
-        Args:
-            max_pages: size limit that `trim` applies. 0: no limit.
-        """
         self.page_size = page_size
         self._max_pages = max_pages
         self._trimmed_at = -1  # num_released of the pool when `trim` last failed to evict enough

@@ -11,10 +11,10 @@ Recurrent states: a state is always at a node's end, since a prefix inserted wit
 there. It is as large as the KV of many tokens. States from which no request continued, and that are
 followed by a deeper one, are therefore evicted first.
 
-A state is kept at the last page boundary from which the same prompt can continue if it is repeated,
-at least one token before its end. Another state is kept where the prompt branches off a cached one,
-since more prompts with that common prefix are likely. A chunk ends at such a branch instead of
-passing it.
+A state is kept at the last page boundary that is at least one token before a prompt's end. The same
+prompt can continue from there if it is repeated. Another state is kept where the prompt branches
+off a cached one, since more prompts with that common prefix are likely. A chunk ends at such a
+branch instead of passing it.
 """
 
 import math

@@ -199,7 +199,7 @@ class StepReading(NamedTuple):
     finished: int  # finished steps so far
     turns: int  # turns of the loop so far
     moved_at: float  # time of the last progress
-    allowed_s: float  # seconds until the next progress is due; 0.0 without a current step
+    allowed_s: float  # seconds until the next progress is due, 0.0 without a current step
 
     def late_s(self, now: float) -> float:
         """Return the seconds by which the next progress is overdue."""
@@ -221,11 +221,15 @@ class _Moved(NamedTuple):
 
 class StepClock:
     """Measures steps and progress. Durations are averaged per token for forwards with prompts, and
-    per step for others, because the time of a decode step hardly depends on its rows.
+    per step for others. The time of a decode step hardly depends on its rows.
 
     Attributes:
         others_allow_s: longest time that the current step may take on other nodes of a group.
         prefill: device time per token of prompts.
+
+    Args:
+        first_step_s: maximum seconds of a step until a step of its kind has ended, of an operation,
+            and of a kernel compilation.
     """
 
     def __init__(
@@ -234,12 +238,6 @@ class StepClock:
         *,
         first_step_s: float = 120.0,
     ) -> None:
-        """Create the clock.
-
-        Args:
-            first_step_s: maximum seconds of a step until a step of its kind has ended, of an
-                operation, and of a kernel compilation.
-        """
         self.compiles = Compiles(now)
         self._first_step_s = first_step_s
         self._now = now
@@ -473,13 +471,7 @@ class EventLoop:
         self._stopped.set()
 
     def step(self, in_flight: LaunchedBatch | None) -> LaunchedBatch | None:
-        """Run one turn.
-
-        Args:
-            in_flight: the launch in flight.
-        Returns:
-            The launch that is in flight afterwards.
-        """
+        """Run one turn. Return the launch that is in flight afterwards."""
         turn = self._turn(in_flight)
         try:
             while True:

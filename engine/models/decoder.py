@@ -67,12 +67,10 @@ class DecoderSpec:
     drafter: DraftLayerSpec | None = None
 
     def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
-        """Return the spec with this drafter of the checkpoint."""
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
     def build(self, source: BlockWeights) -> "Decoder":
-        """Return the decoder with weights from `source`."""
         *parts, drafter = self.parts(source)
         embedding, head, classes, *layers, norm = parts
         return Decoder(

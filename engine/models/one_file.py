@@ -30,6 +30,9 @@ class OneFile:
 
     Attributes:
         num_bytes: size of the whole file.
+
+    Args:
+        held: context that is entered for each read. Raises OSError if the source files are gone.
     """
 
     def __init__(
@@ -37,12 +40,6 @@ class OneFile:
         stored: Mapping[str, StoredTensor],
         held: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Determine the layout of the file.
-
-        Args:
-            held: context that is entered for each read. Raises OSError if the source files are
-                gone.
-        """
         self._held = nullcontext() if held is None else held
         # Large elements first, so that every tensor is aligned to its dtype.
         names = sorted(stored, key=lambda name: (-stored[name].item_bytes, name))

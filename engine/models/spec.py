@@ -15,7 +15,7 @@ class ModelSpec:
     """The properties of a model.
 
     Attributes:
-        dtype: dtype of the checkpoint.
+        dtype: of the checkpoint.
         context_length: maximum number of tokens that the model supports.
         layers: the state that each layer keeps of a request. Pool, layout and hand-off are derived
             from it.

@@ -77,6 +77,10 @@ class CacheTiers:
         files: the tier below host memory. None: there are no files.
         saves: saves of inserted pages to host memory.
         brought_pages: loaded pages of all tables since the start, used or not.
+
+    Args:
+        host_pages: pages of host memory, some of which may have other holders.
+        cache: the tree. It must be empty.
     """
 
     def __init__(
@@ -88,11 +92,6 @@ class CacheTiers:
         copier: TierCopier,
         store: PageStore | None = None,
     ) -> None:
-        """Create the tiers below a tree, which must be empty.
-
-        Args:
-            host_pages: pages of host memory, some of which may have other holders.
-        """
         filed = None if store is None else FileCache(store.num_slots, tables.width, store.found())
         below = () if filed is None else (filed.index,)
         self.host = host = HostCache(host_pages, tables.width, below)
@@ -166,7 +165,6 @@ class CacheTiers:
         self.saves.learnt(node)
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """See LowerTier."""
         self._brought.left(keys)
         return self.host.left_tree(keys, names)
 
@@ -247,7 +245,6 @@ class CacheTiers:
         return True
 
     def _bring(self, way: TierMatch, then: Callable[[], None]) -> bool:
-        """Load pages from host memory."""
         match = self._cache.match(way.token_ids, way.namespace)
         prefix = match.shared[:, : way.prefix].ravel()
         self._pages.hold(prefix, PageHolder.COPY)

@@ -16,21 +16,18 @@ class FileCache:
 
     Attributes:
         index: the entries. Their places are slots.
+
+    Args:
+        found: used slots of an earlier process. If two have the same page, the newer one counts.
     """
 
     def __init__(
         self, num_slots: int, width: int, found: Iterable[tuple[int, PageRecord]] = ()
     ) -> None:
-        """Create the index.
-
-        Args:
-            found: used slots of an earlier process. If two have the same page, the newer one
-                counts.
-        """
         self.index = TierIndex(width)
         self._num_slots = num_slots
         self._limit = num_slots  # slots from this one on are not allocated
-        self._free: list[int] = []  # slots that were used; slots from _fresh on were never used
+        self._free: list[int] = []  # slots that were used. Slots from _fresh on were never used
         self._fresh = 0
         self._withheld: list[int] = []  # free slots beyond the limit
         self._order = 0
@@ -76,7 +73,6 @@ class FileCache:
             self._release(entry.present())
 
     def next_order(self) -> int:
-        """Return the order number of the next record."""
         self._order += 1
         return self._order
 

@@ -34,7 +34,7 @@ WRITING_SHARE = 16  # at most 1 / WRITING_SHARE of host memory is being written,
 LEAST_WRITING = 8  # but at least this number of pages
 READING_SHARE = 2  # reads may use at most 1 / READING_SHARE of host memory
 READ_TOGETHER = 32  # pages per job of a thread
-MAX_BEHIND = 1 << 14  # limit of queued pages of tokens; beyond it the oldest are not written
+MAX_BEHIND = 1 << 14  # limit of queued pages of tokens. Beyond it the oldest are not written
 AFTER_FAULT_S = 60.0  # seconds until the next attempt after an error
 
 
@@ -119,6 +119,9 @@ class FileTier:
     Attributes:
         num_written, num_read: pages since the start.
         faults: number of pages with an error, by kind.
+
+    Args:
+        cache: the entries and slots of `store`. The index is below that of `host`.
     """
 
     def __init__(
@@ -128,11 +131,6 @@ class FileTier:
         store: PageStore,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the tier.
-
-        Args:
-            cache: the entries and slots of `store`. The index is below that of `host`.
-        """
         self.cache = cache
         self.num_written = 0
         self.num_read = 0

@@ -238,7 +238,6 @@ class PageFiles:
         self._logged: set[FileFault] = set()
 
     def found(self) -> Iterator[tuple[int, PageRecord]]:
-        """See PageStore."""
         index = bytearray(max(0, os.fstat(self._index).st_size - HEADER_BYTES))
         num_read = _read_all(self._index, memoryview(index), HEADER_BYTES)
         num_pages = os.fstat(self._pages).st_size // self._page_bytes

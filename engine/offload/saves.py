@@ -92,7 +92,7 @@ class TierCopies:
 SAVING_SHARE = 16  # at most 1 / SAVING_SHARE of either memory is being saved,
 LEAST_SAVING = 8  # but at least this number of pages,
 MOST_SAVING = 128  # and at most this many: larger saves delay the engine thread's step
-MAX_BEHIND = 1024  # limit of queued nodes; beyond it the oldest are not saved
+MAX_BEHIND = 1024  # limit of queued nodes. Beyond it the oldest are not saved
 # Used pages are marked as used again once 1 / SLACK_SHARE of the keys may have been evicted.
 SLACK_SHARE = 8
 

@@ -24,9 +24,9 @@ class TierMatch(NamedTuple):
     namespace: Namespace
     prefix: int  # number of whole pages in full tables of the tree
     gained: int  # tokens that do not have to be computed after the load
-    key: PageKey  # key of the first loaded page; if none is loaded, of the last page
+    key: PageKey  # key of the first loaded page, or of the last page if none is loaded
     kept: Sequence[TierEntry]
-    host: Ints  # in the order of PageTables.handed_over; NO_PAGE for pages that only files have
+    host: Ints  # in the order of PageTables.handed_over, NO_PAGE for pages that only files have
     filed: Sequence[StoredPage]  # the pages that only files have
 
 

@@ -78,7 +78,6 @@ class ExpertExchange:
         return total[first : first + self._num_tokens[self._rank]]
 
     def close(self) -> None:
-        """Release the resources of this node."""
         if self._group is not None:
             self._group.close()
 

@@ -59,7 +59,6 @@ class NetworkMeeting:
 
     Args:
         interface: interface of this host in the trusted network.
-        store: the store of the node.
     """
 
     def __init__(self, interface: OwnAddress, store: Any) -> None:

@@ -158,7 +158,6 @@ class Share:
         return self.stage is None or not self.stage.is_first
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this rank."""
         return range(num_layers) if self.stage is None else self.stage.layers(num_layers)
 
     def part(self, count: int, name: str) -> range:

@@ -458,7 +458,6 @@ class Forwards:
         return self._ran(prepared, self._eager(batch, prepared.adapted, late), late)
 
     def _ran(self, prepared: _Prepared, hidden: Tensor, late: LateStates | None = None) -> _Forward:
-        """Return the forward with these hidden states."""
         settled, heads = prepared.step, prepared.heads
         sampled, early = settled.batch.sampled, settled.early_chosen
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)

@@ -221,7 +221,12 @@ class GraphDrafts:
 
 
 class StepGraphs:
-    """Captures and replays the graphs of steps. For use on the forward stream only."""
+    """Captures and replays the graphs of steps. For use on the forward stream only.
+
+    Args:
+        bank: the LoRA adapters that steps may use.
+        drafter: the drafter of the model. None: the model has none on the device.
+    """
 
     def __init__(
         self,
@@ -231,12 +236,6 @@ class StepGraphs:
         sizes: GraphSizes,
         drafter: GraphDrafter | None = None,
     ) -> None:
-        """Allocate the inputs that all graphs share.
-
-        Args:
-            bank: the LoRA adapters that steps may use.
-            drafter: the drafter of the model. None: the model has none on the device.
-        """
         self._forward = model.forward
         self._recorder = recorder
         self._bank = bank

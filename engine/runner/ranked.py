@@ -282,9 +282,7 @@ class _StepFollower(Protocol):
         """Enqueue a step. Return an event after which its pages are written."""
         ...
 
-    def sample_now(self) -> None:
-        """See SampleStep."""
-        ...
+    def sample_now(self) -> None: ...
 
 
 class _OnlyStage:

@@ -104,16 +104,13 @@ class ModelRunner:
         self.forwards = forwards
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "ModelRunner":
-        """See Forwards."""
         return ModelRunner(self.builder, self.forwards.with_host_pool(host_pool, recorder))
 
     @property
     def graph_shapes(self) -> tuple[GraphShape, ...]:
-        """See Forwards."""
         return self.forwards.graph_shapes
 
     def capture(self, shape: GraphShape) -> None:
-        """See Forwards."""
         self.forwards.capture(shape)
 
     def rehearse(self, num_tokens: int) -> None:

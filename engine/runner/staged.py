@@ -115,7 +115,6 @@ class StagedForwards:
         raise EngineFault("no graph is captured with stages")
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "StagedForwards":
-        """See Forwards."""
         self.sample_now()
         changed = copy(self)
         changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
@@ -148,7 +147,6 @@ class StagedForwards:
         return BegunStep(sent, launch_sampling)
 
     def enqueue(self, work: Callable[[], None]) -> StreamEvent:
-        """Enqueue work of the forward stream."""
         return self._forwards.enqueue(work)
 
     def sample_now(self) -> None:

@@ -25,8 +25,6 @@ SHORT_PROMPTS = (2, 20)
 
 
 class GraphOf(Protocol):
-    """See Forwards.graph_of."""
-
     def __call__(self, rows: HostBatch, *, late: bool, adapted: bool) -> GraphShape | None: ...
 
 

@@ -142,5 +142,4 @@ def made_on(stream: DeviceStream, make: Callable[[], Made]) -> Made:
 
 
 def open_stream(device: torch.device) -> DeviceStream:
-    """Return the stream for a device."""
     return WorkerStream() if device.type == "cpu" else CudaStream(device)

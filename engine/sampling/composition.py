@@ -401,7 +401,6 @@ def every_feature(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> SamplingFeatures:
-    """Return all features, for the requests of a table."""
     num_slots = table.num_slots
     return SamplingFeatures(
         table,

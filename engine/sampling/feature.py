@@ -22,7 +22,7 @@ class FeatureState(IntEnum):
 
     NONE = 0
     ALIKE = 1  # active, independent of the request's earlier tokens
-    TAKES = 2  # active; in steps with drafts, its rows are sampled after the previous step
+    TAKES = 2  # active. In steps with drafts, its rows are sampled after the previous step
     # active, and needs all earlier tokens: its rows are always sampled after the previous step.
     WAITS = 3
 

@@ -50,11 +50,10 @@ class HeadInputs:
     scored: Tensor = _NO_ROWS
 
     def columns(self) -> list[HostColumn]:
-        """Return the columns to upload."""
         return [self.scored.numpy()] if len(self.scored) else []
 
     def on_device(self, sent: Sequence[Tensor]) -> "HeadInputs":
-        """Return the same inputs with the uploaded copies of their `columns`."""
+        """Return the same inputs with uploaded `columns`."""
         return replace(self, scored=sent[0]) if sent else self
 
 

@@ -327,8 +327,8 @@ class Penalties:
         }
 
     def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
-        """Return the tokens of indices [starts, ends) of the slots: the slot of each token, and the
-        tokens."""
+        """Return the slots and the tokens at indices [starts, ends) of the slots, without those of
+        images."""
         counts = ends - starts
         total = int(counts.sum())
         offsets = np.cumsum(counts) - counts

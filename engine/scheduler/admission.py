@@ -310,7 +310,7 @@ class PrefillAdmission:
         self.under_way.computed(row.request, row.end - row.start)
 
     def forget(self, request: Request) -> None:
-        """Remove a request that ended or was swapped out before its prompt was computed."""
+        """Remove a request that ended or was retracted before its prompt was computed."""
         self.under_way.remove(request)
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None

@@ -403,7 +403,7 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> float:
-        """Highest priority in the queue; -inf if it is empty."""
+        """Highest priority in the queue, -inf if it is empty."""
         return max(self._priorities, default=-math.inf)
 
     def by_class(self) -> Counter[PriorityClass]:

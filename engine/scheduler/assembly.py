@@ -90,7 +90,7 @@ class Speculation:
     def distributions(self) -> dict[str, HistogramCounts]:
         return {"verified_tokens": self._lengths.counted()}
 
-    # Before a step --------------------------------------------------------------------------------
+    # Before a step.
 
     def rows(self, slots: NDArray[np.intp], *, verify: bool) -> DecodeRows:
         """Return the decode rows of the step that is launched next, with their drafts.
@@ -209,7 +209,7 @@ class Speculation:
         if len(full) and not self._running.grow(slots[full]):
             drafts[full] = table.capacity[slots[full]] - table.length[slots[full]]
 
-    # After a step ---------------------------------------------------------------------------------
+    # After a step.
 
     def finish(
         self, batch: ScheduleBatch, runs: AcceptedRuns | None

@@ -60,7 +60,7 @@ class Preemption:
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        # Minimum difference of priorities; 0: preemption is disabled.
+        # Minimum difference of priorities. 0: preemption is disabled.
         self._by = config.preemption_threshold
         # No preemption while this many requests are swapped out.
         self._most = config.max_preempted_requests
@@ -189,7 +189,11 @@ NO_ROWS = SelectedRows((), _NO_SLOTS)
 
 
 class RowSelector:
-    """Chooses the rows of each forward. Engine thread only."""
+    """Chooses the rows of each forward. Engine thread only.
+
+    Args:
+        mixed_chunk: whether decode rows share forwards with prompts.
+    """
 
     def __init__(
         self,
@@ -203,11 +207,6 @@ class RowSelector:
         retraction: Retraction,
         preemption: Preemption,
     ) -> None:
-        """Create the selector from the parts of a scheduler.
-
-        Args:
-            mixed_chunk: whether decode rows share forwards with prompts.
-        """
         self._kept = kept
         self._mixed_chunk = mixed_chunk
         self._admission = admission

@@ -96,7 +96,6 @@ class RetractedRequests:
         return self._host.num_available
 
     def host_pages(self) -> list[Ints]:
-        """Return the host pages of each request."""
         return [entry.host_pages for entry in self._by_key.values()]
 
     @property

@@ -118,7 +118,7 @@ class Scheduler:
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
 
-    # Requests arrive and end ----------------------------------------------------------------------
+    # Start and end of requests.
 
     def add(self, request: Request) -> None:
         """Queue a request for prefill. The caller limits the number of waiting requests.
@@ -220,7 +220,7 @@ class Scheduler:
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
         return self._results.rule.decide(request, token, at_limit)
 
-    # Live migration of running requests -----------------------------------------------------------
+    # Live migration of running requests.
 
     def tokens_of(self, request: Request) -> Ints | None:
         """Return all known tokens of a running request, or None if it does not run or is ending."""
@@ -281,7 +281,7 @@ class Scheduler:
         """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
         self._residents.end(request, insert=True)
 
-    # Paused scheduler -----------------------------------------------------------------------------
+    # Paused scheduler.
 
     @property
     def at_rest(self) -> bool:
@@ -307,7 +307,7 @@ class Scheduler:
         `requeue_all`."""
         self._cache.flush()
 
-    # Capacity, for the admission of joining requests ----------------------------------------------
+    # Capacity, for the admission of joining requests.
 
     def free_capacity(self) -> FreeCapacity:
         """Return the capacity for joining requests of at least the priority `min_priority`.
@@ -371,7 +371,7 @@ class Scheduler:
             )
         return self._cache.flush()
 
-    # Prompts in a data-parallel group -------------------------------------------------------------
+    # Prompts in a data-parallel group.
 
     @property
     def is_chunking(self) -> bool:
@@ -405,7 +405,7 @@ class Scheduler:
             token_s=token_s,
         )
 
-    # The next forward -----------------------------------------------------------------------------
+    # The next forward.
 
     def next_batch(self) -> ScheduleBatch | None:
         """Choose the next forward. Return None if there is nothing to compute now.
@@ -433,8 +433,9 @@ class Scheduler:
         return None
 
     def _preempt_for_prompts(self) -> None:
-        """Preempt for the most urgent waiting request, but not while a prompt is partly computed,
-        because the next prompt has to wait for that one anyway."""
+        """Preempt for the most urgent waiting request, unless a prompt is partly computed. The next
+        prompt has to wait for that one anyway.
+        """
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None and not self._split.forwards:
@@ -503,7 +504,7 @@ class Scheduler:
             self._quarantine.let_out()
         return outcome
 
-    # State and counters ---------------------------------------------------------------------------
+    # State and counters.
 
     @property
     def has_work(self) -> bool:
@@ -551,7 +552,6 @@ class Scheduler:
         return self._admission.waiting.by_class()
 
     def counters(self) -> dict[str, int]:
-        """Return the totals of the counters since the start."""
         return {
             "generated_tokens": self._results.num_tokens,
             "finished": self._residents.num_ended + self._num_withdrawn,

@@ -68,8 +68,8 @@ class LatentExpansion:
         """Return whether rows of (queries, tokens) are faster with expanded keys and values on a
         GPU.
 
-        Compares FLOPs and bytes. Assumes that both kinds of attention are equally close to the
-        limits of the device, except that few heads at a time do not occupy it.
+        Compares FLOPs and bytes. Both kinds of attention are assumed to be equally close to the
+        limits of the device, but few heads at a time do not occupy it.
         """
         _, key_dim, rank = self.keys.shape
         queries, tokens = (sum(row[part] for row in chunks) for part in range(2))

@@ -181,7 +181,7 @@ def _split_kernel(
 ):
     """Compute the tiles of program g of a KV head.
 
-    The partial result of an item that begins in program g has slot num_programs + g, and that of an
+    The partial result of an item that begins in program g has slot num_programs + g. That of an
     item that began in an earlier program has slot g. A program has at most one of each.
 
     With SEGMENT, a planned tile is a segment of SEGMENT keys, or all keys of an item. Segment t has

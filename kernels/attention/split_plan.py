@@ -5,8 +5,8 @@ Rows are cut into items, which are consecutive queries that one program computes
 of all items are cut into tiles, and each program gets an equal number of consecutive tiles, across
 items. So even one long row keeps the whole device busy.
 
-With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on, so
-its parts do not depend on other rows. A program gets whole segments, or all keys of an item.
+With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on. Its
+parts then do not depend on other rows. A program gets whole segments, or all keys of an item.
 """
 
 from dataclasses import dataclass
@@ -98,8 +98,8 @@ def lanes_of_items(
     """Return the lanes of an item of rows with several queries. None: their keys should not be
     split.
 
-    Keys are split if rows have fewer lanes on average than a tile of the unsplit kernel, which
-    would be mostly empty, or if the programs of that kernel would leave multiprocessors idle.
+    Keys are split if the rows' lanes would on average not fill a tile of the unsplit kernel, or if
+    that kernel's programs would leave multiprocessors idle.
     """
     least = _lanes_of_a_query(group)
     most = max(least, MOST_LANES) if element_size <= 2 and head_dim <= WIDEST_HEAD else least

@@ -38,5 +38,4 @@ def use_operations(operations: Operations) -> None:
 
 
 def operations() -> Operations:
-    """Return the operations of this process."""
     return _used[0]

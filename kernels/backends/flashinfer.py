@@ -165,7 +165,8 @@ class _Rows:
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _PagedPlan:
     """A plan of attention over keys and values. A plan of the package has one scale and one soft
-    cap, so the first layer with new values makes it and later layers share it."""
+    cap. The first layer with new values makes it, and later layers share it.
+    """
 
     num_tokens: int
     wrappers: _Wrappers

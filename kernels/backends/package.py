@@ -16,7 +16,6 @@ class Package:
 
     Attributes:
         distribution: name in package registries.
-        module: the module to import.
         tested: prefix of the tested releases.
     """
 

@@ -153,8 +153,8 @@ def delta_chunks_kernel(
 def _cells(cells_ptr, page, page_stride, i, j, K: tl.constexpr, V: tl.constexpr):
     """Return the addresses of a matrix in a page, and a mask that is empty if there is no page.
 
-    The row numbers include the page, so that no addresses stay in registers between the read and
-    the write of the state, which would spill other values.
+    The row numbers include the page. Otherwise addresses would stay in registers between the read
+    and the write of the state, and other values would be spilled.
     """
     row = (i + page)[:, None]
     own = (i < tl.where(page < 0, 0, K))[:, None] & (j < V)[None, :]

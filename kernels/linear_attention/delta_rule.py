@@ -250,8 +250,8 @@ def _delta_rule_kernel(
 ):
     """Process one row, value head and block of a matrix's columns.
 
-    The block stays in registers while the row's tokens are processed one after the other, so a
-    prompt gives the same bits however it is cut.
+    The block stays in registers while the row's tokens are processed one after the other. A prompt
+    therefore gives the same bits however it is cut.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     key_head, in_group = head // GROUP, head % GROUP

@@ -16,7 +16,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
     Args:
         x: contiguous [num_tokens, heads, size].
-        gate: [num_tokens, groups, heads / groups * size] of x's dtype, columns contiguous; tokens
+        gate: [num_tokens, groups, heads / groups * size] of x's dtype, columns contiguous. Tokens
             and groups may be strided.
         weight: contiguous [size], of x's dtype or float32.
     Returns:

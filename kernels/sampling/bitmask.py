@@ -20,7 +20,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     Args:
         logits: float32 [n, vocabulary], rows may be strided.
         rows: int64 [m], distinct.
-        bitmask: int32 [m, ceil(vocabulary / 32)]; bit j of word i is token 32 * i + j, the lowest
+        bitmask: int32 [m, ceil(vocabulary / 32)]. Token t is bit t % 32 of word t // 32, the lowest
             bit first. Bits beyond the vocabulary are ignored.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
@@ -43,7 +43,6 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def apply_bitmask_reference(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Apply the mask on a CPU."""
     words = (~bitmask).numpy().view(np.uint8)
     bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
     for row, forbidden in zip(rows.tolist(), torch.from_numpy(bits).view(torch.bool), strict=True):

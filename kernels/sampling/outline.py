@@ -24,7 +24,7 @@ class LogitSummary(NamedTuple):
     """The outline of n rows. A maximum is +inf if a logit is not finite, -inf without logits."""
 
     peaks: Tensor  # float32 [n, blocks], maxima of blocks of block_size(vocabulary) tokens
-    # Float32 [n, width], maxima of groups of GROUP tokens; width covers whole blocks.
+    # Float32 [n, width], maxima of groups of GROUP tokens. The width covers whole blocks.
     maxima: Tensor
     sums: Tensor | None  # float32 [n, width] of exp((logit - maximum) / temperature), if requested
 

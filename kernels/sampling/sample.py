@@ -31,10 +31,10 @@ NOT_FINITE = -2
 class SamplingColumns:
     """Sampling parameters, with one entry per row."""
 
-    temperature: Tensor  # float32 [n]; 0: greedy
-    top_k: Tensor  # int32 [n]; below 1: off
-    top_p: Tensor  # float32 [n]; 1: off
-    min_p: Tensor  # float32 [n]; 0: off
+    temperature: Tensor  # float32 [n], 0: greedy
+    top_k: Tensor  # int32 [n], below 1: off
+    top_p: Tensor  # float32 [n], 1: off
+    min_p: Tensor  # float32 [n], 0: off
     seeds: Tensor  # int32 [n, 2], low and high word
     positions: Tensor  # int32 [n], absolute index of the token to sample
 

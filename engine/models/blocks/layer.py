@@ -60,7 +60,6 @@ class LayerSpec:
     post_norms: bool = False
 
     def products(self, hidden_size: int) -> int:
-        """Return the number of multiplications with weights per token."""
         return self.mixer.products(hidden_size) + self.ffn.products(hidden_size)
 
     def build(self, site: LayerSite) -> "Layer":

@@ -61,7 +61,6 @@ class DraftModelCheckpoint:
                 raise ConfigError(f"{DRAFT_FLAG}: {directory} is {own.architecture}: {reason}")
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
-        """Return the properties of the target model with this drafter."""
         own = self._weights.spec.model
         products = model.products_per_token + own.products_per_token
         return replace(model, draft=DraftState(own.layers), products_per_token=products)
@@ -76,7 +75,6 @@ class DraftModelCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
     ) -> int:
-        """See LoadableModel."""
         return self._weights.weight_bytes(device, dtype, quantize, _part(share))
 
     def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":

@@ -66,7 +66,6 @@ class EagleCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """See LoadableModel."""
         return self._survey(device, dtype, quantize, share).num_bytes
 
     def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
@@ -79,7 +78,6 @@ class EagleCheckpoint:
         refill(model.drafter.layer, self._layer(model, quantize, share))
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
-        """Return the properties of the target model with this drafter."""
         return replace(model, draft=self.spec.keeps(model.hidden_size))
 
     def name(self) -> str:

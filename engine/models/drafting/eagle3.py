@@ -67,8 +67,6 @@ class Eagle3Spec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eagle3Layer(DraftLayer):
-    """An EAGLE-3 layer."""
-
     spec: Eagle3Spec
     join: Linear  # tapped vectors -> hidden
     token_norm: RmsNorm

@@ -55,7 +55,6 @@ def _norm(config: Fields) -> Norm:
 def _mixers(
     config: Fields, attention: Attention, projection: Projection
 ) -> Sequence[Attention | DeltaNet]:
-    """Return the mixer of each layer."""
     delta_net = _delta_net(config, projection)
     return [attention if kind == "full_attention" else delta_net for kind in _kinds(config)]
 

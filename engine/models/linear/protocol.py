@@ -96,7 +96,8 @@ class Form(ABC):
     @abstractmethod
     def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         """Return the bytes of the Linear that `hold` creates for a matrix [rows, columns] in the
-        format `stored`, without its bias and without the padding of panels."""
+        format `stored`. Its bias and the padding of panels are not included.
+        """
 
     def keeps(self, stored: QuantFormat, inputs: int) -> bool:
         """Return whether matrices of a format with `inputs` inputs stay as they are stored."""

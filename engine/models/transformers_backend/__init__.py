@@ -144,7 +144,6 @@ class TransformersCheckpoint:
         return part_of(self._skeleton, config_of(self._directory), share)
 
     def config_hash(self) -> str:
-        """Return a hash of all configuration fields that affect the computation."""
         config = self._skeleton.model.config.to_diff_dict()
         said = {name: value for name, value in config.items() if name not in _NOT_COMPARED}
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

@@ -60,7 +60,6 @@ class CurrentStep(threading.local):
         return self._pool.layout.places[layer].table
 
     def plan(self, table: int, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
-        """Return the plan for a page table and a kind of layers."""
         key = (table, kind)
         if key not in self._plans:
             rows = rows_of(self.batch, table)

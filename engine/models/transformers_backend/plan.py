@@ -22,11 +22,11 @@ from engine.ranks import Share
 _OUTPUTS, _INPUTS = -2, -1
 
 
-# Names of products of an attention module whose outputs are KV heads.
 class UnsupportedModel(Exception):
     """The class cannot be served. The text is the end of a sentence whose subject is the class."""
 
 
+# Names of products of an attention module whose outputs are KV heads.
 _OF_KV = ("k_proj", "v_proj")
 
 

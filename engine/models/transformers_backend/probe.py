@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from engine.models.transformers_backend.plan import UnsupportedModel
 
-_FURTHEST = 1 << 17  # the probed query position; larger windows are not detected
+_FURTHEST = 1 << 17  # the probed query position. Larger windows are not detected
 _QUERIES = (
     *range(40),
     *(

@@ -73,7 +73,6 @@ class EncoderThread:
         return len(self._queue)
 
     def begin(self, images: Sequence[Image]) -> QueuedImages | None:
-        """See InputEncoder."""
         if self._queue and len(self._queue) + len(images) > MAX_QUEUED:
             return None
         missing = self._tower.missing(images)
@@ -89,7 +88,6 @@ class EncoderThread:
         return job
 
     def missing(self, images: Sequence[Image]) -> list[Image]:
-        """See InputEncoder."""
         return self._tower.missing(images)
 
     @property

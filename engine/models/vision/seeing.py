@@ -123,7 +123,6 @@ class VisionTower:
             self._encoder.drain()
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors of the encoder's weights."""
         return self._encoder.tensors()
 
     def missing(self, images: Sequence[Image]) -> list[Image]:

@@ -23,22 +23,20 @@ from engine.ranks.expert_placement import LayerSlots
 class StoredDecoder:
     """A decoder in a directory. Each call opens the checkpoint, whose files may have changed.
 
-    All methods raise ConfigError if there is no checkpoint, if tensors are missing or unexpected,
-    have wrong shapes or dtypes, or cannot be split between the ranks. Also see `form_of`.
+    All methods raise ConfigError if there is no checkpoint, or if tensors are missing, unexpected,
+    of wrong shapes or dtypes, or cannot be split between the ranks. Also see `form_of`.
     """
 
     directory: Path
     spec: DecoderSpec
 
     def stored(self) -> Mapping[str, TensorRequest]:
-        """Return the decoder's stored tensors by name."""
         form = form_of(torch.device("cpu"), torch.float32, "none")
         return survey(Checkpoint(self.directory), self.spec, form, torch.float32).stored
 
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        """Return the bytes that `load` allocates."""
         form = self._form(device, dtype, quantize)
         return survey(Checkpoint(self.directory), self.spec, form, dtype, share).num_bytes
 
