@@ -104,7 +104,6 @@ class TokenOutbox:
         self._outputs[stream].prompt_logprobs.append((request, logprobs))
 
     def predicted(self, origin: tuple[int, int], predicted: PredictionUsage) -> None:
-        """Add how many predicted tokens of a request were accepted and rejected."""
         stream, request = origin
         self._outputs[stream].predicted.append((request, predicted))
 
@@ -202,7 +201,6 @@ class DecodeCounters:
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:
-        """Count a completed incoming migration."""
         self._totals["moves/here"] += 1
 
     def canary(self, verdict: str) -> None:
@@ -263,7 +261,6 @@ class ActiveRequests:
         return self._by_origin.get(request.origin)
 
     def by_ticket(self, ticket: int) -> DecodeState | None:
-        """Return the request that was submitted with this ticket."""
         return self._by_ticket.get(ticket)
 
     def add(self, state: DecodeState, *, times: int) -> None:
@@ -305,7 +302,6 @@ class ActiveRequests:
     def send_tokens(
         self, state: DecodeState, tokens: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        """Send tokens, with their log-probabilities if present."""
         for token in tokens:
             self.outbox.token(state.origin, token)
         if logprobs is not None:

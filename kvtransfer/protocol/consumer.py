@@ -150,7 +150,6 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         return self._taken()
 
     def rate_measured(self, stream: int, gib_per_s: float) -> list[ConsumerAction]:
-        """Record a new measurement of the stream's link."""
         peer = self._streams.get(stream)
         if peer is not None and peer.announced:
             peer.gib_per_s = gib_per_s

@@ -85,7 +85,6 @@ class ReadMetrics:
         of_path.seconds.add(read.seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
-        """Count pages compared by checksum."""
         self._compared["passed"] += right
         self._compared["failed"] += wrong
 

@@ -261,8 +261,8 @@ class FollowersLink:
     def join(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
 
-    # On the thread that takes the replies
-    # Events are sent with the lock released, because a group of links calls this one with its own.
+    # On the thread that receives the replies. Events are sent with the lock released, because a
+    # group of links calls this one with its own.
 
     def _opened(self, asked: Replies) -> None:
         error = asked.exception()

@@ -76,7 +76,6 @@ class ConsumerAdmissions:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Return the streams on which consumers wait."""
         return tuple(self._waiting)
 
     def streams_of(self, instance: int) -> list[int]:
@@ -303,7 +302,6 @@ class HeldMessages:
                 del self._held[stream]
 
     def forget(self, stream: int) -> None:
-        """Drop the messages of an ended stream."""
         self._held.pop(stream, None)
 
 

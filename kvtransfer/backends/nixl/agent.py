@@ -106,7 +106,8 @@ class NixlAgent:
 
     def post_read(self, local: int, here: Ints, remote: int, there: Ints) -> bool:
         """Start a read of these descriptor indices. Returns True if it has already finished. CMA
-        copies inside this call."""
+        copies inside this call.
+        """
         return self._has_landed(_call(self._begin, local, here, remote, there))
 
     def read_has_landed(self) -> bool:
