@@ -50,11 +50,6 @@ from common.tracing.context import checked
 from protos import prefixes_pb2
 from protos import request_pb2 as pb
 
-# Input embeddings replace token ids as the input of the first layer.
-#
-# Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
-# namespace that depends on all embeddings. So code that compares prompts by namespace and tokens
-# recognises equal embeddings and distinguishes all others.
 GIVEN_TOKEN = FIRST_IMAGE_TOKEN  # id of each token
 NUMBER_BYTES = 4
 LARGEST = 65504.0  # largest float16, in which a model may compute
@@ -66,7 +61,11 @@ _GIVEN = as_bytes([GIVEN_TOKEN])
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True):
-    """The input embeddings of a prompt.
+    """The input embeddings of a prompt, which replace token ids as the input of the first layer.
+
+    Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
+    namespace that depends on all embeddings. So code that compares prompts by namespace and tokens
+    recognises equal embeddings and distinguishes all others.
 
     Attributes:
         values: little-endian float32 [num_tokens, hidden size].
@@ -159,7 +158,6 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_predicted(self) -> int:
-        """Return the number of tokens of `prediction`."""
         return len(self.prediction) // BYTES_PER_TOKEN
 
     @property
@@ -296,7 +294,6 @@ def remaining_from_proto(proto: pb.Remaining) -> Remaining:
 
 
 def remaining_to_fields(remaining: Remaining) -> dict[str, float | None]:
-    """Return the fields of the wire form."""
     queue_s = remaining.queue_s
     return {
         "budget_s": remaining.budget_s,
@@ -325,7 +322,6 @@ def check_stream_interval(interval: int) -> None:
 
 
 def _check_priority(priority: int) -> None:
-    """Raise InvalidRequest if the priority is out of range."""
     if not LOWEST <= priority <= HIGHEST:
         raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")
 

@@ -45,8 +45,6 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
-    """Abort the requests with this id."""
-
     request_id: str
 
 

@@ -80,9 +80,7 @@ class RoleModule(Protocol):
         """Raise ConfigError if the engine cannot have the role."""
         ...
 
-    def make_role(self, engine: RoleEngine, runtime: RoleRuntime, config: Any) -> DrivenRole:
-        """Assemble the role."""
-        ...
+    def make_role(self, engine: RoleEngine, runtime: RoleRuntime, config: Any) -> DrivenRole: ...
 
 
 def load_roles() -> Mapping[str, RoleModule]:

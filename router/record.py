@@ -359,11 +359,11 @@ class RequestRecord:
         self._records.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, quarantined: bool) -> AttemptTimings:
-        """Record that another node continues the request after a failure.
+        """Record that another node continues the request after a failure. Returns the timings of
+        the submission.
 
         Args:
             quarantined: the request is quarantined and runs alone.
-        Returns the timings of the submission.
         """
         self._metrics.replayed(quarantined=quarantined)
         log.warning(
@@ -379,7 +379,6 @@ class RequestRecord:
         return self.timeline.submit(decode)
 
     def move(self, to: AttemptTimings) -> None:
-        """Record that the request has migrated to another decode node."""
         self._metrics.moved(moved=True)
         self.timeline.move(to)
         log.info(

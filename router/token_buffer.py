@@ -74,7 +74,6 @@ class NodeOutput(msgspec.Struct, frozen=True):
         cached_tokens: number of cached prompt tokens. None: not reported yet.
         logprobs: log-probabilities of the tokens, if requested.
         prompt_logprobs: log-probabilities of the prompt from the first requested token on.
-        predicted: counts of predicted tokens.
         version: version of all tokens.
     """
 
@@ -233,13 +232,12 @@ class TokenBuffer:
         )
 
 
-# A write costs the same for any size, so everything that arrives during a write is sent in one
-# message.
 class OutgoingBatch:
     """Unsent messages to a decode node. For one event loop.
 
-    Bounded by the active requests: at most one entry for each, and one number for each cancelled
-    one.
+    A write costs the same for any size, so everything that arrives during a write is sent in one
+    message. Bounded by the active requests: at most one entry for each, and one number for each
+    cancelled one.
 
     Args:
         address: address of the node.
@@ -261,7 +259,6 @@ class OutgoingBatch:
         self._cancels.clear()
 
     def set_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
-        """Replace the lists of nodes."""
         self._peers = Peers(
             prefill_addresses=prefill, decode_addresses=decode, own_address=self._address
         )

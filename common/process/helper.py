@@ -79,8 +79,7 @@ class Helper:
         deadline_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Configure the helper.
-
+        """
         Args:
             module: module to run, with `arguments` and a descriptor for each lane.
             num_lanes: number of concurrent questions.

@@ -31,11 +31,9 @@ class Logprobs(msgspec.Struct, frozen=True):
         return len(self.logprob) // 4
 
     def first(self, num_tokens: int) -> "Logprobs":
-        """Return the first `num_tokens` tokens."""
         return self._part(0, num_tokens)
 
     def tokens(self) -> list["TokenLogprobs"]:
-        """Return one record per token."""
         k = self.num_top
         logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
         top_tokens = array("I", self.top_token).tolist()

@@ -80,7 +80,6 @@ def guide_from_proto(proto: pb.Guide) -> GuidedDecoding:
 
 
 def guide_fields(guide: GuidedDecoding) -> dict[str, object]:
-    """Return the fields of the wire form."""
     return {guide.kind: True if guide.kind == "json_object" else guide.text}
 
 
@@ -112,7 +111,6 @@ def reasoning_from_proto(proto: pb.Thought) -> ReasoningTokens:
 
 
 def reasoning_fields(thought: ReasoningTokens) -> dict[str, Any]:
-    """Return the fields of the wire form."""
     return {"close": thought.close, "open": thought.open}
 
 

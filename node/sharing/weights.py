@@ -202,7 +202,6 @@ class WeightSharing:
         self.exported, self.reads = self._exports.pages, self._reads.pages
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See WeightReads."""
         self.due = True
         return self._reads.read(weights, address)
 
@@ -214,7 +213,6 @@ class WeightSharing:
         self.due |= self._reads.busy  # reads have deadlines
 
     def take(self, event: NodeEvent) -> None:
-        """Handle an event of the transfer thread about weights."""
         self.due = True
         pass_on(event, Weights, self._reads, self._exports)
 

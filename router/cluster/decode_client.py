@@ -163,8 +163,7 @@ class DecodeClient:
         patience: LivenessLimits | None = None,
         refused_s: float = _REFUSED_S,
     ) -> None:
-        """Create a client without a stream.
-
+        """
         Args:
             peers: addresses of all prefill nodes, sent first on each stream.
             others: addresses of all decode nodes, sent with them.
@@ -199,7 +198,6 @@ class DecodeClient:
 
     @property
     def weights(self) -> WeightsId:
-        """Weight version of the node."""
         return self.version.weights
 
     @property

@@ -204,10 +204,12 @@ LEAST_TOKENS = 64  # minimum advantage of a hint; a shorter fetch is not worthwh
 MOST = MAX_HINTS - 1  # one less than the limit, because a decode node adds itself
 
 
-# The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
-# request at most.
 class PrefixHints:
-    """Prefix hints: other nodes with more of a prompt cached than the node that computes it."""
+    """Prefix hints: other nodes with more of a prompt cached than the node that computes it.
+
+    The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
+    request at most.
+    """
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
