@@ -27,7 +27,6 @@ CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 def head_start_s(priority: int) -> float:
-    """Return the head start of a priority, in seconds of queue time."""
     return priority * STEP_S
 
 
@@ -211,7 +210,6 @@ class QueueEstimator:
             self._line.join(key, QueueEntry(-math.inf, left))
 
     def leave(self, key: int) -> None:
-        """Remove an entry. Does nothing if it is not in the queue."""
         self._line.leave(key)
 
     def tick(self, now: float) -> None:

@@ -127,7 +127,6 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         client: number of the client. 0: unknown. Clients take turns for KV pages.
         client_weight: relative share of the client.
         engine_crashes: number of engines that crashed while they had it.
-        images: images in its prompt.
         input_embeddings: inputs that replace the token ids of its prompt. None: it has ids.
         prediction: output that the client expects, as little-endian int32.
         stream_interval: tokens that the decode node sends at a time, after the first one.

@@ -175,7 +175,7 @@ class HandoffAttempt:
 
     @property
     def reserved(self) -> PageReservation:
-        """Pages of a granted attempt."""
+        """Pages of a granted attempt. Raises EngineFault before the grant."""
         if self.destination is None:
             raise EngineFault(f"hand-off {tuple(self.id)} is not granted")
         return self.destination
@@ -266,7 +266,7 @@ class DecodeState(RequestState):
 
     @property
     def attempt(self) -> HandoffAttempt:
-        """The attempt in progress."""
+        """The attempt in progress. Raises EngineFault if there is none."""
         if self.handoff is None:
             raise EngineFault(f"request {self.key} has no hand-off")
         return self.handoff

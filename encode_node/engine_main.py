@@ -119,7 +119,7 @@ class LoadedEncoder:
 
     @classmethod
     def load(cls, config: EncodeConfig) -> "LoadedEncoder":
-        """Load the encoder. Raises ConfigError as `PlannedEncoder.of`."""
+        """Raises ConfigError as `PlannedEncoder.of`."""
         plan = PlannedEncoder.of(config)
         opened, layout = plan.opened, plan.layout
         weights = named_weights(opened)

@@ -291,7 +291,6 @@ class AdapterQueue:
         return self._waiting.take(request.key) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Remove and yield the requests whose adapter has a slot now."""
         # Loops, because a request that gets a slot may end at once.
         while self._tried != self._changes:
             self._tried = self._changes
@@ -342,7 +341,6 @@ class GrammarQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Remove and yield requests that have their `match` (None) or cannot get one (error)."""
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue
@@ -405,7 +403,6 @@ class TierLoadQueue(WaitingRequests):
             over()
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Remove and yield the requests whose load has ended."""
         over, self._over = self._over, []
         for key in over:
             request = self._waiting.pop(key, None)

@@ -80,7 +80,9 @@ class RoleModule(Protocol):
         """Raise ConfigError if the engine cannot have the role."""
         ...
 
-    def make_role(self, engine: RoleEngine, runtime: RoleRuntime, config: Any) -> DrivenRole: ...
+    def make_role(self, engine: RoleEngine, runtime: RoleRuntime, config: Any) -> DrivenRole:
+        """Assemble the role from an engine and the role-independent parts."""
+        ...
 
 
 def load_roles() -> Mapping[str, RoleModule]:

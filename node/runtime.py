@@ -265,7 +265,6 @@ class NodeRuntime:
 
 
 def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
-    """Return the configured reports of the prefix cache."""
     post = start.channel.post
     if start.config.kv_events.publisher == "null":
         return CacheReports(CacheEvents(engine.cache), post)

@@ -244,7 +244,6 @@ class RequestHistory(Generic[S]):
         return len(self._recent.rows) + len(self._failed.rows)
 
     def record(self, stamps: S, *, failed: bool) -> None:
-        """Record the timings of an ended request."""
         row = _Kept(stamps.request_id, failed, self._encoder.encode(stamps))
         for left in self._recent.put(row):
             if left.failed:

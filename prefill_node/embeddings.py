@@ -83,7 +83,6 @@ class EmbeddingReads:
 
     Args:
         encoder: image encoder of the model. None: the model has none, and nothing is read.
-        instance: instance id of this node.
         cache: prefix cache over `pages`. It evicts pages for reads.
         weights: returns the current weight version.
         timeout_s: time limit of an opened read.

@@ -249,7 +249,6 @@ def check(engine: RoleEngine) -> None:
 
 
 def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
-    """Assemble the role from an engine and the role-independent parts."""
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
     def find(request: Request) -> RequestState | None:

@@ -103,7 +103,6 @@ class RequestTimeline(msgspec.Struct, eq=False):
     submissions: list[AttemptTimings] = []
 
     def receive(self, one: AttemptTimings, message: decode_pb2.Timeline) -> None:
-        """Store the timeline that the decode node of this submission has sent."""
         one.receive(message)
         if self.ended and one is self.giver():
             self.on_late_timeline(self)
@@ -171,11 +170,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
 
 class RequestRecords:
-    """Records of the requests to one model, with recent timelines. For one event loop.
-
-    Args:
-        model: name of the model.
-    """
+    """Records of the requests to one model, with recent timelines. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
         self.metrics = metrics
@@ -208,7 +203,6 @@ class RequestRecords:
         Args:
             request_id: unique id.
             label: request id from the client, or empty. Not necessarily unique.
-            client: name of the client.
             traceparent: header from the client, or empty. Ignored if it is invalid.
         """
         parent = checked(traceparent)

@@ -238,9 +238,6 @@ class OutgoingBatch:
     A write costs the same for any size, so everything that arrives during a write is sent in one
     message. Bounded by the active requests: at most one entry for each, and one number for each
     cancelled one.
-
-    Args:
-        address: address of the node.
     """
 
     def __init__(self, address: str = "") -> None:

@@ -182,12 +182,10 @@ class ProcessSlot(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """True if the router has several processes."""
         return self.of > 1
 
     @property
     def socket(self) -> str:
-        """Socket of this process."""
         return self._socket(self.number)
 
     @property

@@ -32,7 +32,6 @@ class Question(msgspec.Struct, frozen=True):
     """A piece of work and its limits.
 
     Attributes:
-        content: input.
         cpu_s: limit of CPU seconds.
         max_bytes: limit of memory in addition to the helper's own.
     """
@@ -47,7 +46,6 @@ class Answer(msgspec.Struct, frozen=True):
 
     Attributes:
         code: exit code of the question's process, or minus the signal that ended it.
-        content: output.
     """
 
     code: int

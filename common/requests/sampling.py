@@ -27,7 +27,6 @@ class Prepared(msgspec.Struct, frozen=True):
     """A guide in the form that the grammar compiler gets, which enforces all of it.
 
     Attributes:
-        kind: kind of the guide.
         text: input of the compiler.
         has_tokens: it is a structural tag that names tokens.
     """

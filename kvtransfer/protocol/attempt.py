@@ -105,7 +105,6 @@ class ConsumerLinks:
 
     @property
     def num_reads(self) -> int:
-        """Number of reads posted to links and not ended."""
         return sum(self._landing.values())
 
     def open(self, stream: int, now: float) -> OpenLink:
@@ -202,7 +201,6 @@ class ConsumerLinks:
         return over
 
     def forget(self, stream: int, id: HandoffId) -> None:
-        """Drop the waiting reads of an ended attempt."""
         if stream in self._links:
             self._links[stream].forget(id)
 

@@ -222,11 +222,9 @@ class DeadlineTimer(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Remove the deadline of `key`, if it has one."""
         self._due.pop(key, None)
 
     def next(self) -> float | None:
-        """Return the nearest deadline, or None."""
         while self._heap:
             when, key = self._heap[0]
             if self._due.get(key) == when:

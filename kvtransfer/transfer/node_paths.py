@@ -110,7 +110,6 @@ class NodeOffers:
 
     Args:
         own: paths of rank 0.
-        num_ranks: ranks of the node.
         start: job with which followers serve their pages again.
     """
 

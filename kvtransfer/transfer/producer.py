@@ -79,7 +79,6 @@ class ConsumerAdmissions:
         return tuple(self._waiting)
 
     def streams_of(self, instance: int) -> list[int]:
-        """Return the streams on which a consumer of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
     def take_ready(self, now: float) -> list[tuple[int, int]]:

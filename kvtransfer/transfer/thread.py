@@ -208,7 +208,6 @@ class Transfer(Generic[Command, Event]):
         self._wake_engine()
 
     def close(self) -> None:
-        """End every stream and every link."""
         self._side.close()
         self._frames.close()
 

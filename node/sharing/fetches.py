@@ -75,8 +75,6 @@ class _Way:
 class PrefixFetches:
     """The fetches of this node. Requests are named by their keys. Engine thread only.
 
-    Args:
-        instance: instance id of this node.
     Attributes:
         keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.

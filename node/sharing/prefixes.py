@@ -264,7 +264,6 @@ class PrefixSharing:
         )
 
     def admitted(self, request: Request) -> None:
-        """Record an admitted request and the source of its prefix."""
         fetched = self.fetches.fetched.get(request.key)
         if fetched is not None:
             request.given_by.append(fetched.producer)

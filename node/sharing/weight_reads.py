@@ -212,7 +212,6 @@ class WeightReads:
     Attributes:
         pages: pages of windows, held until no bytes land in them and no copy reads them.
     Args:
-        instance: instance id of this node.
         cache: prefix cache over `pages`.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
         gauges: report of the node, which gets the totals of all reads.

@@ -324,7 +324,6 @@ class DecodeClient:
         return DecodeCall(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
     def cancel(self, number: int) -> None:
-        """Cancel the request on the node, unless it has ended."""
         if number in self._live:
             self._cancel(number)
 

@@ -247,7 +247,6 @@ class Discovery:
         Args:
             prefill, decode, encode: entries, in the forms listed at the top of this file.
             resolve: resolves DNS names, like `resolve` of this module.
-            times: polling intervals.
         Raises:
             ConfigError: an entry is invalid or occurs twice, or there is no entry.
         """

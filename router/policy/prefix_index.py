@@ -100,7 +100,6 @@ class PrefixIndex:
             page_size: tokens per page.
             cleared: drop all earlier events first.
             stored: pages added. Pages beyond MAX_PAGES are ignored.
-            removed: pages removed.
         Raises:
             ProtocolViolation: the page size is impossible.
         """
@@ -118,7 +117,6 @@ class PrefixIndex:
             self._nodes[address].stop_reporting()
 
     def forget(self, address: str) -> None:
-        """Drop a node that has left."""
         self._nodes.pop(address, None)
 
     def num_pages(self, address: str) -> int:
