@@ -80,7 +80,8 @@ class InputEmbeddings(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, values: bytes, num_tokens: int) -> Self:
         """Return the embeddings of `num_tokens` tokens. Raise InvalidRequest if the size does not
-        match or is too large."""
+        match or is too large.
+        """
         check_at_most("input_embeddings", len(values), "bytes", MAX_EMBEDDING_BYTES)
         if not num_tokens or not values or len(values) % (NUMBER_BYTES * num_tokens):
             raise InvalidRequest(

@@ -446,8 +446,7 @@ class SettingSources:
         return next(self._given_as(where), f"--{_flag_names(where)[0]}")
 
     def of(self, where: Sequence[str]) -> str:
-        """Return the source of a value: the flag, the variable, the place in the file or
-        "default"."""
+        """Return the source of a value: its flag, variable, place in the file, or "default"."""
         return next(self._given_as(where), "default")
 
     def _given_as(self, where: Sequence[str]) -> Iterator[str]:

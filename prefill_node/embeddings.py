@@ -63,7 +63,8 @@ class _Read:
 @dataclass(slots=True, eq=False)
 class _Landing:
     """The destination pages of a read. They are held until no bytes can land in them and their
-    content is copied."""
+    content is copied.
+    """
 
     pages: Ints
     lands: bool = True

@@ -47,8 +47,9 @@ READS_AHEAD = 2
 class ProducerPages(NamedTuple):
     """The pages of a producer, as described in its Hello.
 
-    same_layout: its pages are byte for byte laid out like local ones.
-    piece_bytes: size of the smaller of both nodes' pages on rank 0.
+    Attributes:
+        same_layout: its pages are byte for byte laid out like local ones.
+        piece_bytes: size of the smaller of both nodes' pages on rank 0.
     """
 
     num_pages: int  # in its pool
@@ -337,7 +338,8 @@ class ConsumerHandoff:
     @property
     def being_computed(self) -> bool:
         """Return whether the producer may be computing it, according to its messages. A queued
-        hand-off may be in the producer's next forward pass."""
+        hand-off may be in the producer's next forward pass.
+        """
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 
     @property

@@ -307,7 +307,8 @@ def _in_parts(pages: Ints) -> Iterator[Ints]:
 
 def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
     """Split a read into reads of at most MOST_PAGES pages. The pages of the state stay together.
-    Followers read no pieces of weights, for which one empty read keeps the order."""
+    Followers read no pieces of weights, for which one empty read keeps the order.
+    """
     if any(table == PIECES for table, _ in pages.spans):
         yield PagesToRead(pages.source[:0], pages.destination[:0], ())
         return

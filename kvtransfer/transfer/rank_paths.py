@@ -148,7 +148,8 @@ class RankLinks:
 
     def _computed_slices(self, producer: NodeShape) -> Mapping[int, TableSlices | None]:
         """Return the byte ranges that this rank reads, by rank of the producer. Rank 0 reads pieces
-        of weights from rank 0."""
+        of weights from rank 0.
+        """
         if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
