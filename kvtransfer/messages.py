@@ -202,7 +202,7 @@ class PagesReady(PairRecord, frozen=True, tag=True):
     first_token: int | None  # set if and only if last, and the kind samples
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, if requested
-    # With last: logprobs of the prompt's tokens except the first one.
+    # With last: logprobs of the prompt from the first requested token on.
     prompt_logprobs: Logprobs | None = None
     # (index in `pages`, checksum) of sampled pages, in order.
     sums: tuple[tuple[int, int], ...] = ()

@@ -271,7 +271,7 @@ class InvalidateEvent(msgspec.Struct, frozen=True):
     namespace: Namespace
 
 
-# Commands of either's engine
+# Commands of any engine
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True):

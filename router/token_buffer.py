@@ -100,7 +100,7 @@ class TokenBuffer:
         version: ModelVersion = UNKNOWN_VERSION,  # version of appended tokens, until `renew`
     ) -> None:
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
-        # For all prompt tokens except the first, sent with the first generated token.
+        # From the first requested prompt token on, sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.predicted = NOT_PREDICTED  # predicted tokens since the last output
         self._wants_logprobs = wants_logprobs

@@ -41,7 +41,8 @@ from node.sharing.costs import PrefixReadCosts
 from node.sharing.exports import FIRST_PREFIX_NUMBER
 
 LEAST_PAGES = 2  # minimum size of a fetch
-# Multiple of the expected time that a fetch may take, in addition to PrefixSharingConfig.fetch_s.
+# Multiple of the expected time that a fetch may take, in addition to
+# PrefixSharingConfig.fetch_timeout_s.
 TIMES_EXPECTED = 3.0
 
 
