@@ -39,7 +39,6 @@ class QueueEntry(NamedTuple):
 
     Attributes:
         start_by: time by which it must start, on the caller's clock. -inf: before all others.
-        units: number of units that it needs.
         priority: higher goes first.
         came: arrival time, in a queue ordered by arrival. None: ordered by `start_by`.
     """

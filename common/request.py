@@ -69,7 +69,6 @@ class InputEmbeddings(msgspec.Struct, frozen=True):
 
     Attributes:
         values: little-endian float32 [num_tokens, hidden size].
-        num_tokens: length of the prompt.
         name: hash of the values.
     """
 
@@ -121,12 +120,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: the router's id, for logs and Abort.
         token_ids: prompt, then generated tokens, as little-endian int32.
-        num_generated: number of generated tokens in token_ids.
         namespace: namespace of the client's prefix cache.
         adapter: LoRA adapter. Its KV is separate from all other KV in `namespace`.
         routing_key: key of its session. 0: none.
         client: number of the client. 0: unknown. Clients take turns for KV pages.
-        client_weight: relative share of the client.
         engine_crashes: number of engines that crashed while they had it.
         input_embeddings: inputs that replace the token ids of its prompt. None: it has ids.
         prediction: output that the client expects, as little-endian int32.

@@ -183,7 +183,6 @@ class DecodeCounters:
 
         Args:
             seconds: time since it was opened.
-            tokens: tokens of the request.
             own: prefix tokens cached on this node.
             producer_cached: prefix tokens cached on the producer.
         """

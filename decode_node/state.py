@@ -243,9 +243,7 @@ class DecodeState(RequestState):
         placement: where the router allows it to run.
         prefix_hints: nodes known to hold part of the prompt.
         candidates: producers that have not failed it, in order of preference.
-        next_attempt: number of its next attempt at a hand-off.
         until: deadline of its wait for a producer, by time.monotonic().
-        handoff: its attempt in progress.
         migration: its migration to another node.
         logprobs: log-probabilities of its last steps.
     """

@@ -52,7 +52,6 @@ class EmbeddingExports:
         num_cached: images whose embeddings were already cached when they were opened.
     Args:
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
-        weights: weight version of the model.
         token_side: pixels per side of an image token.
     """
 

@@ -72,7 +72,6 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         spec: has all tokens that the consumer knows except the last one.
-        ticket: ticket of the running request.
     """
 
     spec: RequestSpec

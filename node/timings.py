@@ -227,9 +227,6 @@ class RequestHistory(Generic[S]):
     They are stored as bytes, within fixed limits whatever their content. Failed requests have a
     second ring, which keeps them longer. Engine thread only. The watchdog may read it while that
     thread is stalled.
-
-    Args:
-        kind: type of the timings.
     """
 
     def __init__(

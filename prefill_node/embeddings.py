@@ -85,13 +85,11 @@ class EmbeddingReads:
     Args:
         encoder: image encoder of the model. None: the model has none, and nothing is read.
         cache: prefix cache over `pages`. It evicts pages for reads.
-        weights: returns the current weight version.
         timeout_s: time limit of an opened read.
     Attributes:
         in_progress: reads by name of the image.
         landing: destination pages of opened reads.
         waits: requests that wait for reads, by key.
-        counts: reads by outcome.
     """
 
     def __init__(

@@ -72,8 +72,6 @@ class Attempt:
 
     Attributes:
         spec: the request as submitted, including the tokens generated before.
-        placed: the chosen nodes.
-        timings: times of this submission.
         move_from: identifies this attempt to the target node of a live migration.
     """
 

@@ -201,7 +201,6 @@ class RequestRecords:
         """Begin the record of a request.
 
         Args:
-            request_id: unique id.
             label: request id from the client, or empty. Not necessarily unique.
             traceparent: header from the client, or empty. Ignored if it is invalid.
         """

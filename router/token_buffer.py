@@ -72,7 +72,6 @@ class NodeOutput(msgspec.Struct, frozen=True):
     Attributes:
         end: None: the request runs.
         cached_tokens: number of cached prompt tokens. None: not reported yet.
-        logprobs: log-probabilities of the tokens, if requested.
         prompt_logprobs: log-probabilities of the prompt from the first requested token on.
         version: version of all tokens.
     """

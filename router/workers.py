@@ -36,7 +36,6 @@ class ProcessReplies:
 
     Attributes:
         bodies: responses by process number.
-        num_asked: number of processes called.
     """
 
     bodies: Mapping[int, bytes]
@@ -215,8 +214,6 @@ async def serving_handlers(
 ) -> AsyncIterator[None]:
     """Answer calls of other processes while inside the context. Does nothing with one process.
 
-    Args:
-        handlers: handlers by path.
     Raises:
         ConfigError: the socket cannot be opened.
     """

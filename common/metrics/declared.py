@@ -31,7 +31,6 @@ class MetricDeclaration:
 
     Attributes:
         name: in base units, without the suffixes that Prometheus adds to samples.
-        help: text for /metrics.
         labels: all values by label name. Series exist for their product. A label without values
             gets them from a user's file, and its family is sparse.
         bounds: upper bounds of a histogram's buckets.

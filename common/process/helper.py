@@ -32,7 +32,6 @@ class Question(msgspec.Struct, frozen=True):
     """A piece of work and its limits.
 
     Attributes:
-        cpu_s: limit of CPU seconds.
         max_bytes: limit of memory in addition to the helper's own.
     """
 

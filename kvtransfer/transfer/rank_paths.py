@@ -98,8 +98,6 @@ class RankLinks:
 
     Args:
         rank, node: this rank, and the ranks of its node.
-        pool: pages of this rank.
-        backends: backends that this node may use, by name.
     """
 
     def __init__(

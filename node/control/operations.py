@@ -232,7 +232,6 @@ class EngineOperations:
     Args:
         why_fixed: why weights and memory cannot be changed. "": they can.
     Attributes:
-        weights: the weights in use.
         gauges: state and totals of all commands, named as in EngineStats.
     """
 

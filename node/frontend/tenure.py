@@ -188,7 +188,6 @@ class TenurePost:
     """The values with which a node enters a role.
 
     Attributes:
-        start: the engine's StartRole message.
         identity: identity of the node, with its instance id in this role.
         guard: authenticates calls to its server.
         ready: the engine's EngineReady. None: its model is not loaded yet.

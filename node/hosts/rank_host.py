@@ -64,7 +64,6 @@ class LeaderStream:
 
     Args:
         call: the Follow call.
-        messages: messages of the leader.
     """
 
     def __init__(self, call: Any, messages: AsyncIterator[ranks_pb2.LeaderMessage]) -> None:

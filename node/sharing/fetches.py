@@ -80,7 +80,6 @@ class PrefixFetches:
         keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.
         fetched: prefixes that were fetched for requests.
-        open: fetches in progress.
         reads: pages held until no bytes can land in them.
         counts: results, named as in EngineStats.
     """
@@ -181,7 +180,6 @@ class PrefixFetches:
 
         Args:
             token_ids: tokens known to have KV there.
-            ticket: ticket of the request on that node.
             room: pages that may be used now.
         """
         producer = self._producers.get(address)

@@ -160,7 +160,6 @@ class WeightSharing:
     """The weight sharing of a node. Engine thread only.
 
     Attributes:
-        port: to the transfer thread.
         due: whether `poll` must be called.
         exported, reads: pages held for publication and for reads.
         gauges: totals, named as in EngineStats.

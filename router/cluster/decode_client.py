@@ -169,7 +169,6 @@ class DecodeClient:
             others: addresses of all decode nodes, sent with them.
             on_move: called with the address when `status` has changed.
             on_pulse: called when `moves` or `dead` has changed on an open stream.
-            patience: limits for a silent engine.
             refused_s: seconds between attempts at a node with another protocol version.
         """
         self.address = address

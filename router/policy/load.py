@@ -142,7 +142,6 @@ class NodeLoad:
         """Charge the nodes of a placement for one request.
 
         Args:
-            num_tokens: length of the prompt.
             start_by: time.monotonic() by which it must start. -inf: before all others.
         """
         return LoadReservation(self, placement, QueueEntry(start_by, num_tokens, priority))
