@@ -4,10 +4,10 @@ ServingError                      status sent to the peer
 ├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
 ├── Unauthenticated               UNAUTHENTICATED      the caller is not authenticated
 ├── Forbidden                     PERMISSION_DENIED    the caller may not call this
-├── FailedPrecondition                    FAILED_PRECONDITION  not possible in the current state
+├── FailedPrecondition            FAILED_PRECONDITION  not possible in the current state
 ├── NotFound                      NOT_FOUND            the name is unknown
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
-│   ├── QueueFull                                   the queue is too long; says when to retry
+│   ├── QueueFull                                      the queue is too long; says when to retry
 │   └── RateLimited                                    retry later: the client's own limit
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
@@ -20,6 +20,7 @@ ServingError                      status sent to the peer
 ├── RequestFailed                 INTERNAL             it cannot be computed, never retried
 ├── ConfigError                   FAILED_PRECONDITION  one line and exit code 2
 └── EngineFault                   UNAVAILABLE          the node fails its requests and exits
+    └── RankLost                                       another rank of the node is lost
 """
 
 from typing import ClassVar

@@ -190,8 +190,7 @@ class Throttle:
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a limit.
-
+        """
         Args:
             most: number of lines of one kind per interval.
             interval_s: length in seconds of an interval, which begins with its first line.
@@ -239,7 +238,6 @@ class ThrottledLog:
     def error(
         self, sentence: str, *, exc_info: BaseException | None = None, **fields: object
     ) -> None:
-        """Log an error, with the traceback of `exc_info`."""
         self._write(logging.ERROR, sentence, fields, exc_info)
 
     def _write(

@@ -117,7 +117,6 @@ class VideoFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         begin, placeholder, end: tokens that the chat template writes for a video.
-        size: rule for resizing frames.
         positions_per_second: length of a second on the time axis of positions. None: temporal
             patches have positions like images, and the prompt has a timestamp before each.
     """
@@ -137,7 +136,6 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         patch_side: pixels per side of a patch.
         merge: patches per side of a token.
         frames: frames in a temporal patch of a video. A single image is repeated.
-        size: rule for resizing.
         mean, std: of red, green and blue, where 1 is the brightest.
         axial: image tokens have positions by row and column, instead of like text.
         resample: Pillow's number of the resizing filter.

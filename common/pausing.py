@@ -1,5 +1,6 @@
 """Options of operator calls that pause a node, named as in SGLang: the treatment of requests in
-flight, and the kinds of memory to release."""
+flight, and the kinds of memory to release.
+"""
 
 from collections.abc import Sequence
 from enum import Enum

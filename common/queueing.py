@@ -27,7 +27,6 @@ CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 def head_start_s(priority: int) -> float:
-    """Return the head start of a priority, in seconds of queue time."""
     return priority * STEP_S
 
 
@@ -40,7 +39,6 @@ class QueueEntry(NamedTuple):
 
     Attributes:
         start_by: time by which it must start, on the caller's clock. -inf: before all others.
-        units: number of units that it needs.
         priority: higher goes first.
         came: arrival time, in a queue ordered by arrival. None: ordered by `start_by`.
     """
@@ -211,7 +209,6 @@ class QueueEstimator:
             self._line.join(key, QueueEntry(-math.inf, left))
 
     def leave(self, key: int) -> None:
-        """Remove an entry. Does nothing if it is not in the queue."""
         self._line.leave(key)
 
     def tick(self, now: float) -> None:

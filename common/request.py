@@ -50,11 +50,6 @@ from common.tracing.context import checked
 from protos import prefixes_pb2
 from protos import request_pb2 as pb
 
-# Input embeddings replace token ids as the input of the first layer.
-#
-# Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
-# namespace that depends on all embeddings. So code that compares prompts by namespace and tokens
-# recognises equal embeddings and distinguishes all others.
 GIVEN_TOKEN = FIRST_IMAGE_TOKEN  # id of each token
 NUMBER_BYTES = 4
 LARGEST = 65504.0  # largest float16, in which a model may compute
@@ -66,11 +61,14 @@ _GIVEN = as_bytes([GIVEN_TOKEN])
 
 
 class InputEmbeddings(msgspec.Struct, frozen=True):
-    """The input embeddings of a prompt.
+    """The input embeddings of a prompt, which replace token ids as the input of the first layer.
+
+    Each token of such a prompt has the same id, above all vocabularies. Its KV is cached in a
+    namespace that depends on all embeddings. So code that compares prompts by namespace and tokens
+    recognises equal embeddings and distinguishes all others.
 
     Attributes:
         values: little-endian float32 [num_tokens, hidden size].
-        num_tokens: length of the prompt.
         name: hash of the values.
     """
 
@@ -81,7 +79,8 @@ class InputEmbeddings(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, values: bytes, num_tokens: int) -> Self:
         """Return the embeddings of `num_tokens` tokens. Raise InvalidRequest if the size does not
-        match or is too large."""
+        match or is too large.
+        """
         check_at_most("input_embeddings", len(values), "bytes", MAX_EMBEDDING_BYTES)
         if not num_tokens or not values or len(values) % (NUMBER_BYTES * num_tokens):
             raise InvalidRequest(
@@ -121,14 +120,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: the router's id, for logs and Abort.
         token_ids: prompt, then generated tokens, as little-endian int32.
-        num_generated: number of generated tokens in token_ids.
         namespace: namespace of the client's prefix cache.
         adapter: LoRA adapter. Its KV is separate from all other KV in `namespace`.
         routing_key: key of its session. 0: none.
         client: number of the client. 0: unknown. Clients take turns for KV pages.
-        client_weight: relative share of the client.
         engine_crashes: number of engines that crashed while they had it.
-        images: images in its prompt.
         input_embeddings: inputs that replace the token ids of its prompt. None: it has ids.
         prediction: output that the client expects, as little-endian int32.
         stream_interval: tokens that the decode node sends at a time, after the first one.
@@ -159,7 +155,6 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_predicted(self) -> int:
-        """Return the number of tokens of `prediction`."""
         return len(self.prediction) // BYTES_PER_TOKEN
 
     @property
@@ -296,7 +291,6 @@ def remaining_from_proto(proto: pb.Remaining) -> Remaining:
 
 
 def remaining_to_fields(remaining: Remaining) -> dict[str, float | None]:
-    """Return the fields of the wire form."""
     queue_s = remaining.queue_s
     return {
         "budget_s": remaining.budget_s,
@@ -325,7 +319,6 @@ def check_stream_interval(interval: int) -> None:
 
 
 def _check_priority(priority: int) -> None:
-    """Raise InvalidRequest if the priority is out of range."""
     if not LOWEST <= priority <= HIGHEST:
         raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")
 

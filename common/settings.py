@@ -266,7 +266,7 @@ class ConfigArgumentParser(argparse.ArgumentParser):
 
         Args:
             left: arguments that `parse_known_args` did not use.
-            records: records of other programs that read the flags.
+            records: records of other commands that read the flags.
         """
         theirs = [flag for record in records for flag in parser_of(record, "").flags]
         unknown = [flag for flag in map(_flag, left) if flag and flag not in theirs]
@@ -445,8 +445,7 @@ class SettingSources:
     """Names settings as the user gave them, and finds the sources of their values."""
 
     def __init__(self, flags: Sequence[str], file: Path | None, given: Mapping[str, Any]) -> None:
-        """Store the sources.
-
+        """
         Args:
             given: content of that file.
         """
@@ -463,8 +462,7 @@ class SettingSources:
         return next(self._given_as(where), f"--{_flag_names(where)[0]}")
 
     def of(self, where: Sequence[str]) -> str:
-        """Return the source of a value: the flag, the variable, the place in the file or
-        "default"."""
+        """Return the source of a value: its flag, variable, place in the file, or "default"."""
         return next(self._given_as(where), "default")
 
     def _given_as(self, where: Sequence[str]) -> Iterator[str]:
@@ -499,7 +497,7 @@ def _wrong_variables() -> Iterator[str]:
     """Yield an error sentence for each variable with Baton's prefix that names a renamed setting,
     or no part of any configuration.
 
-    Variables of other programs are accepted, because programs may share an environment. So are
+    Variables of other processes are accepted, because processes may share an environment. So are
     variables without a part: Kubernetes sets some for a service called baton.
     """
     parts = {name for record in _PROGRAMS for name in record.model_fields}

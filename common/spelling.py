@@ -15,8 +15,7 @@ class TokenSpelling:
     """Bytes of a tokenizer's tokens. Caches its results, at most one per vocabulary entry."""
 
     def __init__(self, tokenizer: Tokenizer, context: tuple[int, ...]) -> None:
-        """Create the cache.
-
+        """
         Args:
             context: tokens of complete text. After it, decoders keep a space that they would drop
                 at the start of a text.

@@ -104,7 +104,6 @@ class TokenOutbox:
         self._outputs[stream].prompt_logprobs.append((request, logprobs))
 
     def predicted(self, origin: tuple[int, int], predicted: PredictionUsage) -> None:
-        """Add how many predicted tokens of a request were accepted and rejected."""
         stream, request = origin
         self._outputs[stream].predicted.append((request, predicted))
 
@@ -184,8 +183,6 @@ class DecodeCounters:
 
         Args:
             seconds: time since it was opened.
-            pages_read: pages transferred.
-            tokens: tokens of the request.
             own: prefix tokens cached on this node.
             producer_cached: prefix tokens cached on the producer.
         """
@@ -202,7 +199,6 @@ class DecodeCounters:
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:
-        """Count a completed incoming migration."""
         self._totals["moves/here"] += 1
 
     def canary(self, verdict: str) -> None:
@@ -263,7 +259,6 @@ class ActiveRequests:
         return self._by_origin.get(request.origin)
 
     def by_ticket(self, ticket: int) -> DecodeState | None:
-        """Return the request that was submitted with this ticket."""
         return self._by_ticket.get(ticket)
 
     def add(self, state: DecodeState, *, times: int) -> None:
@@ -305,7 +300,6 @@ class ActiveRequests:
     def send_tokens(
         self, state: DecodeState, tokens: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        """Send tokens, with their log-probabilities if present."""
         for token in tokens:
             self.outbox.token(state.origin, token)
         if logprobs is not None:

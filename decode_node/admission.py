@@ -70,7 +70,6 @@ class OutputLengthEstimate:
         """Record a response that was not cut short.
 
         Args:
-            num_tokens: tokens of the response.
             seconds: time from its first token to its last.
         """
         self._lengths.add(num_tokens)
@@ -114,11 +113,7 @@ class PrefixLocations:
 
 
 class RequestAdmission:
-    """Admission control of the decode node. Engine thread only.
-
-    Args:
-        max_waiting: limit of queued requests.
-    """
+    """Admission control of the decode node. Engine thread only."""
 
     def __init__(
         self,

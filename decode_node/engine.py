@@ -315,7 +315,6 @@ def check(engine: RoleEngine) -> None:
 
 
 def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
-    """Assemble the role from an engine and the role-independent parts."""
     control, sharing = runtime.control, runtime.sharing
     active = _make_active(engine, runtime, config)
     scheduled = _make_scheduled(engine, runtime, config, active)

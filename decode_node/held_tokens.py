@@ -75,7 +75,6 @@ class HeldTokens:
         return now
 
     def take_all(self) -> TokenRows:
-        """Return all held tokens, to be sent now."""
         now = TokenRows([], [], [], [])
         self._release(self.requests, now)
         return now

@@ -68,7 +68,6 @@ class _RouterStream:
         self.own_address = ""  # address of this node as the router knows it
 
     def send_held(self) -> None:
-        """Send all tokens that are held."""
         rows = self.held.take_all()
         if rows.tokens:
             self.outgoing.put(decode_pb2.FromNode(step=decode_pb2.Step(**_columns(rows))))
@@ -256,7 +255,6 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._send_status()
 
     def resume(self) -> None:
-        """Accept submissions again."""
         self._draining = False
         self._send_status()
 

@@ -26,19 +26,17 @@ from node.request_state import RequestStage, RequestState
 from node.timings import HandoffTimings, RequestTimings
 
 
-# Pages for the KV of a hand-off: those after the cached prefix, or, in tables with a window, at the
-# prompt's end.
-#
-# The fresh pages have two holds. The request's hold follows the request. The hold for reads lasts
-# until no more bytes can land in the pages, whatever happens to the request.
 class PageReservation(NamedTuple):
-    """Pages of all tokens of a request, held for it.
+    """Pages of all tokens of a request, held for it: those of the cached prefix, and fresh ones.
+
+    The fresh pages have two holds. The request's hold follows the request. The hold for reads lasts
+    until no more bytes can land in the pages, whatever happens to the request.
 
     Attributes:
         holding: the pages. For a migration, one table with all pages until its number of tokens is
             known.
         prefix_tokens: tokens in whole cached pages of full tables.
-        fresh: the other pages, also held for the reads, in the order of GrantCommand.
+        fresh: the other pages, in the order of GrantCommand.
     """
 
     holding: PageHolding
@@ -177,7 +175,7 @@ class HandoffAttempt:
 
     @property
     def reserved(self) -> PageReservation:
-        """Pages of a granted attempt."""
+        """Pages of a granted attempt. Raises EngineFault before the grant."""
         if self.destination is None:
             raise EngineFault(f"hand-off {tuple(self.id)} is not granted")
         return self.destination
@@ -245,9 +243,7 @@ class DecodeState(RequestState):
         placement: where the router allows it to run.
         prefix_hints: nodes known to hold part of the prompt.
         candidates: producers that have not failed it, in order of preference.
-        next_attempt: number of its next attempt at a hand-off.
         until: deadline of its wait for a producer, by time.monotonic().
-        handoff: its attempt in progress.
         migration: its migration to another node.
         logprobs: log-probabilities of its last steps.
     """
@@ -268,12 +264,12 @@ class DecodeState(RequestState):
 
     @property
     def attempt(self) -> HandoffAttempt:
-        """The attempt in progress."""
+        """The attempt in progress. Raises EngineFault if there is none."""
         if self.handoff is None:
             raise EngineFault(f"request {self.key} has no hand-off")
         return self.handoff
 
-    # Taken from the request, so that it keeps its position in queues after a lost hand-off.
+    # Read from the request, so that it keeps its position in queues after a lost hand-off.
 
     @property
     def arrived(self) -> float:

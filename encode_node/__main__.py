@@ -10,7 +10,6 @@ from node.frontend.frontend import EngineProcess, run_node
 
 
 def main() -> int:
-    """Run an encode node. Returns its exit code."""
     about = "Run an encode node, which encodes images for prefill nodes."
     config = settings.read(EncodeConfig, "baton serve encode", sys.argv[1:], about=about)
     return run_node(program(config), spawn=partial(EngineProcess, "encode_node.engine_main"))

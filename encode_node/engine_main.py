@@ -78,11 +78,7 @@ class PlannedEncoder:
 
     @classmethod
     def of(cls, config: EncodeConfig) -> "PlannedEncoder":
-        """Plan the encoder.
-
-        Raises:
-            ConfigError: the model has no image encoder, or it does not fit.
-        """
+        """Raises ConfigError if the model has no image encoder, or it does not fit."""
         engine = config.engine
         check(engine)
         opened = open_model(engine)
@@ -123,7 +119,7 @@ class LoadedEncoder:
 
     @classmethod
     def load(cls, config: EncodeConfig) -> "LoadedEncoder":
-        """Load the encoder. Raises ConfigError as `PlannedEncoder.of`."""
+        """Raises ConfigError as `PlannedEncoder.of`."""
         plan = PlannedEncoder.of(config)
         opened, layout = plan.opened, plan.layout
         weights = named_weights(opened)
@@ -283,7 +279,7 @@ def body(begin: Begin, first: StartRole) -> None:
 def _make_transfer(
     start: EngineStart[EncodeConfig], loaded: LoadedEncoder, clock: TurnClock
 ) -> TransferThread[NodeCommand, NodeEvent]:
-    """Start the transfer thread, which serves the pages."""
+    """Serve the pages, and return the transfer thread, which is not started yet."""
     config, layout, kv = start.config, loaded.layout, loaded.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(loaded.opened.device))
     tls = config.server.tls.cert is not None

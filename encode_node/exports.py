@@ -52,7 +52,6 @@ class EmbeddingExports:
         num_cached: images whose embeddings were already cached when they were opened.
     Args:
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
-        weights: weight version of the model.
         token_side: pixels per side of an image token.
     """
 
@@ -168,7 +167,8 @@ class EmbeddingExports:
 
     def _fill(self, serial: int, export: _Export) -> None:
         """Copy embeddings into pages if pages are free. Otherwise the next turn tries again, until
-        the hand-off expires."""
+        the hand-off expires.
+        """
         assert export.source is not None
         pages = self._pages.allocate(export.source.num_pieces, PageHolder.PUBLICATION)
         if pages is None:
@@ -192,7 +192,8 @@ class EmbeddingExports:
 
     def _copy(self, rows: Tensor, pages: Ints, piece_bytes: int) -> None:
         """Copy embeddings into pages, on the worker thread. Fills pages with zeros after each
-        piece, because the consumer may read them."""
+        piece, because the consumer may read them.
+        """
         with torch.inference_mode():
             data = rows.contiguous().view(-1).view(torch.uint8)
             pieces = data.new_zeros(len(pages), piece_bytes)

@@ -10,8 +10,8 @@ like this:
       PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
                  as_consumer=True)
 
-Each end waits at most 5 s for a Hello. The frontend holds messages of a stream until PairOpened has
-been sent to the transfer thread.
+The producer waits at most 5 s for the consumer's Hello, and the consumer 15 s for the producer's.
+The frontend holds messages of a stream until PairOpened has been sent to the transfer thread.
 """
 
 from typing import TypeAlias

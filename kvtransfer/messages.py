@@ -50,8 +50,9 @@ class HandoffKind(Enum):
 class Prompt(msgspec.Struct, frozen=True, tag=True):
     """A request whose KV the producer computes.
 
-    prefix_hints: other nodes from which the producer may fetch a prefix that it lacks.
-    encode_addresses: the encode node of each image. Empty: use no encode node.
+    Attributes:
+        prefix_hints: other nodes from which the producer may fetch a prefix that it lacks.
+        encode_addresses: the encode node of each image. Empty: use no encode node.
     """
 
     spec: RequestSpec
@@ -69,8 +70,8 @@ class Live(msgspec.Struct, frozen=True, tag=True):
     """A running request of the producer, for live migration. The producer runs it until the
     hand-off is completed.
 
-    spec: has all tokens that the consumer knows except the last one.
-    ticket: ticket of the running request.
+    Attributes:
+        spec: has all tokens that the consumer knows except the last one.
     """
 
     spec: RequestSpec
@@ -87,9 +88,10 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
     """The cached part of a prefix. The producer copies it from its prefix cache and computes
     nothing.
 
-    token_ids: little-endian int32, whole pages.
-    namespace: namespace in the producer's cache, including adapter and weight version.
-    ticket: ticket of a running request that will follow as Live. 0: none.
+    Attributes:
+        token_ids: little-endian int32, whole pages.
+        namespace: namespace in the producer's cache, including adapter and weight version.
+        ticket: ticket of a running request that will follow as Live. 0: none.
     """
 
     token_ids: bytes
@@ -106,8 +108,9 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
 class Weights(msgspec.Struct, frozen=True, tag=True):
     """Consecutive pieces of the weights that the producer serves.
 
-    piece_bytes: size of each piece, except the last of the file. Fits into a page of rank 0 of both
-    nodes.
+    Attributes:
+        piece_bytes: size of each piece, except the last of the file. Fits into a page of rank 0 of
+            both nodes.
     """
 
     first_piece: int
@@ -125,7 +128,8 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
 class Embeddings(msgspec.Struct, frozen=True, tag=True):
     """The embeddings of an image, computed by an encode node and cut into pieces like Weights.
 
-    image: its position in a prompt is ignored.
+    Attributes:
+        image: its position in a prompt is ignored.
     """
 
     image: Image
@@ -150,7 +154,8 @@ class PairRecord(msgspec.Struct, frozen=True, tag=True):
 class OpenHandoff(PairRecord, frozen=True, tag=True):
     """A consumer's request for `source`.
 
-    weights: weight version of the consumer. Absent for Prefix, whose namespace includes it.
+    Attributes:
+        weights: weight version of the consumer. Absent for Prefix, whose namespace includes it.
     """
 
     id: HandoffId
@@ -173,8 +178,9 @@ class GrantHandoff(PairRecord, frozen=True, tag=True):
 class HandoffAdmitted(PairRecord, frozen=True, tag=True):
     """A producer's report that its scheduler has admitted the prompt.
 
-    compute_tokens: tokens of the prompt that are not cached.
-    queued_tokens: tokens that the producer computes before.
+    Attributes:
+        compute_tokens: tokens of the prompt that are not cached.
+        queued_tokens: tokens that the producer computes before those.
     """
 
     id: HandoffId
@@ -195,7 +201,7 @@ class PagesReady(PairRecord, frozen=True, tag=True):
     first_token: int | None  # set if and only if last, and the kind samples
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, if requested
-    # With last: logprobs of the prompt's tokens except the first one.
+    # With last: logprobs of the prompt from the first requested token on.
     prompt_logprobs: Logprobs | None = None
     # (index in `pages`, checksum) of sampled pages, in order.
     sums: tuple[tuple[int, int], ...] = ()

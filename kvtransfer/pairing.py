@@ -107,7 +107,6 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         return self.shape == other.shape
 
     def with_weights(self, weights: WeightsId) -> "PairHello":
-        """Return this Hello with another weight version."""
         fingerprint = {**self.fingerprint, _WEIGHTS: weights.hex()}
         return msgspec.structs.replace(self, fingerprint=fingerprint)
 

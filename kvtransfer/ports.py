@@ -72,7 +72,8 @@ class PagesToRead:
 class OpenCommand(msgspec.Struct, frozen=True):
     """A request to `producer`, an instance, for `source`. FailedEvent follows if it is not paired.
 
-    weights: weight version of this node.
+    Attributes:
+        weights: weight version of this node.
     """
 
     id: HandoffId
@@ -119,8 +120,9 @@ class LinkMember(msgspec.Struct, frozen=True, array_like=True):
 class ProducerUp(msgspec.Struct, frozen=True):
     """A producer is paired and its link is proved.
 
-    piece_bytes: largest piece of weights that fits into a page of both nodes.
-    members: members of the link, if it has several.
+    Attributes:
+        piece_bytes: largest piece of weights that fits into a page of both nodes.
+        members: members of the link, if it has several.
     """
 
     instance: int
@@ -230,8 +232,9 @@ class FailCommand(msgspec.Struct, frozen=True):
 class OpenedEvent(msgspec.Struct, frozen=True):
     """A consumer's request for `source`.
 
-    id: used in logs.
-    weights: weight version of the consumer.
+    Attributes:
+        id: used in logs.
+        weights: weight version of the consumer.
     """
 
     serial: int
@@ -268,7 +271,7 @@ class InvalidateEvent(msgspec.Struct, frozen=True):
     namespace: Namespace
 
 
-# Commands of either's engine
+# Commands of any engine
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True):

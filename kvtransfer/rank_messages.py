@@ -23,7 +23,6 @@ class StartTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         config: TransferConfig as JSON.
         tls: whether the node's pair streams are encrypted.
-        instance: instance id of the node.
     """
 
     config: bytes

@@ -1,8 +1,8 @@
 """The engine process's connection to its frontend: start, the engine thread's channel, and the end
 of the process.
 
-An engine program calls `run_engine(NODE_CONFIGS, body, "name")`. Only a frontend starts it. It ends
-when that frontend ends (common/process/leash.py).
+The main module of an engine process calls `run_engine(NODE_CONFIGS, body, "name")`. Only a frontend
+starts the process, which ends when that frontend ends (common/process/leash.py).
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class EngineChannel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart(Generic[C]):
-    """The values that an engine program gets from its frontend for one role."""
+    """The values that an engine process gets from its frontend for one role."""
 
     role: str
     config: C
@@ -138,7 +138,7 @@ Begin: TypeAlias = Callable[[StartRole], EngineStart[Any]]
 def run_engine(
     configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, StartRole], None], name: str
 ) -> NoReturn:
-    """Run an engine program until the process ends.
+    """Run an engine until its process ends.
 
     `body` runs on the main thread. It sends EngineReady, and returns after Drained or lets PeerGone
     through: exit code 0. ConfigError, which the user must fix: exit code 2. Any other exception is

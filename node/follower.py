@@ -1,4 +1,4 @@
-"""The program of the followers of a node, all ranks but rank 0: `python -m node.follower
+"""The process of a follower, that is, of any rank of a node but rank 0: `python -m node.follower
 DESCRIPTOR,...`.
 
 Rank 0 or a rank host starts it. A rank host adds the address at which other nodes read this rank's

@@ -45,8 +45,6 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
-    """Abort the requests with this id."""
-
     request_id: str
 
 
@@ -332,8 +330,9 @@ class NodeLink(NamedTuple):
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """The engine's report, sent at least once a second while the loop turns, idle or not.
 
-    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for counters. There and in
-    distributions, a name may end with /VALUE of a label.
+    Attributes:
+        gauges: pages_HOLDER, queue_NAME and others, and total_NAME for counters. Here and in
+            distributions, a name may end with /VALUE of a label.
     """
 
     steps: int

@@ -615,7 +615,6 @@ def _reported(
     """Yield the values of an engine's report by name.
 
     Args:
-        moving: the report.
         refused: rejections by the server process, added to the engine's.
     """
     yield from moving.gauges.items()

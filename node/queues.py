@@ -135,18 +135,12 @@ class PreparationQueue(Protocol):
     """A queue for one kind of resource. Engine thread only."""
 
     @property
-    def name(self) -> str:
-        """Return the name of the queue."""
-        ...
+    def name(self) -> str: ...
 
     def needed_by(self, request: Request) -> bool: ...
 
     def put(self, request: Request) -> None:
-        """Add a request.
-
-        Raises:
-            ServingError: it cannot get the resource.
-        """
+        """Raises ServingError if it cannot get the resource."""
         ...
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
@@ -268,13 +262,13 @@ class RequestAdapters(Protocol):
     def release(self, key: int) -> None: ...
 
 
-# Requests whose adapter has no slot on the device yet. They hold nothing else, and delay only
-# requests of adapters without a slot.
-#
-# They are served in queue order. If one has waited too long, requests whose adapter has a slot no
-# longer overtake it. The running requests then end and free a slot.
 class AdapterQueue:
-    """The queue for adapter slots. Engine thread only."""
+    """Requests whose adapter has no slot on the device yet. Engine thread only.
+
+    They hold nothing else, and delay only requests of adapters without a slot. They are served in
+    queue order. If one has waited too long, requests whose adapter has a slot no longer overtake
+    it. The running requests then end and free a slot.
+    """
 
     name = "adapter"
 
@@ -297,7 +291,6 @@ class AdapterQueue:
         return self._waiting.take(request.key) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Remove and yield the requests whose adapter has a slot now."""
         # Loops, because a request that gets a slot may end at once.
         while self._tried != self._changes:
             self._tried = self._changes
@@ -321,10 +314,10 @@ class Grammars(Protocol):
     def match(self, compiled: CompiledGuide, request: Request) -> Match: ...
 
 
-# Requests whose grammar is being compiled, or whose first mask is being computed. They hold
-# nothing, and no other request waits for them.
 class GrammarQueue:
-    """The queue for grammar compilation. Engine thread only."""
+    """Requests whose grammar is being compiled, or whose first mask is being computed. They hold
+    nothing, and no other request waits for them. Engine thread only.
+    """
 
     name = "grammar"
 
@@ -339,11 +332,7 @@ class GrammarQueue:
         return request.sampling.guide is not None
 
     def put(self, request: Request) -> None:
-        """Add a request with a grammar.
-
-        Raises:
-            Overloaded: too many grammars wait.
-        """
+        """Raises Overloaded if too many grammars wait."""
         guide = request.sampling.guide
         assert guide is not None
         self._waiting[request.key] = request, self._guides.compiled(guide)
@@ -352,7 +341,6 @@ class GrammarQueue:
         return self._waiting.pop(request.key, None) is not None
 
     def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Remove and yield requests that have their `match` (None) or cannot get one (error)."""
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue
@@ -375,12 +363,13 @@ class GrammarQueue:
         return InvalidRequest(match.fault) if match.fault else None
 
 
-# Requests whose prefix is loaded from an offload tier into the prefix cache.
-#
-# The copy holds the pages, and the requests hold nothing. When the copy ends, successful or not, a
-# request continues with what the tree has.
 class TierLoadQueue(WaitingRequests):
-    """The queue for loads from offload tiers. Engine thread only."""
+    """Requests whose prefix is loaded from an offload tier into the prefix cache. Engine thread
+    only.
+
+    The copy holds the pages, and the requests hold nothing. When the copy ends, successful or not,
+    a request continues with what the tree has.
+    """
 
     name = "offload_load"
 
@@ -414,7 +403,6 @@ class TierLoadQueue(WaitingRequests):
             over()
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Remove and yield the requests whose load has ended."""
         over, self._over = self._over, []
         for key in over:
             request = self._waiting.pop(key, None)

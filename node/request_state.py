@@ -27,7 +27,7 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 
 
 class Claim(StrEnum):
-    """Names of claims."""
+    """The resources that a request can claim."""
 
     TOKENS = "tokens"  # part of the token budget
     STATES = "states"  # part of the budget of hidden states and routed experts
@@ -128,7 +128,6 @@ class RequestState:
 
     Attributes:
         request: the scheduler's record.
-        key: key of `request`.
         on_end: called once with the state and its end, before the claims are released.
         queue: the queue that has the request, if any.
     """
@@ -144,11 +143,7 @@ class RequestState:
         self.key = self.request.key
 
     def move(self, stage: RequestStage, queue: "RequestQueue[Any] | None") -> None:
-        """Enter a stage.
-
-        Raises:
-            EngineFault: the stage cannot follow the current one.
-        """
+        """Enter a stage. Raises EngineFault if it cannot follow the current one."""
         if stage not in _NEXT[self.stage]:
             raise EngineFault(
                 f"request {self.key} cannot go from {self.stage.value} to {stage.value}"

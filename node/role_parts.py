@@ -81,7 +81,7 @@ class RoleModule(Protocol):
         ...
 
     def make_role(self, engine: RoleEngine, runtime: RoleRuntime, config: Any) -> DrivenRole:
-        """Assemble the role."""
+        """Assemble the role from an engine and the role-independent parts."""
         ...
 
 

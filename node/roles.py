@@ -1,4 +1,4 @@
-"""The start of a node's server process: program and configuration of each role.
+"""The start of a node's server process: RoleProgram and configuration of each role.
 
 A node has the flags of its first role. Settings that only the other role has keep their defaults.
 """
@@ -37,13 +37,13 @@ def engine_of(config: NodeConfig) -> Callable[[], EngineHandle]:
 
 
 def program_of(role: str, config: NodeConfig) -> RoleProgram:
-    """Create a role's program. Its package is imported by name, because it depends on this one."""
+    """Create the RoleProgram. Its package is imported by name, because it depends on this one."""
     program: RoleProgram = import_module(f"{role}_node.program").program(config)
     return program
 
 
 def other(begun: RoleProgram, role: str) -> RoleProgram:
-    """Return the program of a role, for a node that started in `begun`.
+    """Return the RoleProgram of a role, for a node that started in `begun`.
 
     Raises:
         ConfigError, FailedPrecondition: the node cannot have that role.

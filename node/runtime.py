@@ -227,7 +227,8 @@ class NodeRuntime:
         self, role: DrivenRole, engine: Engine, config: EngineConfig
     ) -> tuple[EngineRole, BatchRunner] | None:
         """Return the role and runner that the loop must use for split prefill, balanced experts or
-        a group. None: the role itself, and the runner of the engine."""
+        a group. None: the role itself, and the runner of the engine.
+        """
         if config.scheduler.split_prefill_ms:
             return role, engine.split_runner(config.scheduler, role.scheduler, self.clock)
         if engine.balancer is not None:
@@ -238,7 +239,8 @@ class NodeRuntime:
         self, role: DrivenRole, engine: Engine, config: EngineConfig
     ) -> tuple[EngineRole, BatchRunner] | None:
         """Return a role and a runner whose steps begin together with those of other nodes of the
-        group. None: this node is in no group."""
+        group. None: this node is in no group.
+        """
         if (group := engine.group) is None:
             return None
         control, model, forwards = self.control, engine.model, engine.runner.forwards
@@ -265,7 +267,6 @@ class NodeRuntime:
 
 
 def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
-    """Return the configured reports of the prefix cache."""
     post = start.channel.post
     if start.config.kv_events.publisher == "null":
         return CacheReports(CacheEvents(engine.cache), post)

@@ -227,9 +227,6 @@ class RequestHistory(Generic[S]):
     They are stored as bytes, within fixed limits whatever their content. Failed requests have a
     second ring, which keeps them longer. Engine thread only. The watchdog may read it while that
     thread is stalled.
-
-    Args:
-        kind: type of the timings.
     """
 
     def __init__(
@@ -244,7 +241,6 @@ class RequestHistory(Generic[S]):
         return len(self._recent.rows) + len(self._failed.rows)
 
     def record(self, stamps: S, *, failed: bool) -> None:
-        """Record the timings of an ended request."""
         row = _Kept(stamps.request_id, failed, self._encoder.encode(stamps))
         for left in self._recent.put(row):
             if left.failed:

@@ -141,7 +141,6 @@ class HandoffAdmission:
     """Admission control of the prefill node. Engine thread only.
 
     Args:
-        max_waiting: limit of queued prompts.
         backlog: granted prompts that are not computed yet.
         tokens: bounded count of the tokens of all prompts without pages.
     """
@@ -181,8 +180,6 @@ class HandoffAdmission:
     def admit(self, state: PrefillState, event: OpenedEvent, num_waiting: int) -> None:
         """Admit a hand-off. Its tokens and its adapter become claims.
 
-        Args:
-            num_waiting: prompts that are already queued here.
         Raises:
             ServingError: the hand-off is rejected. See refusal_of.
         """

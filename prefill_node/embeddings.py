@@ -63,7 +63,8 @@ class _Read:
 @dataclass(slots=True, eq=False)
 class _Landing:
     """The destination pages of a read. They are held until no bytes can land in them and their
-    content is copied."""
+    content is copied.
+    """
 
     pages: Ints
     lands: bool = True
@@ -83,15 +84,12 @@ class EmbeddingReads:
 
     Args:
         encoder: image encoder of the model. None: the model has none, and nothing is read.
-        instance: instance id of this node.
         cache: prefix cache over `pages`. It evicts pages for reads.
-        weights: returns the current weight version.
         timeout_s: time limit of an opened read.
     Attributes:
         in_progress: reads by name of the image.
         landing: destination pages of opened reads.
         waits: requests that wait for reads, by key.
-        counts: reads by outcome.
     """
 
     def __init__(

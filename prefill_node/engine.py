@@ -1,4 +1,13 @@
-"""The engine process of a prefill node: its role, and the assembly of the role from an engine."""
+"""The engine process of a prefill node: its role, and the assembly of the role from an engine.
+
+One scheduler runs hand-offs and pooling prompts. A hand-off arrives from the transfer thread
+(handoffs.py). If another node has a prefix of its prompt and a fetch is cheaper than recomputation,
+the prefix is fetched first (node/sharing/). When the fetch has ended, successfully or not, the
+prompt enters the scheduler. Pooling prompts, which need a vector and no KV, use the same scheduler
+(pooling.py).
+
+This module knows no streams or sockets: the transfer thread is behind a TransferPort.
+"""
 
 import itertools
 import time
@@ -48,14 +57,6 @@ from prefill_node.pooling import PoolingCalls
 _GIVEN_UP = "this prefill node is paused"
 
 
-# The role of a prefill node: one scheduler for hand-offs and pooling prompts.
-#
-# A hand-off arrives from the transfer thread (handoffs.py). If another node has a prefix of its
-# prompt and a fetch is cheaper than recomputation, the prefix is fetched first (node/sharing/).
-# When the fetch has ended, successfully or not, the prompt enters the scheduler. Pooling prompts,
-# which need a vector and no KV, use the same scheduler (pooling.py).
-#
-# This module knows no streams or sockets: the transfer thread is behind a TransferPort.
 class PrefillRole:
     """A prefill node. Engine thread only."""
 
@@ -248,7 +249,6 @@ def check(engine: RoleEngine) -> None:
 
 
 def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
-    """Assemble the role from an engine and the role-independent parts."""
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
     def find(request: Request) -> RequestState | None:

@@ -60,7 +60,6 @@ class HandoffHistory:
         self._ended = RequestHistory(ProducerTimings)
 
     def open(self, event: OpenedEvent, spec: RequestSpec, now: float) -> ProducerTimings:
-        """Start the timings of a hand-off."""
         timings = ProducerTimings(
             spec.request_id,
             spec.num_prompt,

@@ -83,7 +83,6 @@ class PoolingCalls:
         return self.prompts.get(request.key)
 
     def submit(self, message: SubmitPooling) -> None:
-        """Start a call, or reject it with an error."""
         call = _Call(message.number, message.request_id, next(self._keys))
         try:
             self._begin(call, message)

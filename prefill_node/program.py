@@ -52,12 +52,11 @@ _ERRORS: dict[int, type[ServingError]] = {
 }
 
 
-# The Pooling service: connects router calls to the engine thread.
-#
-# It checks sizes, forwards calls, and computes vectors from the engine's sums. The engine owns the
-# state of prompts. The service knows only which calls are waiting.
 class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
-    """The Pooling service. Event loop only.
+    """The Pooling service: connects router calls to the engine thread. Event loop only.
+
+    It checks sizes, forwards calls, and computes vectors from the engine's sums. The engine owns
+    the state of prompts. The service knows only which calls are waiting.
 
     Args:
         check_length: raises InvalidRequest for a prompt that is too long for this node.
@@ -115,7 +114,6 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
         self._draining = True
 
     def resume(self) -> None:
-        """Accept new calls again."""
         self._draining = False
 
     def end(self, error: ServingError) -> None:

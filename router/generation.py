@@ -72,8 +72,6 @@ class Attempt:
 
     Attributes:
         spec: the request as submitted, including the tokens generated before.
-        placed: the chosen nodes.
-        timings: times of this submission.
         move_from: identifies this attempt to the target node of a live migration.
     """
 
@@ -202,9 +200,9 @@ def _without_repeats(output: NodeOutput, expected: Sequence[int]) -> NodeOutput:
 class AttemptLosses:
     """Nodes that one request has lost, with the limit after which it fails.
 
-    A loss is not charged if the node was asked to stop, or if its engine crashed while it ran
-    another request in quarantine (common/request.py). Charges are dropped once the
-    request has progressed beyond the position of the loss.
+    A loss is not charged if the node was draining, or if its engine crashed while it ran another
+    request in quarantine (common/request.py). Charges are dropped once the request has progressed
+    beyond the position of the loss.
 
     Attributes:
         addresses: addresses of the lost nodes, in order.

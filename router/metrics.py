@@ -364,7 +364,6 @@ class RouterMetrics:
             self._nodes[kind, state] = numbers[kind, state]
 
     def stream_lost(self) -> None:
-        """Count a broken stream to a decode node."""
         self._streams_lost[()] += 1
 
     def replayed(self, *, quarantined: bool) -> None:

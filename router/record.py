@@ -103,7 +103,6 @@ class RequestTimeline(msgspec.Struct, eq=False):
     submissions: list[AttemptTimings] = []
 
     def receive(self, one: AttemptTimings, message: decode_pb2.Timeline) -> None:
-        """Store the timeline that the decode node of this submission has sent."""
         one.receive(message)
         if self.ended and one is self.giver():
             self.on_late_timeline(self)
@@ -171,11 +170,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
 
 class RequestRecords:
-    """Records of the requests to one model, with recent timelines. For one event loop.
-
-    Args:
-        model: name of the model.
-    """
+    """Records of the requests to one model, with recent timelines. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
         self.metrics = metrics
@@ -206,9 +201,7 @@ class RequestRecords:
         """Begin the record of a request.
 
         Args:
-            request_id: unique id.
             label: request id from the client, or empty. Not necessarily unique.
-            client: name of the client.
             traceparent: header from the client, or empty. Ignored if it is invalid.
         """
         parent = checked(traceparent)
@@ -359,11 +352,11 @@ class RequestRecord:
         self._records.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, quarantined: bool) -> AttemptTimings:
-        """Record that another node continues the request after a failure.
+        """Record that another node continues the request after a failure. Returns the timings of
+        the submission.
 
         Args:
             quarantined: the request is quarantined and runs alone.
-        Returns the timings of the submission.
         """
         self._metrics.replayed(quarantined=quarantined)
         log.warning(
@@ -379,7 +372,6 @@ class RequestRecord:
         return self.timeline.submit(decode)
 
     def move(self, to: AttemptTimings) -> None:
-        """Record that the request has migrated to another decode node."""
         self._metrics.moved(moved=True)
         self.timeline.move(to)
         log.info(

@@ -72,9 +72,7 @@ class NodeOutput(msgspec.Struct, frozen=True):
     Attributes:
         end: None: the request runs.
         cached_tokens: number of cached prompt tokens. None: not reported yet.
-        logprobs: log-probabilities of the tokens, if requested.
         prompt_logprobs: log-probabilities of the prompt from the first requested token on.
-        predicted: counts of predicted tokens.
         version: version of all tokens.
     """
 
@@ -101,7 +99,7 @@ class TokenBuffer:
         version: ModelVersion = UNKNOWN_VERSION,  # version of appended tokens, until `renew`
     ) -> None:
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
-        # For all prompt tokens except the first, sent with the first generated token.
+        # From the first requested prompt token on, sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.predicted = NOT_PREDICTED  # predicted tokens since the last output
         self._wants_logprobs = wants_logprobs
@@ -233,16 +231,12 @@ class TokenBuffer:
         )
 
 
-# A write costs the same for any size, so everything that arrives during a write is sent in one
-# message.
 class OutgoingBatch:
     """Unsent messages to a decode node. For one event loop.
 
-    Bounded by the active requests: at most one entry for each, and one number for each cancelled
-    one.
-
-    Args:
-        address: address of the node.
+    A write costs the same for any size, so everything that arrives during a write is sent in one
+    message. Bounded by the active requests: at most one entry for each, and one number for each
+    cancelled one.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -261,7 +255,6 @@ class OutgoingBatch:
         self._cancels.clear()
 
     def set_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
-        """Replace the lists of nodes."""
         self._peers = Peers(
             prefill_addresses=prefill, decode_addresses=decode, own_address=self._address
         )

@@ -1,4 +1,8 @@
-"""The worker processes of one router: their sockets, and queries to each other."""
+"""The worker processes of one router: their sockets, and queries to each other.
+
+Each process answers a ProcessQuery for itself and collects the answers of the others. The result
+lacks a process that does not respond in time, and says how many are missing.
+"""
 
 import asyncio
 import inspect
@@ -26,15 +30,12 @@ LONGEST_S = 2.0  # seconds, as for Describe calls to nodes
 _CONNECTIONS = 8  # to each process; further calls are queued
 
 
-# Each process answers a ProcessQuery for itself and collects the answers of the others. The result
-# lacks a process that does not respond in time, and says how many are missing.
 @dataclass(frozen=True, slots=True)
 class ProcessReplies:
     """Responses of the other processes.
 
     Attributes:
         bodies: responses by process number.
-        num_asked: number of processes called.
     """
 
     bodies: Mapping[int, bytes]
@@ -159,9 +160,10 @@ async def _body(session: aiohttp.ClientSession, url: URL, longest_s: float) -> b
         return None
 
 
-# The sockets are in a directory that only its user can open. That is the only authentication.
 class ProcessSlot(msgspec.Struct, frozen=True):
     """Position of one process in its router.
+
+    The sockets are in a directory that only its user can open. That is the only authentication.
 
     Attributes:
         number: number of this process, from 0. The parent process has the number `of`.
@@ -179,12 +181,10 @@ class ProcessSlot(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """True if the router has several processes."""
         return self.of > 1
 
     @property
     def socket(self) -> str:
-        """Socket of this process."""
         return self._socket(self.number)
 
     @property
@@ -214,8 +214,6 @@ async def serving_handlers(
 ) -> AsyncIterator[None]:
     """Answer calls of other processes while inside the context. Does nothing with one process.
 
-    Args:
-        handlers: handlers by path.
     Raises:
         ConfigError: the socket cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""Prefill and decode nodes."""
+"""Nodes of all roles, and rank hosts."""
 
 import re
 import socket
@@ -133,7 +133,7 @@ class KvEventsConfig(ConfigRecord):
 
 
 class NodeConfig(ConfigRecord):
-    """One prefill or decode node."""
+    """One node. Each role has a subclass."""
 
     server: ServerConfig
     engine: EngineConfig

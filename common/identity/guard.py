@@ -86,7 +86,6 @@ class Caller:
     """The authenticated caller of a method.
 
     Attributes:
-        roles: verified roles.
         name: `node_name` of a node's instance id. None: no verified name.
     """
 

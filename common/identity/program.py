@@ -62,7 +62,6 @@ def identity_of(
 
     Args:
         secret_file: None: the secret may be in the environment.
-        count: called for each failed authentication.
     Raises:
         ConfigError: the secret is invalid or has no key for `role`.
     """

@@ -169,8 +169,7 @@ class Identity:
     """Signs outgoing calls and proofs, and verifies incoming ones."""
 
     def __init__(self, role: Role, name: str, keyrings: SecretStore, count: Count) -> None:
-        """Create an identity.
-
+        """
         Args:
             name: name sent to others. For a node, `node_name(instance)`.
             keyrings: source of keys, with a key of `role`.

@@ -31,8 +31,6 @@ class MetricDeclaration:
 
     Attributes:
         name: in base units, without the suffixes that Prometheus adds to samples.
-        kind: counter, gauge or histogram.
-        help: text for /metrics.
         labels: all values by label name. Series exist for their product. A label without values
             gets them from a user's file, and its family is sparse.
         bounds: upper bounds of a histogram's buckets.
@@ -117,13 +115,11 @@ class MetricValues:
         self._series: list[tuple[MetricDeclaration, Mapping[Values, float | LiveHistogram]]] = []
 
     def numbers(self, metric: MetricDeclaration) -> dict[Values, float]:
-        """Return the values of a counter or gauge by label values."""
         numbers = metric.numbers()
         self._series.append((metric, numbers))
         return numbers
 
     def distributions(self, metric: MetricDeclaration) -> dict[Values, LiveHistogram]:
-        """Return the histograms by label values."""
         distributions = metric.distributions()
         self._series.append((metric, distributions))
         return distributions

@@ -32,8 +32,6 @@ class Question(msgspec.Struct, frozen=True):
     """A piece of work and its limits.
 
     Attributes:
-        content: input.
-        cpu_s: limit of CPU seconds.
         max_bytes: limit of memory in addition to the helper's own.
     """
 
@@ -47,7 +45,6 @@ class Answer(msgspec.Struct, frozen=True):
 
     Attributes:
         code: exit code of the question's process, or minus the signal that ended it.
-        content: output.
     """
 
     code: int
@@ -79,8 +76,7 @@ class Helper:
         deadline_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Configure the helper.
-
+        """
         Args:
             module: module to run, with `arguments` and a descriptor for each lane.
             num_lanes: number of concurrent questions.

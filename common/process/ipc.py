@@ -222,7 +222,6 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         return not self._caught_up.is_set()
 
     async def caught_up(self) -> None:
-        """Wait until `is_behind` is False."""
         await self._caught_up.wait()
 
     def send(self, message: msgspec.Struct) -> None:

@@ -1,5 +1,6 @@
 """Waits for descriptors with poll(2). select(2) fails for numbers above 1023, which nodes with many
-connections, ranks or links reach."""
+connections, ranks or links reach.
+"""
 
 import select
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ _Source = TypeVar("_Source", bound=int | _HasFileno)
 
 class PollSet(Generic[_Source]):
     """Sources that are waited for repeatedly. A source that has ended or failed counts as ready, so
-    that the next call on it reports this."""
+    that the next call on it reports this.
+    """
 
     def __init__(self, readable: Sequence[_Source]) -> None:
         self._poll = select.poll()

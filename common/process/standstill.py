@@ -12,8 +12,7 @@ class StallMonitor:
     """Measures time without progress. For one thread or one event loop."""
 
     def __init__(self, look_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Start without a stall.
-
+        """
         Args:
             look_s: seconds between two looks. A longer pause counts as at most twice this.
         """

@@ -31,11 +31,9 @@ class Logprobs(msgspec.Struct, frozen=True):
         return len(self.logprob) // 4
 
     def first(self, num_tokens: int) -> "Logprobs":
-        """Return the first `num_tokens` tokens."""
         return self._part(0, num_tokens)
 
     def tokens(self) -> list["TokenLogprobs"]:
-        """Return one record per token."""
         k = self.num_top
         logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
         top_tokens = array("I", self.top_token).tolist()
@@ -57,7 +55,6 @@ class Logprobs(msgspec.Struct, frozen=True):
         return sum(map(len, (*columns, self.hidden_states, self.routed_experts)))
 
     def _part(self, start: int, end: int) -> "Logprobs":
-        """Return the tokens [start, end)."""
         width = 4 * self.num_top
         return Logprobs(
             self.logprob[4 * start : 4 * end],
@@ -130,6 +127,5 @@ def from_proto(proto: pb.Logprobs) -> Logprobs:
 
 
 def _rows(column: bytes, num_rows: int, start: int, end: int) -> bytes:
-    """Return the rows [start, end) of a column."""
     size = len(column) // max(num_rows, 1)
     return column[start * size : end * size]

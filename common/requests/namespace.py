@@ -113,8 +113,7 @@ class PrefixHasher:
     """Hashes of the pages of a growing prompt."""
 
     def __init__(self, begun: bytes | memoryview = b"") -> None:
-        """Start after a prefix.
-
+        """
         Args:
             begun: the namespace, then the tokens before the first page, in the form of `as_bytes`.
         """

@@ -23,7 +23,6 @@ class PoolingParams(msgspec.Struct, frozen=True):
     """A pooling request.
 
     Attributes:
-        pool: kind of pooling.
         tokens: token ids, only with PoolingMode.TOKENS.
     """
 

@@ -27,7 +27,6 @@ class Prepared(msgspec.Struct, frozen=True):
     """A guide in the form that the grammar compiler gets, which enforces all of it.
 
     Attributes:
-        kind: kind of the guide.
         text: input of the compiler.
         has_tokens: it is a structural tag that names tokens.
     """
@@ -80,7 +79,6 @@ def guide_from_proto(proto: pb.Guide) -> GuidedDecoding:
 
 
 def guide_fields(guide: GuidedDecoding) -> dict[str, object]:
-    """Return the fields of the wire form."""
     return {guide.kind: True if guide.kind == "json_object" else guide.text}
 
 
@@ -112,7 +110,6 @@ def reasoning_from_proto(proto: pb.Thought) -> ReasoningTokens:
 
 
 def reasoning_fields(thought: ReasoningTokens) -> dict[str, Any]:
-    """Return the fields of the wire form."""
     return {"close": thought.close, "open": thought.open}
 
 

@@ -173,8 +173,7 @@ class TlsGrpcChannel(CallingChannel):
     def __init__(
         self, address: str, certificates: tls.Certificates, options: Sequence[tuple[str, Any]]
     ) -> None:
-        """Create the channel.
-
+        """
         Args:
             certificates: has a `ca`, which verifies the other side.
         """
@@ -232,8 +231,7 @@ class TlsGrpcChannel(CallingChannel):
 
 class SigningChannel(CallingChannel):
     def __init__(self, inner: grpc.aio.Channel, identity: Identity) -> None:
-        """Wrap a channel.
-
+        """
         Args:
             inner: owned by this object from now on.
         """

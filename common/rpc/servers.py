@@ -1,5 +1,6 @@
 """gRPC servers and their ports, the health service for probes, and reflection for clients without
-proto files."""
+proto files.
+"""
 
 import asyncio
 import contextlib

@@ -264,7 +264,6 @@ def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
 
     Args:
         parse: `FromString` of a message class.
-        max_fields: limit per message.
     """
     fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
 

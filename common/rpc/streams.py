@@ -94,8 +94,7 @@ class OutgoingStream(Generic[M]):
         max_messages: int = MAX_UNSENT,
         max_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
-        """Create an empty queue.
-
+        """
         Args:
             last_words: returns the message for an error that ends the stream. None: no message.
         """

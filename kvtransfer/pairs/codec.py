@@ -95,7 +95,8 @@ def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
     """Convert a record to the message to send.
 
     Args:
-        as_consumer: whether this node is the consumer of the stream."""
+        as_consumer: whether this node is the consumer of the stream.
+    """
     wrap = pb.FromConsumer if as_consumer else pb.FromProducer
     match record:
         case PairHello():

@@ -42,7 +42,7 @@ class DialTimes:
     first_s: float = 0.2  # after the first failure; doubles with each further one
     longest_s: float = 5.0
     refused_s: float = 30.0
-    # From the dial to the producer's Hello. Longer than admissions.WAIT_S of a producer.
+    # From the dial to the producer's Hello. Longer than WAIT_S of transfer/producer.py.
     hello_s: float = 15.0
 
 

@@ -109,8 +109,7 @@ def parsed(message: Outward) -> AnyMessage:
     return record
 
 
-def _ignored(now: float, late_s: float) -> None:
-    """Ignore a heartbeat."""
+def _ignored(now: float, late_s: float) -> None: ...
 
 
 class PairStreams:
@@ -337,7 +336,6 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         self._draining = True
 
     def resume(self) -> None:
-        """Accept new streams again."""
         self._draining = False
 
     async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromConsumer) -> None:

@@ -47,8 +47,9 @@ READS_AHEAD = 2
 class ProducerPages(NamedTuple):
     """The pages of a producer, as described in its Hello.
 
-    same_layout: its pages are byte for byte laid out like local ones.
-    piece_bytes: size of the smaller of both nodes' pages on rank 0.
+    Attributes:
+        same_layout: its pages are byte for byte laid out like local ones.
+        piece_bytes: size of the smaller of both nodes' pages on rank 0.
     """
 
     num_pages: int  # in its pool
@@ -105,7 +106,6 @@ class ConsumerLinks:
 
     @property
     def num_reads(self) -> int:
-        """Number of reads posted to links and not ended."""
         return sum(self._landing.values())
 
     def open(self, stream: int, now: float) -> OpenLink:
@@ -202,7 +202,6 @@ class ConsumerLinks:
         return over
 
     def forget(self, stream: int, id: HandoffId) -> None:
-        """Drop the waiting reads of an ended attempt."""
         if stream in self._links:
             self._links[stream].forget(id)
 
@@ -339,7 +338,8 @@ class ConsumerHandoff:
     @property
     def being_computed(self) -> bool:
         """Return whether the producer may be computing it, according to its messages. A queued
-        hand-off may be in the producer's next forward pass."""
+        hand-off may be in the producer's next forward pass.
+        """
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 
     @property

@@ -135,7 +135,6 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
     def link_up(
         self, stream: int, path: str, gib_per_s: float, members: tuple[LinkMember, ...] = ()
     ) -> list[ConsumerAction]:
-        """Record that the link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
             peer.gib_per_s = gib_per_s
@@ -150,7 +149,6 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         return self._taken()
 
     def rate_measured(self, stream: int, gib_per_s: float) -> list[ConsumerAction]:
-        """Record a new measurement of the stream's link."""
         peer = self._streams.get(stream)
         if peer is not None and peer.announced:
             peer.gib_per_s = gib_per_s

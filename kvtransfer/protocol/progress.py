@@ -215,7 +215,6 @@ class DeadlineTimer(Generic[K]):
         self._heap: list[tuple[float, K]] = []
 
     def set(self, key: K, when: float) -> None:
-        """Set or move the deadline of `key`."""
         self._due[key] = when
         heapq.heappush(self._heap, (when, key))
         if len(self._heap) > 2 * len(self._due) + 64:
@@ -223,11 +222,9 @@ class DeadlineTimer(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Remove the deadline of `key`, if it has one."""
         self._due.pop(key, None)
 
     def next(self) -> float | None:
-        """Return the nearest deadline, or None."""
         while self._heap:
             when, key = self._heap[0]
             if self._due.get(key) == when:
@@ -369,8 +366,7 @@ class ProtocolEnd(Generic[StreamT, Action]):
     ) -> None: ...
 
     @abstractmethod
-    def _heartbeat(self, stream: int) -> None:
-        """Send a heartbeat."""
+    def _heartbeat(self, stream: int) -> None: ...
 
     def _tick_streams(self, now: float) -> None:
         """Send due heartbeats, and end streams whose peer is silent."""

@@ -85,7 +85,6 @@ class ReadMetrics:
         of_path.seconds.add(read.seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
-        """Count pages compared by checksum."""
         self._compared["passed"] += right
         self._compared["failed"] += wrong
 
@@ -125,7 +124,6 @@ class ConsumerSide:
     """The consumer's side of a node. Transfer thread only.
 
     Args:
-        hello: Hello of this node.
         backends: names of the backends that this node may use.
         wake: ends the transfer thread's sleep. Called by links.
         meter: counts every read and every compared page.

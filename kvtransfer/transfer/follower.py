@@ -91,7 +91,6 @@ class FollowerTransfer:
 
     Args:
         rank, node: this rank, and the ranks of its node.
-        pool: pages of this rank.
         listen_host: replaces rank 0's setting if this rank is on another host.
     """
 

@@ -156,7 +156,8 @@ class LinkGroup:
     def _deliver(self) -> None:
         """Deliver events in order, with the lock released, because this group may be a member of
         another group, whose lock is held while it posts to this one. Only one thread delivers at a
-        time."""
+        time.
+        """
         while True:
             with self._lock:
                 if self._delivering or not self._events:

@@ -110,7 +110,6 @@ class NodeOffers:
 
     Args:
         own: paths of rank 0.
-        num_ranks: ranks of the node.
         start: job with which followers serve their pages again.
     """
 
@@ -261,8 +260,8 @@ class FollowersLink:
     def join(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
 
-    # On the thread that takes the replies
-    # Events are sent with the lock released, because a group of links calls this one with its own.
+    # On the thread that receives the replies. Events are sent with the lock released, because a
+    # group of links calls this one with its own.
 
     def _opened(self, asked: Replies) -> None:
         error = asked.exception()
@@ -308,7 +307,8 @@ def _in_parts(pages: Ints) -> Iterator[Ints]:
 
 def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
     """Split a read into reads of at most MOST_PAGES pages. The pages of the state stay together.
-    Followers read no pieces of weights, for which one empty read keeps the order."""
+    Followers read no pieces of weights, for which one empty read keeps the order.
+    """
     if any(table == PIECES for table, _ in pages.spans):
         yield PagesToRead(pages.source[:0], pages.destination[:0], ())
         return

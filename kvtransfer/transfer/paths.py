@@ -60,7 +60,8 @@ class PathOffers(Protocol):
 
     def open(self) -> Sequence[Future[Any]]:
         """Serve again after `close`, at the same addresses, once all futures are done. Blocks while
-        the pages are registered. Raises ConfigError if no path can be served."""
+        the pages are registered. Raises ConfigError if no path can be served.
+        """
         ...
 
 
@@ -73,7 +74,8 @@ class LinkOpener(Protocol):
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
         """Open a link to a producer over one backend. If the producer does not offer it, the link
-        closes at once."""
+        closes at once.
+        """
         ...
 
 

@@ -76,11 +76,9 @@ class ConsumerAdmissions:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Return the streams on which consumers wait."""
         return tuple(self._waiting)
 
     def streams_of(self, instance: int) -> list[int]:
-        """Return the streams on which a consumer of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
     def take_ready(self, now: float) -> list[tuple[int, int]]:
@@ -303,7 +301,6 @@ class HeldMessages:
                 del self._held[stream]
 
     def forget(self, stream: int) -> None:
-        """Drop the messages of an ended stream."""
         self._held.pop(stream, None)
 
 

@@ -98,8 +98,6 @@ class RankLinks:
 
     Args:
         rank, node: this rank, and the ranks of its node.
-        pool: pages of this rank.
-        backends: backends that this node may use, by name.
     """
 
     def __init__(
@@ -148,7 +146,8 @@ class RankLinks:
 
     def _computed_slices(self, producer: NodeShape) -> Mapping[int, TableSlices | None]:
         """Return the byte ranges that this rank reads, by rank of the producer. Rank 0 reads pieces
-        of weights from rank 0."""
+        of weights from rank 0.
+        """
         if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]

@@ -121,7 +121,6 @@ def both_sides(
 
     Args:
         contents: creates access to this process' pages, for checksums.
-        reads: counts every read.
         max_unconsumed_tokens: see ProducerSide.
     """
 

@@ -40,7 +40,7 @@ class TransferSide(Protocol[CommandIn]):
     """A node's work on its pair streams. Transfer thread only. No call blocks."""
 
     def start(self) -> None:
-        """Start. Called first."""
+        """Called first, once."""
         ...
 
     def opened(self, opening: PairOpened, now: float) -> None: ...
@@ -52,13 +52,15 @@ class TransferSide(Protocol[CommandIn]):
     def command(self, command: CommandIn, now: float) -> None: ...
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Handle deadlines and send output. Called after all input, by `next_deadline`."""
+        """Handle deadlines and send output. Called after all input, at the latest at
+        `next_deadline`.
+        """
         ...
 
     def next_deadline(self) -> float | None: ...
 
     def close(self) -> None:
-        """Close. Called last. Afterwards the pool may be unmapped."""
+        """Called last. Afterwards the pool may be unmapped."""
         ...
 
 
@@ -87,8 +89,11 @@ class EventOutlet(Generic[Event]):
 
 
 class WakeUp:
-    """Ends another thread's sleep. Any thread may call `wake`, even after the sleeper has ended.
-    Therefore the descriptor is closed only when nothing refers to this object any more."""
+    """Ends another thread's sleep.
+
+    Any thread may call `wake`, even after the sleeper has ended. Therefore the descriptor is closed
+    only when nothing refers to this object any more.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -203,7 +208,6 @@ class Transfer(Generic[Command, Event]):
         self._wake_engine()
 
     def close(self) -> None:
-        """End every stream and every link."""
         self._side.close()
         self._frames.close()
 

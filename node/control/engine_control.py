@@ -1,5 +1,5 @@
 """The control interface of an engine: calls of the `Node` service, reports, watchers of the prefix
-cache, and drains. Everything that an engine sends its frontend, except tokens.
+cache, and drains. An engine sends its frontend everything but tokens through this module.
 
 EngineControl advances the commands in progress, uses the role through the protocol ControlledRole,
 and knows no queue by name. Changes of the prefix cache are sent to the watchers (Node.WatchCache)
@@ -288,11 +288,9 @@ class EngineControl:
 
     @property
     def weights(self) -> WeightsId:
-        """Current weight version."""
         return self._operations.weights.id
 
     def link_up(self, event: ProducerUp) -> None:
-        """Record a link."""
         link = NodeLink(event.address, event.path, event.gib_per_s, event.members)
         self.links[event.address] = link
 

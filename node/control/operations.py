@@ -34,15 +34,14 @@ def _is_emptied(role: ControlledRole) -> bool:
     return True
 
 
-# Release and resume of a node's memory on request of an operator.
-#
-#     here --release--> paused, no page is held --isolated, none is held--> away --resume--> here
-#
-# While any memory is released, the node stays paused. When all is resumed, an idle node that no
-# operator paused continues by itself. MemoryOccupation implements the release. Only pages in GPU
-# memory are isolated from other nodes, which may open reads until then.
 class MemoryCommands:
-    """Commands about memory. Engine thread only.
+    """Release and resume of a node's memory on request of an operator. Engine thread only.
+
+        here --release--> paused, no page is held --isolated, none is held--> away --resume--> here
+
+    While any memory is released, the node stays paused. When all is resumed, an idle node that no
+    operator paused continues by itself. MemoryOccupation implements the release. Only pages in GPU
+    memory are isolated from other nodes, which may open reads until then.
 
     Args:
         gauges: report of the node, which gets the state of each part of the memory.
@@ -142,14 +141,13 @@ class MemoryCommands:
             self._paused_here = role.scheduler.paused = False
 
 
-# Replacement of weights on request of an operator.
-#
-# The new weights are checked first. That takes as long as reading them and delays no request. They
-# are put in place during a pause that has released all KV. Weights of another node are also read
-# during that pause. WeightUpdater and WeightSharing implement the access to files, tensors and
-# other nodes.
 class WeightCommands:
-    """Commands about weights. Engine thread only.
+    """Replacement of weights on request of an operator. Engine thread only.
+
+    The new weights are checked first, which takes as long as reading them and delays no request.
+    They are put in place during a pause that has released all KV. Weights of another node are also
+    read during that pause. WeightUpdater and WeightSharing implement the access to files, tensors
+    and other nodes.
 
     Args:
         gauges: report of the node, which gets the number of updates.
@@ -162,7 +160,7 @@ class WeightCommands:
         self._sharing = sharing
         self._gauges = gauges
         self._under_way = False
-        # The versions that the role has been given.
+        # The versions that the role computes with, and that it pairs as.
         self._computed_with = self._paired_as = weights.id
         self._gauges["total_weight_updates"] = 0.0
 
@@ -177,7 +175,6 @@ class WeightCommands:
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
     def prepare(self, path: str) -> CommandSteps:
-        """Check weights."""
         weights = yield from awaited(self._weights.prepare(path))
         yield NodeCallResult(weights=weights)
 
@@ -235,7 +232,6 @@ class EngineOperations:
     Args:
         why_fixed: why weights and memory cannot be changed. "": they can.
     Attributes:
-        weights: the weights in use.
         gauges: state and totals of all commands, named as in EngineStats.
     """
 

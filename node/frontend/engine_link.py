@@ -98,7 +98,6 @@ class EngineLink:
             raise NodeUnavailable("this node is starting")
 
     def lane(self) -> CallLane:
-        """Return a lane for the messages of one stream."""
         return CallLane(self._connection)
 
     def send(self, message: FrontMessage, lane: CallLane | None = None) -> None:
@@ -202,13 +201,14 @@ ARITHMETIC = "arithmetic"  # fingerprint field of nodes with engine.batch_invari
 SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
 
 
-# The health of a node, derived from its engine's heartbeats and queried by health probes. Has no
-# sockets, processes or clock.
 class EngineSupervisor:
-    """The state of a node: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
-    "draining".
+    """The health of a node, derived from its engine's heartbeats and reports, for health probes and
+    routers. Has no sockets, processes or clock.
 
-    Progress of the engine means heartbeats, which continue during a long step, and reports.
+        "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any -> "draining"
+
+    Heartbeats continue during a long step. A heartbeat or a report means that the engine makes
+    progress.
 
     Attributes:
         moving: the engine's last report, or None.
@@ -277,7 +277,7 @@ class EngineSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class NodeFrontend:
-    """The parts of a frontend that a role's program needs to create its services."""
+    """The parts of a frontend with which a role creates its services."""
 
     instance: int
     address: str
@@ -314,7 +314,7 @@ class RoleServices:
 
 @dataclass(frozen=True, slots=True)
 class RoleProgram:
-    """The program of a node in one role.
+    """One role of a node: its configuration and services.
 
     Attributes:
         mode: shown by Describe.

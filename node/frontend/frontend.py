@@ -248,7 +248,7 @@ class Node:
 
     Args:
         program, spawn, other: see run_node.
-        on_role: called with the program of each later role when the node enters it.
+        on_role: called with each later role when the node enters it.
         on_end: called when the node begins to end.
     """
 
@@ -276,7 +276,6 @@ class Node:
         self._exit_code = 0
 
     def signalled(self, name: str) -> None:
-        """Handle a signal, see ProcessExit."""
         self._ending.signalled(name)
 
     async def run(self) -> int:

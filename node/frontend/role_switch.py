@@ -75,7 +75,6 @@ class RoleSwitch:
         task.result()
 
     def drained(self) -> None:
-        """Record that no work is left."""
         self._drained.set()
 
     def cancel(self) -> None:

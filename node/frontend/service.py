@@ -49,10 +49,6 @@ MAX_WATCHERS = 64
 MAX_UNSENT_BYTES = 16 << 20  # per watcher; twice a snapshot of 1 Mi pages
 
 
-# The frontend's side of Node.WatchCache: streams of the prefix cache's content and changes.
-#
-# Each watcher has its own stream, which starts with a snapshot. At the limit, the host with the
-# most watchers loses one, so it cannot displace other hosts.
 @dataclass(slots=True, eq=False)
 class _Watcher:
     host: str
@@ -63,7 +59,12 @@ class _Watcher:
 
 
 class CacheFeed:
-    """The streams of all watchers. Event loop only."""
+    """The frontend's side of Node.WatchCache: streams of the prefix cache's content and changes.
+    Event loop only.
+
+    Each watcher has its own stream, which starts with a snapshot. At the limit, the host with the
+    most watchers loses one, so it cannot displace other hosts.
+    """
 
     def __init__(self, engine: EngineLink) -> None:
         self._engine = engine
@@ -119,7 +120,6 @@ class CacheFeed:
                 watcher.outgoing.put(events)
 
     def end(self, error: ServingError) -> None:
-        """End every stream with `error`."""
         for watcher in self._watchers.values():
             watcher.outgoing.close(error)
 
@@ -136,8 +136,7 @@ async def _nothing() -> AsyncIterator[None]:
     yield
 
 
-async def _ignore(_: None) -> None:
-    """Do nothing: there is no message."""
+async def _ignore(_: None) -> None: ...
 
 
 MAX_PATH_CHARACTERS = 1024

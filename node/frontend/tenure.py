@@ -60,14 +60,6 @@ from protos import node_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-# The end of a node. The first cause decides its verdict.
-#
-# SIGTERM, SIGINT or Drain, then drained, drain timeout or a second signal: exit code 0. A signal
-# after a Drain call counts as the first one, because Kubernetes sends SIGTERM after the preStop
-# hook has called Drain. Fault at any time: exit code 1, or 2 if the user must fix the
-# configuration.
-#
-# If the role ends first, the node continues in another one. A request to end the node stays valid.
 @dataclass(frozen=True, slots=True)
 class ExitVerdict:
     reason: str
@@ -77,7 +69,16 @@ class ExitVerdict:
 
 
 class ProcessExit:
-    """Collects the causes of a node's end and decides the verdict. Event loop only."""
+    """Collects the causes of a node's end. The first cause decides the verdict. Event loop only.
+
+    SIGTERM, SIGINT or Drain, then drained, drain timeout or a second signal: exit code 0. A signal
+    after a Drain call counts as the first one, because Kubernetes sends SIGTERM after the preStop
+    hook has called Drain. Fault at any time: exit code 1, or 2 if the user must fix the
+    configuration.
+
+    If the role ends first, the node continues in another one. A request to end the node stays
+    valid.
+    """
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
@@ -187,7 +188,6 @@ class TenurePost:
     """The values with which a node enters a role.
 
     Attributes:
-        start: the engine's StartRole message.
         identity: identity of the node, with its instance id in this role.
         guard: authenticates calls to its server.
         ready: the engine's EngineReady. None: its model is not loaded yet.
@@ -326,7 +326,6 @@ class RoleTenure:
                     yield
 
     def notice(self, notice: EngineMessage) -> None:
-        """Handle a message of the engine."""
         match notice:
             case StepTokens():
                 self._parts.step(notice)

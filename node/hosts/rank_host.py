@@ -64,7 +64,6 @@ class LeaderStream:
 
     Args:
         call: the Follow call.
-        messages: messages of the leader.
     """
 
     def __init__(self, call: Any, messages: AsyncIterator[ranks_pb2.LeaderMessage]) -> None:
@@ -356,7 +355,8 @@ async def _first_of(wanted: "asyncio.Future[Any]", other: Coroutine[Any, Any, An
 
 async def _stopped(signals: asyncio.Queue[signal.Signals]) -> None:
     """Wait until this process must end at once. After one SIGTERM it waits for the leader, which
-    drains meanwhile, because Kubernetes ends all pods of a group together."""
+    drains meanwhile, because Kubernetes ends all pods of a group together.
+    """
     if await signals.get() == signal.SIGTERM:
         log.info("waiting for the leader to end the node. A second signal ends it at once")
         await signals.get()

@@ -81,8 +81,6 @@ class RankHost:
 
     Attributes:
         number: from 1 on.
-        ranks: ranks that it runs.
-        context: context of its stream.
     """
 
     number: int

@@ -61,7 +61,6 @@ class PrefixReadCosts:
         self._rounds[producer] = _Rounds(before_s + WEIGHT * (rounds_s - before_s), now)
 
     def forget(self, producer: int) -> None:
-        """Forget a lost producer."""
         self._rounds.pop(producer, None)
 
     def _round_s(self, producer: int, now: float) -> float:

@@ -41,7 +41,8 @@ from node.sharing.costs import PrefixReadCosts
 from node.sharing.exports import FIRST_PREFIX_NUMBER
 
 LEAST_PAGES = 2  # minimum size of a fetch
-# Multiple of the expected time that a fetch may take, in addition to PrefixSharingConfig.fetch_s.
+# Multiple of the expected time that a fetch may take, in addition to
+# PrefixSharingConfig.fetch_timeout_s.
 TIMES_EXPECTED = 3.0
 
 
@@ -75,13 +76,10 @@ class _Way:
 class PrefixFetches:
     """The fetches of this node. Requests are named by their keys. Engine thread only.
 
-    Args:
-        instance: instance id of this node.
     Attributes:
         keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.
         fetched: prefixes that were fetched for requests.
-        open: fetches in progress.
         reads: pages held until no bytes can land in them.
         counts: results, named as in EngineStats.
     """
@@ -182,7 +180,6 @@ class PrefixFetches:
 
         Args:
             token_ids: tokens known to have KV there.
-            ticket: ticket of the request on that node.
             room: pages that may be used now.
         """
         producer = self._producers.get(address)

@@ -48,18 +48,18 @@ MAX_INVALIDATIONS = 32
 INVALIDATION_INTERVAL_S = 1.0
 
 
-# Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node from which
-# the KV came to drop it, and drops prefixes when asked.
-#
-# Each node drops prefixes that led to NaN or Inf in its own requests. A producer might not notice:
-# it may compute from its own KV differently, or never compute from KV that it exports. Therefore a
-# request records the nodes from which its KV was read.
-#
-# A node cannot verify such a report. It honours at most MAX_INVALIDATIONS at once, and then one per
-# INVALIDATION_INTERVAL_S, from all nodes together. Each costs it one prefix of one namespace, which
-# must be recomputed.
 class CorruptPrefixes:
-    """Sends and handles invalidations of corrupt prefixes. Engine thread only.
+    """Invalidation of corrupt KV (NaN or Inf logits) between nodes. Engine thread only.
+
+    This node asks the node from which the KV came to drop it, and drops prefixes when asked.
+
+    Each node drops prefixes that led to NaN or Inf in its own requests. A producer might not
+    notice: it may compute from its own KV differently, or never compute from KV that it exports.
+    Therefore a request records the nodes from which its KV was read.
+
+    A node cannot verify such a report. It honours at most MAX_INVALIDATIONS at once, and then one
+    per INVALIDATION_INTERVAL_S, from all nodes together. Each costs it one prefix of one namespace,
+    which must be recomputed.
 
     Attributes:
         counts: number by cause, named as in EngineStats.
@@ -95,10 +95,9 @@ class CorruptPrefixes:
         self._cache.forget(event.token_ids, event.namespace)
 
 
-# Counts where the KV of computed prompts came from: this node's cache, another node's, or
-# computation. Also measures the time per computed token.
 class PrefixSources:
-    """Counters by source. Engine thread only.
+    """Counts the tokens of computed prompts by the source of their KV: this node's cache, another
+    node's, or computation. Also measures the time per computed token. Engine thread only.
 
     Attributes:
         counts: tokens by source, named as in EngineStats.
@@ -265,7 +264,6 @@ class PrefixSharing:
         )
 
     def admitted(self, request: Request) -> None:
-        """Record an admitted request and the source of its prefix."""
         fetched = self.fetches.fetched.get(request.key)
         if fetched is not None:
             request.given_by.append(fetched.producer)

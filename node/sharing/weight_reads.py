@@ -39,7 +39,6 @@ from kvtransfer.ports import (
 from node.sharing.exports import FIRST_WEIGHTS_NUMBER, SHARE
 
 
-# Chooses the next pieces of a file to request. The length is unknown until its beginning arrives.
 @dataclass(frozen=True, slots=True)
 class WeightWindow:
     """The pieces [first, past)."""
@@ -49,7 +48,8 @@ class WeightWindow:
 
 
 class WeightPieces:
-    """The pieces of one file, numbered from 0.
+    """The pieces of one file, numbered from 0. Chooses the next ones to request. The length is
+    unknown until the beginning of the file arrives.
 
     Attributes:
         piece_bytes: size of each piece except the last. Set before the first window is requested.
@@ -105,9 +105,8 @@ class WeightPieces:
 _HOST = torch.device("cpu")
 
 
-# Copies the pieces of another node's weights from the pages in which they arrived to memory.
 class WeightCopies:
-    """Copies arrived pieces. One thread does so, in order.
+    """Copies arrived pieces of another node's weights out of their pages, in order, on one thread.
 
     Args:
         pool: memory of the pages, uint8 [num_pages, page_bytes].
@@ -213,7 +212,6 @@ class WeightReads:
     Attributes:
         pages: pages of windows, held until no bytes land in them and no copy reads them.
     Args:
-        instance: instance id of this node.
         cache: prefix cache over `pages`.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
         gauges: report of the node, which gets the totals of all reads.

@@ -160,7 +160,6 @@ class WeightSharing:
     """The weight sharing of a node. Engine thread only.
 
     Attributes:
-        port: to the transfer thread.
         due: whether `poll` must be called.
         exported, reads: pages held for publication and for reads.
         gauges: totals, named as in EngineStats.
@@ -202,7 +201,6 @@ class WeightSharing:
         self.exported, self.reads = self._exports.pages, self._reads.pages
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See WeightReads."""
         self.due = True
         return self._reads.read(weights, address)
 
@@ -214,7 +212,6 @@ class WeightSharing:
         self.due |= self._reads.busy  # reads have deadlines
 
     def take(self, event: NodeEvent) -> None:
-        """Handle an event of the transfer thread about weights."""
         self.due = True
         pass_on(event, Weights, self._reads, self._exports)
 

@@ -136,8 +136,7 @@ class Cluster:
         served: str = "",
         fingerprint_change: FingerprintChange = "fail",
     ) -> None:
-        """Create a cluster without nodes.
-
+        """
         Args:
             hints: finds other nodes that have a prefix of a prompt cached.
             on_change: called when nodes changed, so that `ready` or a prefill node may differ.
@@ -430,7 +429,6 @@ class Cluster:
 
 
 def _having(adapter: AdapterId, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
-    """Return the decode nodes that have loaded the adapter."""
     if not adapter:
         return choices
     return [choice for choice in choices if adapter in choice.adapters]

@@ -134,8 +134,7 @@ class ClusterState:
         other_models: Collection[str] = (),
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create a state without members.
-
+        """
         Args:
             tokenizer_hash: hash of the tokenizer of these nodes' model.
             other_models: names of the router's other models. A node with such a model gets no

@@ -163,14 +163,12 @@ class DecodeClient:
         patience: LivenessLimits | None = None,
         refused_s: float = _REFUSED_S,
     ) -> None:
-        """Create a client without a stream.
-
+        """
         Args:
             peers: addresses of all prefill nodes, sent first on each stream.
             others: addresses of all decode nodes, sent with them.
             on_move: called with the address when `status` has changed.
             on_pulse: called when `moves` or `dead` has changed on an open stream.
-            patience: limits for a silent engine.
             refused_s: seconds between attempts at a node with another protocol version.
         """
         self.address = address
@@ -199,7 +197,6 @@ class DecodeClient:
 
     @property
     def weights(self) -> WeightsId:
-        """Weight version of the node."""
         return self.version.weights
 
     @property
@@ -326,7 +323,6 @@ class DecodeClient:
         return DecodeCall(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
     def cancel(self, number: int) -> None:
-        """Cancel the request on the node, unless it has ended."""
         if number in self._live:
             self._cancel(number)
 

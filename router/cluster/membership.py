@@ -32,9 +32,11 @@ _MAX_BACKOFF_S = 5.0
 _MAX_PAGES = 1 << 16  # limit of pages in one message; a node sends at most half of it
 
 
-# If the WatchCache call to a node fails, the prefix index uses this router's history of placements.
 class CacheWatch:
-    """Subscriptions to the cache events of all nodes, for the prefix index. For one event loop."""
+    """Subscriptions to the cache events of all nodes, for the prefix index. For one event loop.
+
+    While the WatchCache call to a node fails, the index uses this router's history of placements.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index

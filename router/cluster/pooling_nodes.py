@@ -68,8 +68,7 @@ class PoolingNode:
         make_channel: Callable[[str], grpc.aio.Channel],
         resources: AsyncExitStack,
     ) -> None:
-        """Create a node without a connection.
-
+        """
         Args:
             resources: gets the connection. The caller closes it when the node has left.
         """
@@ -129,8 +128,7 @@ class PoolingNodes:
         backlogs: NodeBacklogs,
         served: str = "",
     ) -> None:
-        """Create a list without nodes.
-
+        """
         Args:
             fit: returns whether the node at an address has a role and may get requests now.
             paused: returns whether requests would wait at an address.

@@ -184,8 +184,6 @@ _LOOK_S = 10.0  # time limit of a lookup, in seconds
 _FIRST_LOOK_S = 2.0  # time limit of the first lookup, in seconds
 
 
-# A source that fails keeps its last result, so a failed resolver or a half-written file removes no
-# node. Discovery does not contact the nodes.
 @dataclass(frozen=True, slots=True)
 class DiscoveredNodes:
     """Node addresses by role. Each address occurs once, with one role."""
@@ -229,7 +227,11 @@ class _Entry:
 
 
 class Discovery:
-    """Polls all sources. For one event loop."""
+    """Polls all sources, without contacting the nodes. For one event loop.
+
+    A source that fails keeps its last result, so a failed resolver or a half-written file removes
+    no node.
+    """
 
     def __init__(
         self,
@@ -245,7 +247,6 @@ class Discovery:
         Args:
             prefill, decode, encode: entries, in the forms listed at the top of this file.
             resolve: resolves DNS names, like `resolve` of this module.
-            times: polling intervals.
         Raises:
             ConfigError: an entry is invalid or occurs twice, or there is no entry.
         """

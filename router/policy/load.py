@@ -142,9 +142,7 @@ class NodeLoad:
         """Charge the nodes of a placement for one request.
 
         Args:
-            num_tokens: length of the prompt.
             start_by: time.monotonic() by which it must start. -inf: before all others.
-            priority: priority of the request.
         """
         return LoadReservation(self, placement, QueueEntry(start_by, num_tokens, priority))
 

@@ -417,9 +417,6 @@ def make_policy(
     Args:
         name: one of NAMES.
         load: load of the nodes. The caller charges each placement to it.
-        backlogs: queue times that the nodes report.
-        prefixes: index of the nodes' prefix caches.
-        rng: source of randomness.
     """
     rng = rng or random.Random(secrets.randbits(64))  # virtual time makes `secrets` repeatable
     return _POLICIES[name](_Inputs(load, backlogs, prefixes, rng))

@@ -100,7 +100,6 @@ class PrefixIndex:
             page_size: tokens per page.
             cleared: drop all earlier events first.
             stored: pages added. Pages beyond MAX_PAGES are ignored.
-            removed: pages removed.
         Raises:
             ProtocolViolation: the page size is impossible.
         """
@@ -118,7 +117,6 @@ class PrefixIndex:
             self._nodes[address].stop_reporting()
 
     def forget(self, address: str) -> None:
-        """Drop a node that has left."""
         self._nodes.pop(address, None)
 
     def num_pages(self, address: str) -> int:
@@ -204,10 +202,12 @@ LEAST_TOKENS = 64  # minimum advantage of a hint; a shorter fetch is not worthwh
 MOST = MAX_HINTS - 1  # one less than the limit, because a decode node adds itself
 
 
-# The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
-# request at most.
 class PrefixHints:
-    """Prefix hints: other nodes with more of a prompt cached than the node that computes it."""
+    """Prefix hints: other nodes with more of a prompt cached than the node that computes it.
+
+    The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
+    request at most.
+    """
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes

@@ -106,7 +106,8 @@ class NixlAgent:
 
     def post_read(self, local: int, here: Ints, remote: int, there: Ints) -> bool:
         """Start a read of these descriptor indices. Returns True if it has already finished. CMA
-        copies inside this call."""
+        copies inside this call.
+        """
         return self._has_landed(_call(self._begin, local, here, remote, there))
 
     def read_has_landed(self) -> bool:
@@ -343,7 +344,7 @@ class NixlConnection:
         reads: ReadMap,
         late: float,
     ) -> None:
-        """Connect, and raise TransferError at `late` by time.monotonic()."""
+        """Connect. Raises TransferError if a read is not completed by `late` (time.monotonic())."""
         pool = memory.pool
         num_pages = max(remote.num_pages, pool.num_pages)
         if len(reads.parts) * num_pages > _MAX_DESCRIPTORS:
@@ -463,7 +464,7 @@ class NixlConnection:
     def _read(
         self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf
     ) -> None:
-        """Read pages. Raises TransferError at `late` by time.monotonic()."""
+        """Read pages. Raises TransferError if stopped, or at `late` (time.monotonic())."""
         if self._stopped:
             raise TransferError("the nixl connection has been stopped")
         landed = self._agent.post_read(

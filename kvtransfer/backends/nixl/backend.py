@@ -147,7 +147,7 @@ class ConsumerAgents:
             self.dismiss(consumer)
         self._thread.shutdown()
 
-    # On the thread that makes them
+    # On the thread that creates them
 
     def _make(self) -> _Made:
         made = []

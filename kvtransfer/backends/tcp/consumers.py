@@ -93,7 +93,6 @@ class TcpConsumers:
             self._threads[channel] = thread
 
     def leave(self, consumer: int, channel: TcpChannel) -> None:
-        """Remove the channel and close it."""
         with self._lock:  # otherwise `end` might shut down another file's descriptor
             del self._threads[channel]
             known = self._consumers.get(consumer)

@@ -84,7 +84,6 @@ class PublishedPages:
                 del self._counts[consumer], self._totals[consumer]
 
     def forget(self, consumer: int) -> None:
-        """Remove all publications to this consumer."""
         with self._lock:
             self._counts.pop(consumer, None)
             self._totals.pop(consumer, None)

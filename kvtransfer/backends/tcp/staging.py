@@ -56,7 +56,6 @@ class StagedMemory:
         return _StagedArrivals(self._pages, self._slots(), self._device.queue("to device"))
 
     def _slots(self) -> "list[_Slot]":
-        """Return the slots of one connection."""
         page_bytes = self._pages[FrameKind.POOL].shape[1]
         return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
 

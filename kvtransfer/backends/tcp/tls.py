@@ -83,8 +83,7 @@ class ProducerTls:
     """The producer's TLS context, for all its connections."""
 
     def __init__(self, pem: bytes, certificate: bytes) -> None:
-        """Load the certificate.
-
+        """
         Args:
             pem: private key and certificate.
             certificate: fingerprint of the certificate.

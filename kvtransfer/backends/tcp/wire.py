@@ -14,7 +14,7 @@ call. A request asks for at least one byte of a page, and at most MAX_REQUEST_BY
 Each consumer, that is, each pair stream, has its own key, which the producer's Hello carries.
 Neither a process that took over the producer's port nor any other consumer can compute the proofs.
 The consumer sends first, so that the producer can identify it on the first read. Each connection
-has another count, so that a recorded proof cannot be replayed. TLS starts after the proofs, so that
+has a new count, so that a recorded proof cannot be replayed. TLS starts after the proofs, so that
 unauthenticated callers cannot cause handshakes. The seal binds the TLS session to the consumer that
 sent the proof, so that a relayed proof is useless.
 """
