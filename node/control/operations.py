@@ -1,6 +1,6 @@
 """Commands of operators to an engine about weights, memory and profiles. Used by EngineControl."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 from common.errors import FailedPrecondition, ServingError
@@ -86,18 +86,22 @@ class MemoryCommands:
             self._memory.check(tags)
             self._paused_here |= not role.scheduler.paused
             role.scheduler.paused = True
-            here = [tag for tag in tags if tag not in self._away]
-            yield None
-            yield from self._until_unused(role)
-            if KV_CACHE in here and self._memory.isolates:
-                yield from self._isolate(role)
-                yield None  # the role handles requests for pages that came before
-                yield from self._until_unused(role)
-            for tag in here:
-                yield from awaited(self._memory.give_back(tag))
-                self._set_away(tag, away=True)
-        self._end_pause(role)
+            try:
+                yield None
+                yield from self._released([tag for tag in tags if tag not in self._away], role)
+            finally:
+                self._end_pause(role)
         yield NodeCallResult()
+
+    def _released(self, tags: Sequence[str], role: ControlledRole) -> Iterator[None]:
+        yield from self._until_unused(role)
+        if KV_CACHE in tags and self._memory.isolates:
+            yield from self._isolated()
+            yield None  # the role handles requests for pages that came before
+            yield from self._until_unused(role)
+        for tag in tags:
+            yield from awaited(self._memory.give_back(tag))
+            self._set_away(tag, away=True)
 
     def resume(self, tags: tuple[str, ...], role: ControlledRole) -> CommandSteps:
         """Allocate memory again. Tags that are not released are ignored."""
@@ -124,11 +128,10 @@ class MemoryCommands:
         while not (_is_emptied(role) and self._memory.unused):
             yield None
 
-    def _isolate(self, role: ControlledRole) -> Generator[None, None, None]:
+    def _isolated(self) -> Iterator[None]:
         try:
             yield from awaited(self._memory.isolate())
         except FailedPrecondition as error:
-            self._end_pause(role)
             raise FailedPrecondition(f"{KV_CACHE}: {error}") from error
 
     def _set_away(self, tag: str, *, away: bool) -> None:

@@ -322,7 +322,7 @@ class Cluster:
             FingerprintUnavailable: only nodes with another fingerprint are usable.
         """
         choices = [
-            choice
+            replace(choice, prefill=())
             for choice in _having(key.adapter, self._awake)
             if choice.address != source and wanted in ("", choice.address)
         ]
@@ -333,7 +333,7 @@ class Cluster:
                 else "no other decode node is ready"
             )
         picked = self._policy.pick(key, self._continuing(key.invariant_fingerprint, choices))
-        placement = replace(picked, prefill=(), uncached_tokens=0)
+        placement = replace(picked, uncached_tokens=0)
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Placed(self._clients[placement.decode], (), charge, -math.inf)

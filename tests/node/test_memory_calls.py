@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.errors import EngineFault, FailedPrecondition
+from common.errors import EngineFault, FailedPrecondition, Overloaded, ServingError
 from node.control.operations import MemoryCommands
 
 
@@ -18,6 +18,7 @@ class Memory:
     def __init__(self) -> None:
         self.unused = True
         self.isolated: Future[None] = Future()
+        self.fault: ServingError | None = None
         self.log: list[str] = []
 
     def check(self, tags: tuple[str, ...]) -> None:
@@ -31,7 +32,10 @@ class Memory:
         assert self.unused
         self.log.append(f"give back {tag}")
         done: Future[None] = Future()
-        done.set_result(None)
+        if self.fault is None:
+            done.set_result(None)
+        else:
+            done.set_exception(self.fault)
         return done
 
 
@@ -87,6 +91,14 @@ def test_a_node_that_cannot_be_isolated_continues(memory, role):
     with pytest.raises(FailedPrecondition, match=r"^kv_cache: links have not ended$"):
         turns(steps)
     assert memory.log == ["isolate"] and not role.scheduler.paused and not commands.why_paused
+
+
+def test_a_node_whose_memory_could_not_be_released_continues(memory, role):
+    commands = MemoryCommands(memory, {})
+    memory.fault = Overloaded("the driver is out of memory")
+    with pytest.raises(Overloaded, match="out of memory"):
+        turns(commands.release(("weights",), role))
+    assert not role.scheduler.paused and not commands.why_paused
 
 
 def test_a_lost_rank_ends_the_node(memory, role):

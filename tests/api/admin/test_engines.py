@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest import mock
 
 import pytest
 from grpc import StatusCode
@@ -86,6 +87,18 @@ async def test_nothing_need_be_said_but_by_web_pages(api):
     ).status == 415
     answer = json.loads((await post(port, PAUSE, b"", content_type="")).body)
     assert answer["status"] == "paused"
+
+
+async def test_a_migration_target_is_chosen_as_if_it_had_no_prefill_nodes(pair):
+    """It computes no prompt, and no policy must expect that a prefill node will have its prefix."""
+    nodes, decode = pair.router.cluster, pair.decode.address
+    await eventually(lambda: [len(choice.prefill) for choice in nodes.usable()] == [1])
+    with mock.patch.object(nodes, "_policy", wraps=nodes._policy) as policy:
+        placed = nodes.choose_target(PlacementKey([7]), "127.0.0.1:9")
+    placed.charge.close()
+    ((_, choices),) = [call.args for call in policy.pick.call_args_list]
+    assert [(choice.address, choice.prefill) for choice in choices] == [(decode, ())]
+    assert placed.decode.address == decode and not placed.prefill
 
 
 async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, router, d0, d1):
