@@ -99,10 +99,7 @@ class RequestLimiter:
 
 
 def new_request_id() -> str:
-    """Return 128 random bits in hex, unique across routers.
-
-    Not a secret: it can be guessed.
-    """
+    """Return 128 random bits in hex, unique across routers. Not a secret: it can be guessed."""
     return f"{random.getrandbits(128):032x}"
 
 

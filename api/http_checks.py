@@ -222,11 +222,9 @@ class HttpChecks:
         return client
 
     def headers(self, request: HttpRequest) -> Headers:
-        """Return headers to add to every response."""
         return self._cors.headers(request.route, request.header("origin"))
 
     def closed(self, peer: HttpPeer) -> None:
-        """Process the end of a connection."""
         self._connections.closed(peer)
 
     def _host(self, request: HttpRequest) -> web.Response | None:

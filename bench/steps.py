@@ -152,7 +152,7 @@ class SchedulingRole:
         self.finished(batch, self.scheduler.finish(batch, result))
 
     def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
-        """Record a step."""
+        """Do nothing. Subclasses may record the step."""
 
     def idle(self) -> None:
         raise AssertionError("there is work")

@@ -92,7 +92,6 @@ class MergedState:
         return whole
 
     def own(self) -> WorkerState:
-        """Return the state of this process."""
         total = self._counts()
         models = [each.state() for each in self._models]
         state = RouterState(

@@ -49,13 +49,11 @@ class WholeReply:
         self._headers = headers
 
     async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
-        """Write output of choice `index`."""
         self._add(index, piece)
 
     def offer(self, index: int, piece: OutputChunk) -> bool:
-        """Write output of choice `index` that is not its last, unless the client is slow.
-
-        Returns whether the piece was written.
+        """Write output that is not the choice's last, unless the client is slow. Return whether it
+        did.
         """
         self._add(index, piece)
         return True
@@ -65,7 +63,7 @@ class WholeReply:
         return whole(200, self._body(), headers=self._headers)
 
     def failed(self, why: ApiError) -> web.StreamResponse:
-        """Return the HTTP response after an error."""
+        """Return the response to a request that failed, possibly in the middle of a stream."""
         return why.response(self._headers)
 
 
@@ -323,7 +321,6 @@ def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
 
 
 def _ids(request_id: str, asked: EndpointCall) -> list[str]:
-    """Return the request ids of the choices, in order."""
     if len(asked.requests) == 1:
         return [request_id]
     return [f"{request_id}-{index}" for index in range(len(asked.requests))]

@@ -21,8 +21,7 @@ class HttpRequest(web.BaseRequest):
 
     @property
     def keep_alive(self) -> bool:
-        """Return whether the connection stays open after the response. aiohttp reads it when it
-        writes the head."""
+        """Return whether the connection stays open. aiohttp reads it when it writes the head."""
         return super().keep_alive and self.acceptor.reusable
 
     @property

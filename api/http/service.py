@@ -50,7 +50,6 @@ class HttpService:
         )
 
     def acceptor(self) -> HttpAcceptor:
-        """Make the HttpAcceptor of one connection."""
         return HttpAcceptor(self._shared, self._conversation, self._checks.closed)
 
     def _conversation(self, acceptor: HttpAcceptor) -> asyncio.Protocol:
@@ -168,10 +167,7 @@ _SMALL_BYTES, _MAX_SMALL = 64, 1000
 
 
 class BadRequest(Exception):
-    """An invalid request, or one beyond the limits.
-
-    Nothing after it on the connection can be read.
-    """
+    """An invalid request, or one beyond the limits. The rest of the connection cannot be read."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)

@@ -111,11 +111,7 @@ class CallForms:
 
 
 def grouped(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Group]:
-    """Group tools by the schema of their arguments.
-
-    Args:
-        tools: names, with the schemas of their arguments.
-    """
+    """Group tools, given by name and schema of their arguments, by that schema."""
     groups: dict[bytes, tuple[list[str], Mapping[str, Any]]] = {}
     for name, schema in tools:
         groups.setdefault(msgspec.json.encode(schema), ([], schema))[0].append(name)

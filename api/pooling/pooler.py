@@ -87,10 +87,7 @@ class Pooler:
                     return pooled
 
     async def _prompts(self, wanted: PoolingRequest, client: Client) -> list[Sequence[int]]:
-        """Return the token ids of the prompts.
-
-        Raise InvalidRequest or Overloaded as PromptEncoder does.
-        """
+        """Return the token ids of the prompts. Raises as PromptEncoder does."""
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
         found: list[Sequence[int]] = []

@@ -156,10 +156,8 @@ class PromptEncoder:
         return guide if form is None else tag(channels.final(form))
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt with these tokens.
-
-        Raises:
-            Overloaded: too much text waits to be detokenized.
+        """Return the text of a prompt with these tokens. Raise Overloaded if too much text waits
+        for detokenization.
         """
         match prompt:
             case TextPrompt():

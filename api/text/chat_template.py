@@ -47,11 +47,7 @@ class CallArguments(dict[str, Any]):
 
 
 def call_arguments(text: str) -> CallArguments:
-    """Return the arguments of a call.
-
-    Args:
-        text: any text. "" is an empty object.
-    """
+    """Return the arguments of a call from any text. "" is an empty object."""
     text = text or "{}"
     # A value costs more than its bytes, and the limit for the body does not count values in a text.
     if sum(map(text.count, "[{,")) > MAX_VALUES:

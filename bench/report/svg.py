@@ -84,7 +84,7 @@ class _Axis:
         return start + share * (end - start)
 
     def within(self, value: float) -> float:
-        """Return the nearest value on the axis."""
+        """Return the pixel of the nearest value on the axis."""
         if self._has_zero and value <= 0:
             return self._zero
         return self(min(max(value, self._low), self._high))

@@ -44,7 +44,7 @@ class Program:
 
     @property
     def servers(self) -> "Sequence[Program]":
-        """Return the programs whose gRPC servers run in this process."""
+        """Return the planned processes whose gRPC servers run in this one."""
         return self.nodes or (self,)
 
     @property
@@ -95,7 +95,6 @@ class RequestedModel:
         return self.served_model_name or self.model
 
     def of(self, role: str) -> RequestedNodes:
-        """Return the nodes of a role."""
         return {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
 
 

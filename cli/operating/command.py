@@ -71,7 +71,6 @@ class Operation:
 
 
 def add_drain_flags(parser: settings.ConfigArgumentParser) -> None:
-    """Add the flags of commands that drain processes."""
     parser.add_argument(
         "--dry-run", action="store_true", help="only list the steps and the reasons against them"
     )

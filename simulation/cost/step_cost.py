@@ -25,7 +25,6 @@ class ModelledTimes:
         self._kv_width = self._kv_heads * model.head_dim
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds of a step."""
         model, tokens = self._model, sum(shape.new_tokens)
         if not tokens:
             return _CPU_S
@@ -157,7 +156,6 @@ class StepCost(msgspec.Struct, frozen=True):
         )
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds of a step."""
         return self.times.step_s(shape)
 
     @property
@@ -166,7 +164,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.kv.token_bytes
 
     def num_pages(self, page_size: int) -> int:
-        """Return the number of pages that fit beside the weights."""
+        """Return the number of pages that fit in the memory that the weights leave."""
         return self.kv_capacity_tokens * self.kv.token_bytes // self.kv.page_bytes(page_size)
 
     def host_copy_s(self, num_bytes: int) -> float:

@@ -271,7 +271,7 @@ class _Served(msgspec.Struct):
 
 
 class _ProducerProcess:
-    """The producer as a program: multiprocessing would import the caller's main module."""
+    """The producer's process. multiprocessing would import the caller's main module."""
 
     def __init__(self, plan: Plan, core: int) -> None:
         numbers = (plan.page_bytes, max(plan.counts), core)
