@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def read(argument: str) -> list[RoleProgram]:
-    """Return the programs of the nodes.
+    """Parse the JSON list of nodes.
 
     Raises:
         ConfigError: simulated nodes do not support a configuration.

@@ -180,7 +180,7 @@ class Client:
 
     @property
     def number(self) -> int:
-        """Number by which nodes know the client, the same on every router."""
+        """Return the number by which nodes know the client, the same on every router."""
         return xxh3_64_intdigest(self.name.encode()) or 1
 
 

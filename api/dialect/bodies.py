@@ -137,7 +137,7 @@ def _record_in(kind: inspect.Type) -> inspect.StructType | None:
 
 
 def _records(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the nested records of a field's value, with their paths. A wrong type has none."""
+    """Yield the nested records of a field's value with their paths, none if its type is wrong."""
     match value:
         case dict():
             yield "", value

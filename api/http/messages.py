@@ -95,7 +95,7 @@ class HttpStream(web.StreamResponse):
 
     @property
     def slow(self) -> bool:
-        """True if the client leaves so much output unread that writing should pause."""
+        """Return whether the client leaves so much output unread that writing should pause."""
         return bool(self._request.protocol.writing_paused)
 
     def push(self, piece: bytes) -> None:

@@ -248,7 +248,7 @@ def _named(target: URL) -> str:
     return f"images: {target.scheme}://{target.host}"
 
 
-MAX_ENCODED_BYTES = 8 << 20  # all images of one request; as base64 they fit into its body
+MAX_ENCODED_BYTES = 8 << 20  # all images of one request. As base64 they fit into its body
 _TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
 LOW_DETAIL_TOKENS = 256
 

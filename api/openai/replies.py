@@ -88,7 +88,7 @@ class ResponseEnvelope(msgspec.Struct):
 class ResponseWriter(Protocol):
     """Writes one choice in its endpoint's format.
 
-    Pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
+    Pieces are passed in order. Either all go to `chunk`, or all to `choice`.
     """
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> msgspec.Struct | None:

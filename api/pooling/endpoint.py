@@ -146,7 +146,7 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
 
 
 async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: bool) -> bytes:
-    """Return the response body. It may have millions of numbers, so other tasks run meanwhile."""
+    """Return the response body. Yields to other tasks: there may be millions of numbers."""
     parts = []
     for index, vector in enumerate(pooled.vectors):
         encoded: Sequence[float] | str

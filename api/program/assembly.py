@@ -133,12 +133,12 @@ class RunningRouter:
 
     @property
     def cluster(self) -> Cluster:
-        """Nodes of the first model."""
+        """Return the nodes of the first model."""
         return next(iter(self.pools.values())).cluster
 
     @property
     def admission(self) -> RequestLimiter:
-        """Requests of the first model."""
+        """Return the limiter of the first model."""
         return next(iter(self.pools.values())).admission
 
     @property

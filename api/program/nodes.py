@@ -200,7 +200,7 @@ class ModelPool:
 
     @property
     def ready(self) -> bool:
-        """True if a request could be placed."""
+        """Return whether a request could be placed."""
         return self.cluster.ready if self.generates else self.pooling.ready
 
     def why_not_ready(self) -> str | None:

@@ -156,9 +156,7 @@ class PromptEncoder:
         return guide if form is None else tag(channels.final(form))
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt with these tokens. Raise Overloaded if too much text waits
-        for detokenization.
-        """
+        """Return the text of these tokens of a prompt. Raise Overloaded if too much text waits."""
         match prompt:
             case TextPrompt():
                 return prompt.text

@@ -1,7 +1,7 @@
 """Rendering of conversations with the model's chat template.
 
-A template is a program that comes with the model. It runs in jinja2's sandbox, with the helpers
-that common templates use.
+A template is code that is part of the model. It runs in jinja2's sandbox, with the helpers that
+common templates use.
 """
 
 import json

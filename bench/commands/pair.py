@@ -94,7 +94,7 @@ class ComparedPair:
 
     @property
     def shared_cores(self) -> int | None:
-        """Number of cores that all nodes of a system share, or None with CUDA devices."""
+        """Return the number of cores that all nodes of a system share. None with CUDA devices."""
         if self._options.device != "cpu" and plan.cuda_devices():
             return None
         return len(os.sched_getaffinity(0))

@@ -116,7 +116,7 @@ class LocalSystem:
 class RestartTimes:
     """Restart delays in seconds."""
 
-    first_s: float = 1.0  # delay after a crash; doubles with every further crash
+    first_s: float = 1.0  # delay after a crash. Doubles with every further crash
     longest_s: float = 30.0
     steady_s: float = 60.0  # uptime after which earlier crashes no longer count
 

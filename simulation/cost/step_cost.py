@@ -119,7 +119,7 @@ class StepCost(msgspec.Struct, frozen=True):
     Attributes:
         kv: KV of all ranks, with each head once.
         weight_bytes: weights of all ranks.
-        kv_capacity_tokens: KV tokens inside windows that fit beside the weights.
+        kv_capacity_tokens: KV tokens inside windows that fit in the memory left by the weights.
         vocabulary: number of token ids of the model.
         context_length: maximum tokens of a request.
         band: expected relative error of step_s.

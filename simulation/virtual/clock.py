@@ -1,5 +1,6 @@
-"""Virtual time and seeded random numbers instead of the host's. Only a simulation's program
-installs them, before it imports anything else."""
+"""Virtual time and seeded random numbers instead of the host's. Only the process of a simulation
+installs them, before it imports anything else.
+"""
 
 import random
 import secrets

@@ -195,7 +195,6 @@ def make_checkpoint(
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Return the properties of a checkpoint's model."""
     return open_checkpoint(directory).spec
 
 

@@ -290,11 +290,11 @@ class Cluster:
                 error.add_note(self.last_words())
             await self._end()
 
-    # The system ---------------------------------------------------------------------------------
+    # Processes.
 
     @property
     def address(self) -> str:
-        """Address of the router."""
+        """Return the router's address."""
         return self._programs[0].address
 
     @property
@@ -492,7 +492,6 @@ class Cluster:
         return response
 
     async def metric(self, name: str, **labels: str) -> float:
-        """Return a metric of the router."""
         text = (await get(self.http_port, "/metrics")).body.decode()
         of = ",".join(f'{label}="{value}"' for label, value in labels.items())
         start = f"{name}{{{of}}} " if labels else f"{name} "
@@ -538,7 +537,7 @@ class Cluster:
 
         await self.wait_until(all_have, "every node has requests")
 
-    # Requests -----------------------------------------------------------------------------------
+    # Requests.
 
     async def generate(
         self,
@@ -601,7 +600,7 @@ class Cluster:
         finally:
             call.cancel()
 
-    # Inside -------------------------------------------------------------------------------------
+    # Internals.
 
     def _node_program(self, role: str, number: int, port: int) -> Program:
         flags = self._flags[role]

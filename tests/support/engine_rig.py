@@ -354,7 +354,7 @@ class Rig:
 
     @property
     def tiers(self) -> CacheTiers:
-        """The offload tiers. The rig must have some."""
+        """Return the offload tiers. The rig must have some."""
         assert self.core.tiers is not None
         return self.core.tiers
 

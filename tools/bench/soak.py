@@ -94,7 +94,7 @@ def _of_process(place: Path) -> dict[str, float]:
 
 
 def _programs(cluster: Cluster) -> dict[str, int]:
-    """Return every process by name."""
+    """Return the pid of every process by name."""
     named = {"router": cluster.router_pid}
     for at, pid in enumerate(children_of(cluster.router_pid)):
         named[f"router's {at}"] = pid

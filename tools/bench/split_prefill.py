@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def newest(self) -> str:
-        """The newest entries as text, in milliseconds and seconds."""
+        """Return the newest entries as text, in milliseconds and seconds."""
         itl_ms = percentiles(self.itl_s[-1], 1e3)
         return (
             f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p50 {itl_ms['p50']:.1f} ms, "

@@ -25,7 +25,7 @@ class Traffic:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    num_prefixes: int = 0  # number of distinct prompt prefixes; 0: no two prompts share one
+    num_prefixes: int = 0  # number of distinct prompt prefixes. 0: no two prompts share one
     own_tokens: int = 0  # tokens of a prompt after its prefix
 
     def jobs(self, vocabulary: int, seed: int) -> list[WorkloadRequest]:

@@ -71,7 +71,7 @@ class CudaClock:
 
     @functools.cached_property
     def _flush(self) -> Tensor:
-        """Write to memory between runs, to evict the cache."""
+        """Return the buffer that is overwritten between runs, to evict the cache."""
         size = torch.cuda.get_device_properties(self._device).L2_cache_size
         return torch.empty(4 * size, dtype=torch.uint8, device=self._device)
 

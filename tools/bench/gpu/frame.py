@@ -41,7 +41,7 @@ class PartModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part. share: its share of the time of all parts. Later parts may use unused time."""
+    """A part of the measurements, with its share of their time. Later parts may use unused time."""
 
     name: str
     what: str

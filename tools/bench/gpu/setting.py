@@ -1,6 +1,6 @@
 """The setting of every part of tools/bench/gpu: device, clock, and ceilings of the machine.
 
-The dry mode is the same program on a CPU: small sizes, float32, and kernels in Triton's interpreter
+The dry mode runs the same code on a CPU: small sizes, float32, and kernels in Triton's interpreter
 (which computes bfloat16 wrongly). Its times are meaningless.
 """
 

@@ -110,7 +110,7 @@ def _row(
         "pages": count,
         "bytes": num_bytes,
         "gib_per_s": {name: round(num_bytes / _GIB / s, 3) for name, s in median.items()},
-        "cpu_s_per_gib": {  # both ends; the producer's in steps of 10 ms
+        "cpu_s_per_gib": {  # both ends. The producer's in steps of 10 ms
             name: round(s * _GIB / (num_bytes * repeats * (plan.rounds + 1)), 3)
             for name, s in cpu_seconds.items()
         },

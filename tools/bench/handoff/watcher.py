@@ -63,7 +63,7 @@ class Watched:
 
 
 class Watcher:
-    """A consumer of one prefill node. Made by `watching`. For one event loop."""
+    """A consumer of one prefill node, made by `watching`. For one event loop."""
 
     def __init__(
         self,
