@@ -128,7 +128,6 @@ class StepTimer:
         self._role.running.append(request)
 
     def _end(self, in_flight: LaunchedBatch | None) -> None:
-        """End all requests."""
         for request in self._role.running:
             self._role.scheduler.abort(request, RequestEnd(FinishReason.STOP))
         while in_flight is not None:

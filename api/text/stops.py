@@ -51,7 +51,6 @@ class Automaton:
         self._before = _by_place(graph.before, -1)
 
     def accepting(self, character: str) -> int:
-        """Return the positions that accept the character."""
         positions = self._accepting.get(character)
         if positions is None:
             if len(self._accepting) == _MAX_KNOWN:

@@ -145,7 +145,6 @@ def _of_prefill(
 
 
 def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
-    """Return the pressure of one decode node."""
     # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
     # node has no free slot.
     share = node.running / max(1, node.running + node.coming)

@@ -73,7 +73,6 @@ class ModelledTimes:
         return total
 
     def _delta_net_s(self, rows: int, tokens: int) -> float:
-        """Return the time of one delta-net."""
         net, hidden = self._model.delta_net, self._model.hidden
         products = self._product_s(tokens, net.projected // self._tp, hidden)
         products += self._product_s(tokens, hidden, net.value_heads * net.value_dim // self._tp)

@@ -268,7 +268,6 @@ def _disturbances(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]
 
 
 def _without(field: str, item: Fault | Operation, scenario: Scenario) -> Scenario:
-    """Return the scenario without one of its faults or operations."""
     left = tuple(each for each in getattr(scenario, field) if each is not item)
     return replace(scenario, **{field: left})
 

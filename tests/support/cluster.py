@@ -129,8 +129,6 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node of the cluster."""
-
     program: Program
     child: ChildProcess
     stub: Any

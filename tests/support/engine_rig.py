@@ -179,7 +179,6 @@ class Rig:
         return Rig(**{**self.given, **known, **changes})
 
     def use(self, runner: FakeRunner) -> None:
-        """Use this runner for the engine."""
         self.runner = runner
         overlap = {
             "overlap": self.config.overlap_schedule,
