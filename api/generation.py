@@ -224,6 +224,7 @@ class Dispatcher:
             client: the authenticated client. Its limits are not checked yet.
             traceparent: header from the client.
             offer: called with each piece except the last. If it returns False, `write` is called.
+
         Raises:
             ServingError: the request failed, and there is no last piece.
         """

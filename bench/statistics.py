@@ -69,6 +69,7 @@ def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
     Args:
         pairs: (value, reference value) of each repeat. Pairs with a missing value or a zero are
             left out.
+
     Returns:
         None if no pair is left.
     """
@@ -103,6 +104,7 @@ def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
     Args:
         xs: ascending, above 0.
         logs: logarithm of the ratio at each x.
+
     Returns:
         A Crossing whose `at` is linear in log x between the two neighbours, or the first x itself.
     """
@@ -134,6 +136,7 @@ def confidence(xs: Sequence[float], logs: np.ndarray, seed: int = 0) -> Confiden
 
     Args:
         logs: logarithms of the ratio, [repeats, len(xs)].
+
     Returns:
         None for fewer than three repeats, because draws from two hardly differ.
     """

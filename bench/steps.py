@@ -52,6 +52,7 @@ class StepTimer:
 
         Args:
             config: configuration for one rank. The prefix cache is not used.
+
         Raises:
             ConfigError: the model is not supported or does not fit.
         """

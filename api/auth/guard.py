@@ -52,6 +52,7 @@ class ApiKeys:
         """
         Args:
             salt_by_key: whether each key has namespaces of its own.
+
         Raises:
             ConfigError: the file cannot be used.
         """
@@ -235,6 +236,7 @@ class OperatorCheck:
 
         Args:
             authorization: value of the header. None: it is missing.
+
         Raises:
             AuthRejection: the caller is no operator. `error` has the status and the message.
         """

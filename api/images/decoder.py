@@ -160,6 +160,7 @@ def fit_of(
 
     Args:
         num_frames: number of frames of its video. 0: it is an image.
+
     Raises:
         InvalidRequest: its aspect ratio is too large, or no size has few enough tokens.
     """

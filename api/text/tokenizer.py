@@ -107,6 +107,7 @@ class RouterTokenizer:
         """
         Args:
             cores: number of concurrent encoders of longer texts. None: the cores of this process.
+
         Raises:
             ConfigError: the file is not a tokenizer.
         """

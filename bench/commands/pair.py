@@ -73,6 +73,7 @@ class ComparedPair:
 
         Args:
             node_flags: flags for every node of every system.
+
         Raises:
             InvalidInput: an option is invalid. Exits if a node would reject its flags.
         """

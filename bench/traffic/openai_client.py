@@ -120,6 +120,7 @@ class OpenAiClient:
 
         Args:
             name: a model of the server. None: its first.
+
         Raises:
             UnusableRun: the server or the model does not exist.
         """

@@ -142,6 +142,7 @@ class StepCost(msgspec.Struct, frozen=True):
 
         Args:
             gpu: name of a GPU, or a file of `baton bench steps`.
+
         Raises:
             ValueError: the GPU, the model or this number of ranks is not supported.
         """

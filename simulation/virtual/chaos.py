@@ -237,6 +237,7 @@ def reduced(
     Args:
         violations: violations of the scenario.
         broken: runs a scenario and returns its violations.
+
     Returns:
         The reduced scenario and its violations.
     """

@@ -309,6 +309,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
 
     Args:
         directory: empty directory for pools and the router's files.
+
     Raises:
         ConfigError: the nodes do not support the scenario.
     """
