@@ -174,7 +174,15 @@ class PriorityLimits:
 
 
 class Dispatcher:
-    """Runs generation requests: admission, validation, placement, response. For one event loop."""
+    """Runs generation requests: admission, validation, placement, response. For one event loop.
+
+    Args:
+        budget_s: longest total time of a request, in seconds. A request may set a shorter one.
+        queue_share: share of its budget that a request may wait in nodes' queues.
+        returns_cached_tokens: clients see the number of cached prompt tokens.
+        priorities: priorities that clients may request. By default they may only lower theirs.
+        stream_interval: default number of tokens of an event.
+    """
 
     def __init__(
         self,
@@ -189,14 +197,6 @@ class Dispatcher:
         priorities: PriorityLimits | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """
-        Args:
-            budget_s: longest total time of a request, in seconds. A request may set a shorter one.
-            queue_share: share of its budget that a request may wait in nodes' queues.
-            returns_cached_tokens: clients see the number of cached prompt tokens.
-            priorities: priorities that clients may request. By default they may only lower theirs.
-            stream_interval: default number of tokens of an event.
-        """
         self._model = model
         self._cluster = cluster
         self._admission = admission

@@ -190,17 +190,17 @@ def name_ignored(request: HttpRequest, ignored: Sequence[str]) -> None:
 
 
 class BodyReader(Generic[F]):
-    """Reader of the bodies of one endpoint."""
+    """Reader of the bodies of one endpoint.
+
+    Args:
+        fields: the record of supported fields.
+        unsupported: further known fields, with their harmless values. At least two.
+        ignore_unknown: whether to ignore unknown and unsupported fields.
+    """
 
     def __init__(
         self, fields: type[F], unsupported: Mapping[str, IgnoredFields], *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            fields: the record of supported fields.
-            unsupported: further known fields, with their harmless values. At least two.
-            ignore_unknown: whether to ignore unknown and unsupported fields.
-        """
         record, self._shape = _extended(fields, tuple(unsupported.items()))
         self._decoder: msgspec.json.Decoder[F] = msgspec.json.Decoder(record)
         self._ignore_unknown = ignore_unknown

@@ -73,7 +73,14 @@ def _error_event(why: ApiError) -> bytes:
 
 
 class StreamedReply:
-    """A response with server-sent events. Has the methods of WholeReply."""
+    """A response with server-sent events. Has the methods of WholeReply.
+
+    Args:
+        event: returns the events of each piece, given the index of its choice. Each is complete,
+            with the empty line that ends it.
+        end: returns the events after all choices have ended.
+        failure: returns the event that ends the stream after an error.
+    """
 
     def __init__(
         self,
@@ -84,13 +91,6 @@ class StreamedReply:
         headers: Headers,
         failure: Callable[[ApiError], bytes] = _error_event,
     ) -> None:
-        """
-        Args:
-            event: returns the events of each piece, given the index of its choice. Each is
-                complete, with the empty line that ends it.
-            end: returns the events after all choices have ended.
-            failure: returns the event that ends the stream after an error.
-        """
         self._event = event
         self._end = end
         self._num_left = num_choices
@@ -336,14 +336,14 @@ F = TypeVar("F", bound=msgspec.Struct)
 
 
 class PromptEndpoint:
-    """Base of HTTP handlers that use a prompt without generating, such as /tokenize."""
+    """Base of HTTP handlers that use a prompt without generating, such as /tokenize.
+
+    Args:
+        begin, names: see GenerationEndpoint.
+        budget_s: time limit of a request, in seconds.
+    """
 
     def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
-        """
-        Args:
-            begin, names: see GenerationEndpoint.
-            budget_s: time limit of a request, in seconds.
-        """
         self._begin = begin
         self._names = names
         self._budget_s = budget_s

@@ -138,7 +138,12 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
 
 
 class HttpRoutes:
-    """Handlers by path and method. Other requests get 404 or 405."""
+    """Handlers by path and method. Other requests get 404 or 405.
+
+    Args:
+        exact: handlers by path and method. GET handlers also serve HEAD.
+        below: handlers for all paths that begin with a key, which ends with "/", by method.
+    """
 
     def __init__(
         self,
@@ -146,11 +151,6 @@ class HttpRoutes:
         below: Mapping[str, Mapping[str, Handler]],
         error_body: ErrorBody,
     ) -> None:
-        """
-        Args:
-            exact: handlers by path and method. GET handlers also serve HEAD.
-            below: handlers for all paths that begin with a key, which ends with "/", by method.
-        """
         self._exact = exact
         self._below = below
         self._error_body = error_body

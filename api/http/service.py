@@ -216,7 +216,12 @@ def _too_long(max_bytes: int) -> BadRequest:
 # A handshake counts as a connection and has a deadline, so a silent client does not occupy a place
 # for long.
 class Handshake(asyncio.Protocol):
-    """A client's connection during its TLS handshake. Then an HttpAcceptor takes over."""
+    """A client's connection during its TLS handshake. Then an HttpAcceptor takes over.
+
+    Args:
+        acceptor: makes the HttpAcceptor that takes over the connection.
+        context: returns the TLS context. Called once per handshake.
+    """
 
     def __init__(
         self,
@@ -224,11 +229,6 @@ class Handshake(asyncio.Protocol):
         acceptor: Callable[[], HttpAcceptor],
         context: Callable[[], ssl.SSLContext],
     ) -> None:
-        """
-        Args:
-            acceptor: makes the HttpAcceptor that takes over the connection.
-            context: returns the TLS context. Called once per handshake.
-        """
         self.deadline = math.inf  # the event loop has its own deadline for handshakes
         self._shared = shared
         self._acceptor = acceptor

@@ -56,14 +56,14 @@ Blocks = Callable[[Forms, Sequence[Group], bool], Sequence[Block]]
 
 
 class CallForms:
-    """Builds structural tags of calls in one tool call format."""
+    """Builds structural tags of calls in one tool call format.
+
+    Args:
+        tokens: markers of this format that are special tokens. Either includes the first marker or
+            is empty.
+    """
 
     def __init__(self, made_by: "ToolFormat", tokens: Mapping[str, int]) -> None:
-        """
-        Args:
-            tokens: markers of this format that are special tokens. Either includes the first marker
-                or is empty.
-        """
         self._alone = made_by.blocks
         self._in_text = made_by.blocks_in_text or made_by.blocks
         self._marked_by_tokens = bool(tokens)

@@ -51,7 +51,12 @@ class PoolingUsage(msgspec.Struct):
 
 
 class PoolingEndpoint(Generic[F]):
-    """HTTP handler of an endpoint for embeddings or scores. For one event loop."""
+    """HTTP handler of an endpoint for embeddings or scores. For one event loop.
+
+    Args:
+        answer: called with `vectors`. Returns the response body.
+        begin, names: see GenerationEndpoint.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,6 @@ class PoolingEndpoint(Generic[F]):
         id_prefix: str,
         names: ModelNames,
     ) -> None:
-        """
-        Args:
-            answer: called with `vectors`. Returns the response body.
-            begin, names: see GenerationEndpoint.
-        """
         self._reader = reader
         self._answer = answer
         self._vectors = vectors

@@ -34,7 +34,11 @@ _MAX_TRIES = 3  # nodes that are tried for one call
 
 
 class Pooler:
-    """Runs pooling requests on prefill nodes. For one event loop."""
+    """Runs pooling requests on prefill nodes. For one event loop.
+
+    Args:
+        budget_s, queue_share: see Dispatcher.
+    """
 
     def __init__(
         self,
@@ -46,10 +50,6 @@ class Pooler:
         budget_s: float,
         queue_share: float = 1.0,
     ) -> None:
-        """
-        Args:
-            budget_s, queue_share: see Dispatcher.
-        """
         self._model = model
         self._nodes = nodes
         self._admission = admission

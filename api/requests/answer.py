@@ -175,6 +175,9 @@ class ResponseBuilder:
 
     Text is held back while a character or a stop is undecided. The last piece has the rest. Tokens
     after the one that completes a stop are discarded.
+
+    Args:
+        stops: stop strings and expressions. None: only tokens end the response.
     """
 
     def __init__(
@@ -183,10 +186,6 @@ class ResponseBuilder:
         stops: StopConditions | None,
         options: ResponseOptions,
     ) -> None:
-        """
-        Args:
-            stops: stop strings and expressions. None: only tokens end the response.
-        """
         self._detokenizer = detokenizer
         self._stops = stops
         self._options = options

@@ -151,7 +151,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
-    """A running system. Use as an async context manager. For one event loop."""
+    """A running system. Use as an async context manager. For one event loop.
+
+    Args:
+        paired: wait until the router is ready and every decode node has paired with all nodes.
+        by_file: the router reads the nodes' addresses from a file, so that they can change.
+        path: required data path of KV: "nixl", "tcp", or "auto".
+        node_flags: flags for every node, after the role's own flags.
+        flags_of: additional flags of single nodes by name, such as "decode-1".
+        tls_config: TLS of every process and of this client. Clients need no certificate.
+        with_secret: processes authenticate by a cluster secret from a file, and this client by an
+            operator's token.
+        canary_tokens: 0: nodes send no canaries, so they do only what the test requests.
+        patient: no process counts as dead or unhealthy before it has ended.
+        environment: additional environment variables of every process.
+        islands: network namespaces of nodes by node name, at most one.
+    """
 
     def __init__(
         self,
@@ -177,21 +192,6 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         islands: Mapping[str, Island] | None = None,
     ) -> None:
-        """
-        Args:
-            paired: wait until the router is ready and every decode node has paired with all nodes.
-            by_file: the router reads the nodes' addresses from a file, so that they can change.
-            path: required data path of KV: "nixl", "tcp", or "auto".
-            node_flags: flags for every node, after the role's own flags.
-            flags_of: additional flags of single nodes by name, such as "decode-1".
-            tls_config: TLS of every process and of this client. Clients need no certificate.
-            with_secret: processes authenticate by a cluster secret from a file, and this client by
-                an operator's token.
-            canary_tokens: 0: nodes send no canaries, so they do only what the test requests.
-            patient: no process counts as dead or unhealthy before it has ended.
-            environment: additional environment variables of every process.
-            islands: network namespaces of nodes by node name, at most one.
-        """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
         self.secret_file = logs / "secret" if with_secret else None

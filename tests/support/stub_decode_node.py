@@ -406,13 +406,13 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
 
 class Metronome:
-    """A stub that responds on its own: every `step_s`, one Step with one token per live request."""
+    """A stub that responds on its own: every `step_s`, one Step with one token per live request.
+
+    Args:
+        num_tokens: length of every response.
+    """
 
     def __init__(self, token: int, num_tokens: int, step_s: float, *, port: int = 0) -> None:
-        """
-        Args:
-            num_tokens: length of every response.
-        """
         self.node = StubDecodeNode(port=port, on_submit=self._begin)
         self._token = token
         self._num_tokens = num_tokens
