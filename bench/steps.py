@@ -45,17 +45,15 @@ class StepTimer:
 
     Decode steps overlap as configured, so their time is the interval between two steps. Steps with
     prompts do not overlap, so their time includes the scheduler's.
+
+    Args:
+        config: configuration for one rank. The prefix cache is not used.
+
+    Raises:
+        ConfigError: the model is not supported or does not fit.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model.
-
-        Args:
-            config: configuration for one rank. The prefix cache is not used.
-
-        Raises:
-            ConfigError: the model is not supported or does not fit.
-        """
         if config.parallel.num_ranks > 1 or config.parallel.dp > 1:
             raise ConfigError("engine.parallel: steps of one rank can be timed, not of several")
         if config.speculative.method != "none":

@@ -67,12 +67,15 @@ class Spent:
 
 
 class DecodeEngine:
-    """A running batch of requests of one length in an engine. `run` executes its steps."""
+    """A running batch of requests of one length in an engine. `run` executes its steps.
+
+    Args:
+        context: tokens of each request when its first step begins.
+    """
 
     def __init__(
         self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, way: Way
     ) -> None:
-        """Create the batch. context: tokens of each request when its first step begins."""
         longest = context + 1024
         spec, tables = model.spec, pool.layout.tables
         config = SchedulerConfig(max_running_requests=batch, max_queued_requests=batch)
