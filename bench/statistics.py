@@ -14,8 +14,10 @@ _RESAMPLES = 2000
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile: at least `share` of the values are not above it. 0 if
-    empty."""
+    """Return the nearest-rank percentile: at least `share` of the values are not above it.
+
+    0 if there are no values.
+    """
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -39,8 +41,10 @@ def distribution(values: Iterable[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The ratio of two systems: geometric mean over paired repeats with its 95 % confidence
-    interval (Student's t on logarithms)."""
+    """The ratio of two systems: geometric mean over paired repeats.
+
+    `low` and `high` are its 95 % confidence interval (Student's t on logarithms).
+    """
 
     mean: float
     low: float | None  # None: a single repeat has no interval

@@ -42,8 +42,7 @@ def read(argument: str) -> list[RoleProgram]:
 
 
 class KeptNode:
-    """A node that is restarted when it ends without a signal to this process, as `baton up`
-    restarts processes."""
+    """A node that is restarted when it ends, as by `baton up`, unless this process got a signal."""
 
     def __init__(self, program: RoleProgram) -> None:
         self._program = program

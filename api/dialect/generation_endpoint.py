@@ -52,9 +52,7 @@ class WholeReply:
         self._add(index, piece)
 
     def offer(self, index: int, piece: OutputChunk) -> bool:
-        """Write output that is not the choice's last, unless the client is slow. Return whether it
-        did.
-        """
+        """Write output other than the last, unless the client is slow. Return whether it did."""
         self._add(index, piece)
         return True
 

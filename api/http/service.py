@@ -352,8 +352,10 @@ class HttpServer:
         return bound
 
     def stop_listening(self) -> None:
-        """Stop accepting connections, except those that the kernel has completed already. If
-        processes share a port, the clients of these connections cannot know that this one stops."""
+        """Stop accepting connections, except those that the kernel has completed already.
+
+        If processes share a port, the clients of these connections cannot know that this one stops.
+        """
         if self._listener is None:
             return
         copies = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]

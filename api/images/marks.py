@@ -1,5 +1,4 @@
-"""Image and video placeholders in a rendered prompt, for models whose chat template writes other
-ones than the model needs."""
+"""Placeholders of images and videos, if the chat template writes others than the model needs."""
 
 from collections.abc import Sequence
 from typing import TypeAlias

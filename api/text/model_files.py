@@ -40,9 +40,7 @@ class PoolingFiles:
 
 
 def pooling_files(read: Callable[[str], Any], config: dict[str, Any]) -> PoolingFiles:
-    """Return a checkpoint's pooling configuration. `read`: returns a file's JSON, None without a
-    file.
-    """
+    """Return a checkpoint's pooling configuration. `read` returns a file's JSON, or None."""
     modules = read("modules.json")
     kinds, unsupported = [], ""
     path = "1_Pooling"

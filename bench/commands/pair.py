@@ -1,5 +1,4 @@
-"""Shared parts of `compare` and `break-even`: the systems of one machine, their flags, their
-order."""
+"""Shared parts of `compare` and `break-even`: one machine's systems, their flags and order."""
 
 import argparse
 import json

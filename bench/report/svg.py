@@ -45,8 +45,10 @@ class Plot:
 
 
 class _Axis:
-    """Converts values to pixels. A logarithmic axis has a place for zero, below all others and not
-    to scale, if a value is zero."""
+    """Converts values to pixels.
+
+    A logarithmic axis has a place for zero, below all others and not to scale, if a value is zero.
+    """
 
     def __init__(
         self, values: Sequence[float], pixels: tuple[float, float], *, log: bool, zero: bool

@@ -350,8 +350,10 @@ class _Window:
         }
 
     def mean(self, role: str) -> float:
-        """Return the mean pressure over time. One look counts for at most _MOST, so that a short
-        peak does not press a role."""
+        """Return the mean pressure over time.
+
+        One look counts for at most _MOST, so that a short peak does not press a role.
+        """
         return fmean(min(each, _MOST) for each in self._pressures[role])
 
     def most_without_one(self, role: str) -> float:

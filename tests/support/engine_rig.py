@@ -272,8 +272,7 @@ class Rig:
         self.scheduler.kept.slots = 0
 
     def note_pages(self) -> None:
-        """Record the pages that running requests write, including pages granted after their
-        admission."""
+        """Record the pages that running requests write, including pages granted after admission."""
         for request in self.requests.values():
             if request.slot is not None:
                 pages = self.table.pages_of(request.slot).tolist()
@@ -331,8 +330,10 @@ class Rig:
             assert (reported, ended) == (tokens, reason)
 
     def complete(self, *requests: Request) -> None:
-        """Run until every request has ended. Check that these, or all, ended as expected, and that
-        nothing is left."""
+        """Run until every request has ended.
+
+        Check that these, or all, ended as expected, and that nothing is left.
+        """
         self.run()
         self.check_answers(*requests)
         self.assert_at_rest()

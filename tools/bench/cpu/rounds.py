@@ -131,8 +131,7 @@ async def measured(
 
 
 def _seed(seed: int, number: int, place: int) -> int:
-    """Return the seed of a traffic's prompts in a round, so that none is cached. Prefixes have
-    0."""
+    """Return the seed of a traffic's prompts in a round. Never 0, the seed of the prefixes."""
     return 1 + 100_000 * seed + 100 * number + place
 
 

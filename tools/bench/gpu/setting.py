@@ -56,8 +56,10 @@ class Setting:
 
     @classmethod
     def make(cls, ceilings: Ceilings, *, dry: bool) -> "Setting":
-        """Make a setting without using the device, because a process that has used it must not be
-        forked."""
+        """Make a setting without using the device.
+
+        A process that has used it must not be forked.
+        """
         torch.manual_seed(0)
         if dry:
             torch.set_num_threads(1)

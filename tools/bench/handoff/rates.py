@@ -48,8 +48,10 @@ class Plan:
 
 
 def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return one row per number of pages, and the goals. Raises TransferError if a path is
-    missing."""
+    """Return one row per number of pages, and the goals.
+
+    Raises TransferError if a path is missing.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as exits:
         producer = _ProducerProcess(plan, core=cores[-1])

@@ -118,8 +118,7 @@ class DecodeEngine:
         return self._runner.spent
 
     def idle_share(self) -> float:
-        """Return the share of device time between steps, from the first step's start to the last
-        one's end."""
+        """Return the idle share of device time from the first step's start to the last's end."""
         return self._stream.idle_share()
 
     def tokens(self) -> NDArray[np.int32]:
