@@ -99,10 +99,7 @@ class RequestLimiter:
 
 
 def new_request_id() -> str:
-    """Return 128 random bits in hex, unique across routers.
-
-    Not a secret: it can be guessed.
-    """
+    """Return 128 random bits in hex, unique across routers. Not a secret: it can be guessed."""
     return f"{random.getrandbits(128):032x}"
 
 
@@ -177,7 +174,15 @@ class PriorityLimits:
 
 
 class Dispatcher:
-    """Runs generation requests: admission, validation, placement, response. For one event loop."""
+    """Runs generation requests: admission, validation, placement, response. For one event loop.
+
+    Args:
+        budget_s: longest total time of a request, in seconds. A request may set a shorter one.
+        queue_share: share of its budget that a request may wait in nodes' queues.
+        returns_cached_tokens: clients see the number of cached prompt tokens.
+        priorities: priorities that clients may request. By default they may only lower theirs.
+        stream_interval: default number of tokens of an event.
+    """
 
     def __init__(
         self,
@@ -192,14 +197,6 @@ class Dispatcher:
         priorities: PriorityLimits | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """
-        Args:
-            budget_s: longest total time of a request, in seconds. A request may set a shorter one.
-            queue_share: share of its budget that a request may wait in nodes' queues.
-            returns_cached_tokens: clients see the number of cached prompt tokens.
-            priorities: priorities that clients may request. By default they may only lower theirs.
-            stream_interval: default number of tokens of an event.
-        """
         self._model = model
         self._cluster = cluster
         self._admission = admission
@@ -227,6 +224,7 @@ class Dispatcher:
             client: the authenticated client. Its limits are not checked yet.
             traceparent: header from the client.
             offer: called with each piece except the last. If it returns False, `write` is called.
+
         Raises:
             ServingError: the request failed, and there is no last piece.
         """

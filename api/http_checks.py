@@ -92,13 +92,15 @@ _REMEMBERED = 256  # hosts in the cache: nearly all requests send the same few
 # the response. The browser still sends the site's name in Host, and a page cannot change that
 # header.
 class AllowedHosts:
+    """Check of a request's Host header.
+
+    Args:
+        listens_on: hosts are checked if this is loopback or `allowed` is not empty. On other
+            addresses, browsers may use any name of the machine, and not all names are known.
+        allowed: further names and addresses, in lower case.
+    """
+
     def __init__(self, listens_on: str, allowed: Sequence[str]) -> None:
-        """
-        Args:
-            listens_on: hosts are checked if this is loopback or `allowed` is not empty. On other
-                addresses, browsers may use any name of the machine, and not all names are known.
-            allowed: further names and addresses, in lower case.
-        """
         self._checks = bool(allowed) or is_loopback(listens_on)
         self._allowed = frozenset({_LOCALHOST, listens_on.lower(), *allowed})
         self.refusal = lru_cache(maxsize=_REMEMBERED)(self._refusal)
@@ -222,11 +224,9 @@ class HttpChecks:
         return client
 
     def headers(self, request: HttpRequest) -> Headers:
-        """Return headers to add to every response."""
         return self._cors.headers(request.route, request.header("origin"))
 
     def closed(self, peer: HttpPeer) -> None:
-        """Process the end of a connection."""
         self._connections.closed(peer)
 
     def _host(self, request: HttpRequest) -> web.Response | None:

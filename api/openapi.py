@@ -358,11 +358,7 @@ def document(version: str) -> Schema:
 
 
 def _described(operation: _Operation, schemas: Mapping[Record, Schema]) -> Schema:
-    """Return the description of an operation.
-
-    Args:
-        schemas: by record.
-    """
+    """Return the OpenAPI object of an operation. `schemas`: the schema of each record."""
     body: Schema = {}
     if operation.fields is not None:
         schema = schemas[operation.fields]

@@ -1,4 +1,4 @@
 """The load generator `baton bench`: measures OpenAI-compatible servers, and writes a report.
 
-Speaks HTTP to servers, and starts systems as `baton up` does. Imports no router and no node.
+It calls servers over HTTP, and starts systems as `baton up` does. Imports no router and no node.
 """

@@ -14,8 +14,10 @@ _RESAMPLES = 2000
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile: at least `share` of the values are not above it. 0 if
-    empty."""
+    """Return the nearest-rank percentile: at least `share` of the values are not above it.
+
+    0 if there are no values.
+    """
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -39,8 +41,10 @@ def distribution(values: Iterable[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The ratio of two systems: geometric mean over paired repeats with its 95 % confidence
-    interval (Student's t on logarithms)."""
+    """The ratio of two systems: geometric mean over paired repeats.
+
+    `low` and `high` are its 95 % confidence interval (Student's t on logarithms).
+    """
 
     mean: float
     low: float | None  # None: a single repeat has no interval
@@ -69,6 +73,7 @@ def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
     Args:
         pairs: (value, reference value) of each repeat. Pairs with a missing value or a zero are
             left out.
+
     Returns:
         None if no pair is left.
     """
@@ -103,6 +108,7 @@ def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
     Args:
         xs: ascending, above 0.
         logs: logarithm of the ratio at each x.
+
     Returns:
         A Crossing whose `at` is linear in log x between the two neighbours, or the first x itself.
     """
@@ -134,6 +140,7 @@ def confidence(xs: Sequence[float], logs: np.ndarray, seed: int = 0) -> Confiden
 
     Args:
         logs: logarithms of the ratio, [repeats, len(xs)].
+
     Returns:
         None for fewer than three repeats, because draws from two hardly differ.
     """

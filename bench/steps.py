@@ -45,16 +45,15 @@ class StepTimer:
 
     Decode steps overlap as configured, so their time is the interval between two steps. Steps with
     prompts do not overlap, so their time includes the scheduler's.
+
+    Args:
+        config: configuration for one rank. The prefix cache is not used.
+
+    Raises:
+        ConfigError: the model is not supported or does not fit.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model.
-
-        Args:
-            config: configuration for one rank. The prefix cache is not used.
-        Raises:
-            ConfigError: the model is not supported or does not fit.
-        """
         if config.parallel.num_ranks > 1 or config.parallel.dp > 1:
             raise ConfigError("engine.parallel: steps of one rank can be timed, not of several")
         if config.speculative.method != "none":
@@ -128,7 +127,6 @@ class StepTimer:
         self._role.running.append(request)
 
     def _end(self, in_flight: LaunchedBatch | None) -> None:
-        """End all requests."""
         for request in self._role.running:
             self._role.scheduler.abort(request, RequestEnd(FinishReason.STOP))
         while in_flight is not None:
@@ -152,7 +150,7 @@ class SchedulingRole:
         self.finished(batch, self.scheduler.finish(batch, result))
 
     def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
-        """Record a step."""
+        """Do nothing. Subclasses may record the step."""
 
     def idle(self) -> None:
         raise AssertionError("there is work")

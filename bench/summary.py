@@ -166,7 +166,6 @@ class RunWarning:
 
 
 def warnings(name: str, run: LoadRun, stats: dict[str, Any]) -> list[RunWarning]:
-    """Return the warnings about the run with this name."""
     found = []
 
     def warn(kind: str, weight: float, text: str) -> None:

@@ -150,8 +150,8 @@ def abba(
 ) -> list[tuple[ComparedSystem, list[int]]]:
     """Return the order of systems and their repeats: forwards, backwards, and so on.
 
-    So a gradual slowdown of the machine affects all systems alike. A system that comes twice in a
-    row is one block, and is started only once.
+    So a gradual slowdown of the machine affects all systems equally. Two adjacent runs of one
+    system are one block, for which it is started only once.
     """
     blocks: list[tuple[ComparedSystem, list[int]]] = []
     for repeat in range(repeats):

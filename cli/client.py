@@ -168,7 +168,6 @@ def tls_config(options: argparse.Namespace) -> TlsConfig:
 
 
 def add_secret_flag(parser: argparse._ActionsContainer) -> None:
-    """Add the flag of the operator's credential."""
     parser.add_argument(
         "--secret-file",
         type=Path,

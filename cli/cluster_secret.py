@@ -1,5 +1,4 @@
-"""`baton cluster-secret`: creates a cluster secret, or derives a key or token from the current
-one."""
+"""`baton cluster-secret`: creates a cluster secret, or derives a key or token from one."""
 
 import argparse
 import json

@@ -27,7 +27,6 @@ def parser() -> ConfigArgumentParser:
 
 
 def command_parser(name: str, command: CliCommand) -> argparse.ArgumentParser:
-    """Return the parser of a command."""
     if command.record:
         return parser_of(getattr(config, command.record), f"baton {name}")
     package = f"{command.module}.__main__"
@@ -42,10 +41,7 @@ def _is_package(module: str) -> bool:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return one parser for all commands.
-
-    Commands whose packages are not installed have no flags.
-    """
+    """Return one parser for all commands. Those whose packages are not installed have no flags."""
     root = argparse.ArgumentParser(prog="baton", allow_abbrev=False)
     root.add_argument("--version", action="store_true", help="print the version")
     words = root.add_subparsers()

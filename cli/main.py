@@ -1,7 +1,7 @@
 """The `baton` command. It replaces itself with the process of the command that its words name.
 
-Imports none of the commands, and starts none if another distribution has overwritten a package of
-Baton.
+It imports none of the commands. It starts none if another distribution has overwritten one of
+Baton's packages.
 """
 
 import difflib

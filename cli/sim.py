@@ -43,9 +43,9 @@ def parser() -> ConfigArgumentParser:
 
 
 def main() -> int:
-    """Replace this process with the simulation's program.
+    """Replace this process with the simulation.
 
-    That program replaces the clocks before it imports the modules that read them.
+    The simulation replaces the clocks before it imports the modules that read them.
     """
     given = parser()
     options = given.parse_args()

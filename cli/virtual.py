@@ -1,4 +1,4 @@
-"""The program of `baton sim`: a run in virtual time, with an optional planner."""
+"""The process of `baton sim`: a run in virtual time, with an optional planner."""
 
 import sys
 from importlib import import_module

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def read(argument: str) -> list[RoleProgram]:
-    """Return the programs of the nodes.
+    """Parse the JSON list of nodes.
 
     Raises:
         ConfigError: simulated nodes do not support a configuration.
@@ -42,8 +42,7 @@ def read(argument: str) -> list[RoleProgram]:
 
 
 class KeptNode:
-    """A node that is restarted when it ends without a signal to this process, as `baton up`
-    restarts processes."""
+    """A node that is restarted when it ends, as by `baton up`, unless this process got a signal."""
 
     def __init__(self, program: RoleProgram) -> None:
         self._program = program

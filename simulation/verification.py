@@ -108,6 +108,7 @@ def verify(
     Args:
         count: number of layouts. The best of each kind are always included.
         limit_s: seconds after which runs are ended.
+
     Raises:
         ValueError: a run failed.
     """

@@ -39,7 +39,7 @@ class EventHistory(msgspec.Struct, frozen=True):
     outcome: str
     error: str
     arrived: float  # time.monotonic(), which all processes of a host share
-    ended: float  # time.monotonic(); 0.0: still running
+    ended: float  # time.monotonic(). 0.0: still running
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int

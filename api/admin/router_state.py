@@ -62,6 +62,10 @@ class MergedState:
 
     Attributes:
         recent: requests of this process in the last minute. The caller runs it.
+
+    Args:
+        counts: returns the counts of all requests since the process started.
+        began: start time of the router, by time.monotonic().
     """
 
     def __init__(
@@ -71,11 +75,6 @@ class MergedState:
         other_processes: OtherProcesses,
         began: float,
     ) -> None:
-        """
-        Args:
-            counts: returns the counts of all requests since the process started.
-            began: start time of the router, by time.monotonic().
-        """
         self.began = began
         self.recent = RecentRequests(counts)
         self._models = models
@@ -92,7 +91,6 @@ class MergedState:
         return whole
 
     def own(self) -> WorkerState:
-        """Return the state of this process."""
         total = self._counts()
         models = [each.state() for each in self._models]
         state = RouterState(

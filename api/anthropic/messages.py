@@ -216,7 +216,6 @@ class _Message:
 
 
 def _stop_sequence(last: FinalChunk) -> str | None:
-    """Return the stop sequence that ended a response."""
     return last.stop_reason if isinstance(last.stop_reason, str) else None
 
 

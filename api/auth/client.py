@@ -38,7 +38,6 @@ class TokenBucket:
 
     @property
     def remaining(self) -> int:
-        """Return the number of items that could be taken now."""
         return max(self.per_minute - -(-self._lacking() // _MINUTE_NS), 0)
 
     @property
@@ -128,10 +127,7 @@ class KeyUsage:
         self.num_prompt_tokens += num_tokens
 
     def generated(self, num_tokens: int) -> None:
-        """Count tokens of a running response.
-
-        It continues even if it exceeds the limit. The next request waits.
-        """
+        """Count tokens of a running response, which continues even if it exceeds the limit."""
         if self._tokens is not None:
             self._tokens.take(num_tokens)
         self.num_generated_tokens += num_tokens
@@ -184,7 +180,7 @@ class Client:
 
     @property
     def number(self) -> int:
-        """Number by which nodes know the client, the same on every router."""
+        """Return the number by which nodes know the client, the same on every router."""
         return xxh3_64_intdigest(self.name.encode()) or 1
 
 

@@ -40,7 +40,7 @@ class FairShares:
         return self._held.get(name, 0)
 
     def largest(self) -> str:
-        """Return the client that holds the most places. Requires at least one holder."""
+        """Return the client that holds the most places. There must be one."""
         return max(self._held, key=self._held.__getitem__)
 
     def may_take(self, name: str, weight: float) -> bool:

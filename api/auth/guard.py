@@ -46,15 +46,15 @@ class ApiKeys:
     """Clients by API key, from a file that is reloaded when it changes. For one event loop.
 
     A key that is removed from the file is rejected from then on. Its running requests continue.
+
+    Args:
+        salt_by_key: whether each key has namespaces of its own.
+
+    Raises:
+        ConfigError: the file cannot be used.
     """
 
     def __init__(self, file: Path, *, salt_by_key: bool = False) -> None:
-        """
-        Args:
-            salt_by_key: whether each key has namespaces of its own.
-        Raises:
-            ConfigError: the file cannot be used.
-        """
         self._files = WatchedFiles(
             [file], lambda: _read(file), what="API keys", setting="--api-keys"
         )
@@ -235,6 +235,7 @@ class OperatorCheck:
 
         Args:
             authorization: value of the header. None: it is missing.
+
         Raises:
             AuthRejection: the caller is no operator. `error` has the status and the message.
         """

@@ -137,10 +137,7 @@ def _record_in(kind: inspect.Type) -> inspect.StructType | None:
 
 
 def _records(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the nested records of a field's value, with their paths.
-
-    A value of a wrong type has none.
-    """
+    """Yield the nested records of a field's value with their paths, none if its type is wrong."""
     match value:
         case dict():
             yield "", value
@@ -193,17 +190,17 @@ def name_ignored(request: HttpRequest, ignored: Sequence[str]) -> None:
 
 
 class BodyReader(Generic[F]):
-    """Reader of the bodies of one endpoint."""
+    """Reader of the bodies of one endpoint.
+
+    Args:
+        fields: the record of supported fields.
+        unsupported: further known fields, with their harmless values. At least two.
+        ignore_unknown: whether to ignore unknown and unsupported fields.
+    """
 
     def __init__(
         self, fields: type[F], unsupported: Mapping[str, IgnoredFields], *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            fields: the record of supported fields.
-            unsupported: further known fields, with their harmless values. At least two.
-            ignore_unknown: whether to ignore unknown and unsupported fields.
-        """
         record, self._shape = _extended(fields, tuple(unsupported.items()))
         self._decoder: msgspec.json.Decoder[F] = msgspec.json.Decoder(record)
         self._ignore_unknown = ignore_unknown

@@ -49,14 +49,10 @@ class WholeReply:
         self._headers = headers
 
     async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
-        """Write output of choice `index`."""
         self._add(index, piece)
 
     def offer(self, index: int, piece: OutputChunk) -> bool:
-        """Write output of choice `index` that is not its last, unless the client is slow.
-
-        Returns whether the piece was written.
-        """
+        """Write output other than the last, unless the client is slow. Return whether it did."""
         self._add(index, piece)
         return True
 
@@ -65,7 +61,7 @@ class WholeReply:
         return whole(200, self._body(), headers=self._headers)
 
     def failed(self, why: ApiError) -> web.StreamResponse:
-        """Return the HTTP response after an error."""
+        """Return the response to a request that failed, possibly in the middle of a stream."""
         return why.response(self._headers)
 
 
@@ -75,7 +71,14 @@ def _error_event(why: ApiError) -> bytes:
 
 
 class StreamedReply:
-    """A response with server-sent events. Has the methods of WholeReply."""
+    """A response with server-sent events. Has the methods of WholeReply.
+
+    Args:
+        event: returns the events of each piece, given the index of its choice. Each is complete,
+            with the empty line that ends it.
+        end: returns the events after all choices have ended.
+        failure: returns the event that ends the stream after an error.
+    """
 
     def __init__(
         self,
@@ -86,13 +89,6 @@ class StreamedReply:
         headers: Headers,
         failure: Callable[[ApiError], bytes] = _error_event,
     ) -> None:
-        """
-        Args:
-            event: returns the events of each piece, given the index of its choice. Each is
-                complete, with the empty line that ends it.
-            end: returns the events after all choices have ended.
-            failure: returns the event that ends the stream after an error.
-        """
         self._event = event
         self._end = end
         self._num_left = num_choices
@@ -323,7 +319,6 @@ def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
 
 
 def _ids(request_id: str, asked: EndpointCall) -> list[str]:
-    """Return the request ids of the choices, in order."""
     if len(asked.requests) == 1:
         return [request_id]
     return [f"{request_id}-{index}" for index in range(len(asked.requests))]
@@ -339,14 +334,14 @@ F = TypeVar("F", bound=msgspec.Struct)
 
 
 class PromptEndpoint:
-    """Base of HTTP handlers that use a prompt without generating, such as /tokenize."""
+    """Base of HTTP handlers that use a prompt without generating, such as /tokenize.
+
+    Args:
+        begin, names: see GenerationEndpoint.
+        budget_s: time limit of a request, in seconds.
+    """
 
     def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
-        """
-        Args:
-            begin, names: see GenerationEndpoint.
-            budget_s: time limit of a request, in seconds.
-        """
         self._begin = begin
         self._names = names
         self._budget_s = budget_s

@@ -105,6 +105,7 @@ class AllModelNames:
 
         Args:
             name: a model or one of its adapters. None: the only model.
+
         Raises:
             ApiError: there is no such model, several models have an adapter with this name, or the
                 name is missing and there are several models.

@@ -86,7 +86,13 @@ ANTHROPIC = Words(
 
 
 class ApiError(Exception):
-    """An error response, or the end of a response that has already begun."""
+    """An error response, or the end of a response that has already begun.
+
+    Args:
+        param: the invalid field of the request.
+        code: machine-readable error code.
+        retry_after_s: seconds until a retry. None: the default of the status.
+    """
 
     words = OPENAI
 
@@ -99,12 +105,6 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """
-        Args:
-            param: the invalid field of the request.
-            code: machine-readable error code.
-            retry_after_s: seconds until a retry. None: the default of the status.
-        """
         super().__init__(cut(message))
         self.status = status
         self.param = param

@@ -30,7 +30,6 @@ from protos.sampling_pb2 import Logprobs
 
 
 def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateResponse:
-    """Convert a piece of a response to a message."""
     more = _end(piece) if isinstance(piece, FinalChunk) else {}
     if (states := piece.states) is not None:
         more |= {
@@ -124,10 +123,7 @@ class InferenceService:
         self._budget_s = budget_s
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
-        """Stream the response to one prompt.
-
-        Cancelling the call cancels the request on every node.
-        """
+        """Stream the response to one prompt. Cancelling the call cancels it on every node."""
 
         with self._begun(context) as client:
             key, request_id = _metadata(context, "idempotency-key"), new_request_id()
@@ -227,11 +223,7 @@ class InferenceService:
         )
 
     def _offer(self, tools: Sequence[Any]) -> ToolOffer:
-        """Return the offer of these tools.
-
-        Raises:
-            InvalidRequest: the model's tool call format is unknown.
-        """
+        """Return the offer of these tools. Raise InvalidRequest if their call format is unknown."""
         if tools and self._model.speech.tools == NONE:
             raise InvalidRequest("messages.tools: the tool call format of this model is unknown")
         return optional(tools)

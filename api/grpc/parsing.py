@@ -37,10 +37,7 @@ from protos.router_pb2 import (
 
 
 def from_request(request: GenerateRequest) -> GenerateParams:
-    """Parse a generation request.
-
-    Raise InvalidRequest if tools or settings are not JSON objects.
-    """
+    """Parse a generation request. Raise InvalidRequest if tools or settings are no JSON objects."""
     together = RequestGroup.of([from_prompt(request)])
     return GenerateParams(
         prompt=together.prompts[0],

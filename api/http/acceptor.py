@@ -127,6 +127,10 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     """A protocol for the event loop, and a transport for aiohttp.
 
     uvloop, like asyncio, sets TCP_NODELAY on every TCP socket it accepts.
+
+    Args:
+        make_inside: makes the aiohttp protocol that uses this object as its transport.
+        on_closed: called after the connection has ended.
     """
 
     def __init__(
@@ -135,11 +139,6 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         make_inside: Callable[["HttpAcceptor"], asyncio.Protocol],
         on_closed: Callable[[HttpPeer], None],
     ) -> None:
-        """
-        Args:
-            make_inside: makes the aiohttp protocol that uses this object as its transport.
-            on_closed: called after the connection has ended.
-        """
         super().__init__()
         self.deadline = math.inf
         self.peer = UNKNOWN_PEER

@@ -21,8 +21,7 @@ class HttpRequest(web.BaseRequest):
 
     @property
     def keep_alive(self) -> bool:
-        """Return whether the connection stays open after the response. aiohttp reads it when it
-        writes the head."""
+        """Return whether the connection stays open. aiohttp reads it when it writes the head."""
         return super().keep_alive and self.acceptor.reusable
 
     @property
@@ -96,7 +95,7 @@ class HttpStream(web.StreamResponse):
 
     @property
     def slow(self) -> bool:
-        """True if the client leaves so much output unread that writing should pause."""
+        """Return whether the client leaves so much output unread that writing should pause."""
         return bool(self._request.protocol.writing_paused)
 
     def push(self, piece: bytes) -> None:
@@ -139,7 +138,12 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
 
 
 class HttpRoutes:
-    """Handlers by path and method. Other requests get 404 or 405."""
+    """Handlers by path and method. Other requests get 404 or 405.
+
+    Args:
+        exact: handlers by path and method. GET handlers also serve HEAD.
+        below: handlers for all paths that begin with a key, which ends with "/", by method.
+    """
 
     def __init__(
         self,
@@ -147,11 +151,6 @@ class HttpRoutes:
         below: Mapping[str, Mapping[str, Handler]],
         error_body: ErrorBody,
     ) -> None:
-        """
-        Args:
-            exact: handlers by path and method. GET handlers also serve HEAD.
-            below: handlers for all paths that begin with a key, which ends with "/", by method.
-        """
         self._exact = exact
         self._below = below
         self._error_body = error_body

@@ -50,7 +50,6 @@ class HttpService:
         )
 
     def acceptor(self) -> HttpAcceptor:
-        """Make the HttpAcceptor of one connection."""
         return HttpAcceptor(self._shared, self._conversation, self._checks.closed)
 
     def _conversation(self, acceptor: HttpAcceptor) -> asyncio.Protocol:
@@ -168,10 +167,7 @@ _SMALL_BYTES, _MAX_SMALL = 64, 1000
 
 
 class BadRequest(Exception):
-    """An invalid request, or one beyond the limits.
-
-    Nothing after it on the connection can be read.
-    """
+    """An invalid request, or one beyond the limits. The rest of the connection cannot be read."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -220,7 +216,12 @@ def _too_long(max_bytes: int) -> BadRequest:
 # A handshake counts as a connection and has a deadline, so a silent client does not occupy a place
 # for long.
 class Handshake(asyncio.Protocol):
-    """A client's connection during its TLS handshake. Then an HttpAcceptor takes over."""
+    """A client's connection during its TLS handshake. Then an HttpAcceptor takes over.
+
+    Args:
+        acceptor: makes the HttpAcceptor that takes over the connection.
+        context: returns the TLS context. Called once per handshake.
+    """
 
     def __init__(
         self,
@@ -228,11 +229,6 @@ class Handshake(asyncio.Protocol):
         acceptor: Callable[[], HttpAcceptor],
         context: Callable[[], ssl.SSLContext],
     ) -> None:
-        """
-        Args:
-            acceptor: makes the HttpAcceptor that takes over the connection.
-            context: returns the TLS context. Called once per handshake.
-        """
         self.deadline = math.inf  # the event loop has its own deadline for handshakes
         self._shared = shared
         self._acceptor = acceptor
@@ -356,8 +352,10 @@ class HttpServer:
         return bound
 
     def stop_listening(self) -> None:
-        """Stop accepting connections, except those that the kernel has completed already. If
-        processes share a port, the clients of these connections cannot know that this one stops."""
+        """Stop accepting connections, except those that the kernel has completed already.
+
+        If processes share a port, the clients of these connections cannot know that this one stops.
+        """
         if self._listener is None:
             return
         copies = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]

@@ -23,7 +23,7 @@ from common.model_directory import AreaSize, ClipSize, SquareSize, StretchedSize
 from common.process import helper
 
 # Limits of stored pixels. Worst cases of decoding, in bytes a pixel: JPEG 12 (progressive CMYK
-# keeps coefficients; 2 if decoded at a smaller size), PNG 13, WEBP 17 (libwebp keeps three
+# keeps coefficients, 2 if decoded at a smaller size), PNG 13, WEBP 17 (libwebp keeps three
 # canvases), GIF 13.
 _MI = 1 << 20
 MAX_PIXELS: Mapping[str, int] = {
@@ -160,6 +160,7 @@ def fit_of(
 
     Args:
         num_frames: number of frames of its video. 0: it is an image.
+
     Raises:
         InvalidRequest: its aspect ratio is too large, or no size has few enough tokens.
     """

@@ -1,5 +1,4 @@
-"""Image and video placeholders in a rendered prompt, for models whose chat template writes other
-ones than the model needs."""
+"""Placeholders of images and videos, if the chat template writes others than the model needs."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -32,14 +31,13 @@ class VideoMarks:
     """Video placeholders: one for each temporal patch instead of the template's one per video.
 
     In some models each has a timestamp.
+
+    Args:
+        frames: number of frames of a temporal patch.
+        names: texts of video.begin, video.placeholder and video.end.
     """
 
     def __init__(self, frames: int, video: VideoFiles, names: Sequence[str]) -> None:
-        """
-        Args:
-            frames: number of frames of a temporal patch.
-            names: texts of video.begin, video.placeholder and video.end.
-        """
         begin, placeholder, end = names
         self._frames = frames
         self._timed = video.positions_per_second is None

@@ -8,7 +8,7 @@ from common.model_directory import VisionFiles
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    source: str | bytes  # data:...;base64,... or a URL; bytes: the file
+    source: str | bytes  # data:...;base64,... or a URL. bytes: the file
     low_detail: bool = False
 
     @property

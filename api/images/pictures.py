@@ -248,7 +248,7 @@ def _named(target: URL) -> str:
     return f"images: {target.scheme}://{target.host}"
 
 
-MAX_ENCODED_BYTES = 8 << 20  # all images of one request; as base64 they fit into its body
+MAX_ENCODED_BYTES = 8 << 20  # all images of one request. As base64 they fit into its body
 _TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
 LOW_DETAIL_TOKENS = 256
 
@@ -392,8 +392,11 @@ class ImageLoader:
     async def _video(
         self, video: VideoInput, contents: Sequence[_Content], room: "_Room", client: Client
     ) -> list[Image]:
-        """Return the temporal patches. Their size depends on the number of frames, not on `room`,
-        so that a video has the same tokens in every conversation."""
+        """Return the temporal patches.
+
+        Their size depends on the number of frames, not on `room`, so that a video has the same
+        tokens in every conversation.
+        """
         patches = num_patches(video, self._files.frames)
         frames = patches * self._files.frames
         most = min(self._config.max_tokens_per_image, self._max_squares // frames)

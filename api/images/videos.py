@@ -14,11 +14,7 @@ MIN_FPS, MAX_FPS = 0.01, 1000.0
 
 
 def num_patches(video: VideoInput, frames: int) -> int:
-    """Return the number of temporal patches.
-
-    Args:
-        frames: number of frames of a temporal patch.
-    """
+    """Return the number of temporal patches, of `frames` frames each."""
     return math.ceil(len(video.sources) / frames)
 
 

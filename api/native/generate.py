@@ -256,7 +256,7 @@ _OTHER_NAMES = {
 
 
 def _prompts(fields: NativeFields) -> tuple[Sequence[Prompt], bool]:
-    """Return the prompts, and whether they came as a list."""
+    """Return the prompts, and whether the request has a list of them."""
     match fields.text, fields.input_ids, fields.input_embeds:
         case str(text), None, None:
             return [TextPrompt(text)], False

@@ -88,7 +88,7 @@ class ResponseEnvelope(msgspec.Struct):
 class ResponseWriter(Protocol):
     """Writes one choice in its endpoint's format.
 
-    Pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
+    Pieces are passed in order. Either all go to `chunk`, or all to `choice`.
     """
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> msgspec.Struct | None:
@@ -232,8 +232,11 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
 
 
 def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
-    """Return the fingerprint of the last token, the fingerprint spans if there are several, and the
-    seed of a batch-invariant response."""
+    """Return the fields that identify the versions of a response.
+
+    They are the fingerprint of the last token, the fingerprint spans if there are several, and the
+    seed of a batch-invariant response.
+    """
     fields: dict[str, Any] = {
         "system_fingerprint": last.version.system_fingerprint,
         "system_fingerprints": fingerprint_spans(last),
@@ -243,8 +246,7 @@ def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
 
 
 class ReturnedStates:
-    """Collects two things that a choice may return: the hidden state from which its last token was
-    predicted, and the routed experts of all its tokens."""
+    """Collects the state that predicted a choice's last token, and the experts of all tokens."""
 
     def __init__(self) -> None:
         self._requested = False

@@ -74,14 +74,14 @@ class ParsedText(msgspec.Struct, frozen=True):
 
 
 class StreamParser:
-    """Parses one response as it arrives, into content, reasoning and tool calls."""
+    """Parses one response as it arrives, into content, reasoning and tool calls.
+
+    Args:
+        make: makes the parser. Called with the first text, after the prompt is rendered.
+        parallel: False: only the first call is returned.
+    """
 
     def __init__(self, make: Callable[[], OutputParser], *, parallel: bool = True) -> None:
-        """
-        Args:
-            make: makes the parser. Called with the first text, after the prompt is rendered.
-            parallel: False: only the first call is returned.
-        """
         self._make = make
         self._parser: OutputParser | None = None
         self._parallel = parallel

@@ -197,9 +197,5 @@ def optional(content: Format) -> Format:
 
 
 def schema_form(schema: Mapping[str, Any], style: str = "json") -> Format:
-    """Return the format of arguments with this schema.
-
-    Args:
-        style: json, qwen_xml or glm_xml.
-    """
+    """Return the format of arguments with this schema. `style`: json, qwen_xml or glm_xml."""
     return {"type": "json_schema", "json_schema": schema, "style": style}

@@ -150,7 +150,6 @@ class ParserSource:
             self._take(1)
 
     def spaces(self) -> Steps[None]:
-        """Read white space."""
         while True:
             self._take(self._num_spaces())
             if len(self) or self._ended:
@@ -245,8 +244,7 @@ def _searched(markers: Sequence[str]) -> tuple[re.Pattern[str], Sequence[str]]:
     return re.compile("|".join(map(re.escape, longest_first))), longest_first
 
 
-def discard(text: str) -> None:
-    """Discard a text."""
+def discard(text: str) -> None: ...
 
 
 class GrammarParser:

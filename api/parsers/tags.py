@@ -56,14 +56,14 @@ Blocks = Callable[[Forms, Sequence[Group], bool], Sequence[Block]]
 
 
 class CallForms:
-    """Builds structural tags of calls in one tool call format."""
+    """Builds structural tags of calls in one tool call format.
+
+    Args:
+        tokens: markers of this format that are special tokens. Either includes the first marker or
+            is empty.
+    """
 
     def __init__(self, made_by: "ToolFormat", tokens: Mapping[str, int]) -> None:
-        """
-        Args:
-            tokens: markers of this format that are special tokens. Either includes the first marker
-                or is empty.
-        """
         self._alone = made_by.blocks
         self._in_text = made_by.blocks_in_text or made_by.blocks
         self._marked_by_tokens = bool(tokens)
@@ -111,11 +111,7 @@ class CallForms:
 
 
 def grouped(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Group]:
-    """Group tools by the schema of their arguments.
-
-    Args:
-        tools: names, with the schemas of their arguments.
-    """
+    """Group tools, given by name and schema of their arguments, by that schema."""
     groups: dict[bytes, tuple[list[str], Mapping[str, Any]]] = {}
     for name, schema in tools:
         groups.setdefault(msgspec.json.encode(schema), ([], schema))[0].append(name)

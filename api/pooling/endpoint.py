@@ -51,7 +51,12 @@ class PoolingUsage(msgspec.Struct):
 
 
 class PoolingEndpoint(Generic[F]):
-    """HTTP handler of an endpoint for embeddings or scores. For one event loop."""
+    """HTTP handler of an endpoint for embeddings or scores. For one event loop.
+
+    Args:
+        answer: called with `vectors`. Returns the response body.
+        begin, names: see GenerationEndpoint.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,6 @@ class PoolingEndpoint(Generic[F]):
         id_prefix: str,
         names: ModelNames,
     ) -> None:
-        """
-        Args:
-            answer: called with `vectors`. Returns the response body.
-            begin, names: see GenerationEndpoint.
-        """
         self._reader = reader
         self._answer = answer
         self._vectors = vectors
@@ -146,7 +146,7 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
 
 
 async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: bool) -> bytes:
-    """Return the response body. It may have millions of numbers, so other tasks run meanwhile."""
+    """Return the response body. Yields to other tasks: there may be millions of numbers."""
     parts = []
     for index, vector in enumerate(pooled.vectors):
         encoded: Sequence[float] | str

@@ -34,7 +34,11 @@ _MAX_TRIES = 3  # nodes that are tried for one call
 
 
 class Pooler:
-    """Runs pooling requests on prefill nodes. For one event loop."""
+    """Runs pooling requests on prefill nodes. For one event loop.
+
+    Args:
+        budget_s, queue_share: see Dispatcher.
+    """
 
     def __init__(
         self,
@@ -46,10 +50,6 @@ class Pooler:
         budget_s: float,
         queue_share: float = 1.0,
     ) -> None:
-        """
-        Args:
-            budget_s, queue_share: see Dispatcher.
-        """
         self._model = model
         self._nodes = nodes
         self._admission = admission
@@ -87,10 +87,7 @@ class Pooler:
                     return pooled
 
     async def _prompts(self, wanted: PoolingRequest, client: Client) -> list[Sequence[int]]:
-        """Return the token ids of the prompts.
-
-        Raise InvalidRequest or Overloaded as PromptEncoder does.
-        """
+        """Return the token ids of the prompts. Raises as PromptEncoder does."""
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
         found: list[Sequence[int]] = []

@@ -83,7 +83,13 @@ class LabelScores(msgspec.Struct, frozen=True):
 
 
 class PoolingService:
-    """Computes embeddings and scores of the served model. For one event loop."""
+    """Computes embeddings and scores of the served model. For one event loop.
+
+    Args:
+        reranker: prompt format of a generative reranker. None: the model is not one.
+        way: pooling of embeddings. auto: as the checkpoint says.
+        has_nodes: False: the router has no prefill nodes.
+    """
 
     def __init__(
         self,
@@ -94,12 +100,6 @@ class PoolingService:
         reranker: YesNoReranker | None = None,
         has_nodes: bool = True,
     ) -> None:
-        """
-        Args:
-            reranker: prompt format of a generative reranker. None: the model is not one.
-            way: pooling of embeddings. auto: as the checkpoint says.
-            has_nodes: False: the router has no prefill nodes.
-        """
         self._pooler = pooler
         self._files = files
         self._way: Way = files.way if way == "auto" else way

@@ -64,11 +64,7 @@ class GrpcServer:
 def make_grpc(
     base: RouterBase, pools: Pools, admin: AdminService, *, shares_port: bool
 ) -> GrpcServer:
-    """Make the gRPC server.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """Make the gRPC server. Raise ConfigError if its port is taken."""
     config, guard = base.config, base.clients.guard
     callers = CallerResolver(guard)
     message_bytes = max(pool.model.limits.message_bytes for pool in pools.values())
@@ -88,11 +84,7 @@ def make_grpc(
 
 
 def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
-    """Make the HTTP server.
-
-    Raises:
-        KeyError: a path has no access rule.
-    """
+    """Make the HTTP server. Raise KeyError if a path has no access rule."""
     config, clients, metrics = base.config, base.clients, base.metrics
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, metrics)
     routes = paths.routes(
@@ -141,12 +133,12 @@ class RunningRouter:
 
     @property
     def cluster(self) -> Cluster:
-        """Nodes of the first model."""
+        """Return the nodes of the first model."""
         return next(iter(self.pools.values())).cluster
 
     @property
     def admission(self) -> RequestLimiter:
-        """Requests of the first model."""
+        """Return the limiter of the first model."""
         return next(iter(self.pools.values())).admission
 
     @property
@@ -260,7 +252,6 @@ async def run_router(
 
 
 def _registry(base: RouterBase, pools: Pools) -> CollectorRegistry:
-    """Return the metrics of a router."""
     if not base.config.models:
         return base.metrics.registry
     return registry_of_models(base.metrics, {name: pool.metrics for name, pool in pools.items()})

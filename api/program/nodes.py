@@ -134,6 +134,7 @@ def make_base(config: RouterConfig, resources: ExitStack) -> RouterBase:
 
     Args:
         resources: closes them.
+
     Raises:
         ConfigError: the secret, keys or certificates cannot be used.
     """
@@ -200,7 +201,7 @@ class ModelPool:
 
     @property
     def ready(self) -> bool:
-        """True if a request could be placed."""
+        """Return whether a request could be placed."""
         return self.cluster.ready if self.generates else self.pooling.ready
 
     def why_not_ready(self) -> str | None:
@@ -237,6 +238,7 @@ async def make_pool(
     Args:
         config: the router's configuration, with the values of this model.
         resources: closes it.
+
     Raises:
         ConfigError: the tokenizer, the chat template or an entry of its nodes is invalid, or the
             model cannot make the configured vectors or scores.
@@ -332,6 +334,7 @@ async def _make_nodes(
 
     Args:
         served: see Cluster.
+
     Raises:
         ConfigError: an entry of the model's nodes is invalid.
     """

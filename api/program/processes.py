@@ -86,13 +86,12 @@ class _Shutdown:
 
     Attributes:
         wanted: set when the processes stop for good.
+
+    Args:
+        routers: client of the same processes, by their index in `processes`.
     """
 
     def __init__(self, processes: "Sequence[_Process]", routers: OtherProcesses) -> None:
-        """
-        Args:
-            routers: client of the same processes, by their index in `processes`.
-        """
         self._processes = processes
         self._routers = routers
         self._forwards_signals = True

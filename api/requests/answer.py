@@ -25,7 +25,7 @@ class LikelyTokenText(msgspec.Struct, frozen=True):
 
     @property
     def json_logprob(self) -> float:
-        """The log-probability as a number that JSON can represent."""
+        """Return the log-probability as a number that JSON can represent."""
         return _LEAST if self.logprob is None else max(self.logprob, _LEAST)
 
 
@@ -92,8 +92,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
     version: ModelVersion
 
 
-# The states of the prompt come once, with the first token. After that, each token comes with the
-# state of the generated token before it.
+# The prompt's states are sent once, with the first token. Each later token is sent with the state
+# of the generated token before it.
 class PieceStates(msgspec.Struct, frozen=True):
     """Hidden states and routed experts of a piece, those that are requested.
 
@@ -175,6 +175,9 @@ class ResponseBuilder:
 
     Text is held back while a character or a stop is undecided. The last piece has the rest. Tokens
     after the one that completes a stop are discarded.
+
+    Args:
+        stops: stop strings and expressions. None: only tokens end the response.
     """
 
     def __init__(
@@ -183,10 +186,6 @@ class ResponseBuilder:
         stops: StopConditions | None,
         options: ResponseOptions,
     ) -> None:
-        """
-        Args:
-            stops: stop strings and expressions. None: only tokens end the response.
-        """
         self._detokenizer = detokenizer
         self._stops = stops
         self._options = options
@@ -201,7 +200,7 @@ class ResponseBuilder:
 
     @property
     def version(self) -> ModelVersion:
-        """Version of the last token so far."""
+        """Return the version of the last token so far."""
         return self._versions[-1].version if self.token_ids else UNKNOWN_VERSION
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
@@ -360,5 +359,5 @@ class CollectedExperts:
 
     @property
     def encoded(self) -> RoutedExperts:
-        """The experts for JSON. Unset if not requested."""
+        """Return the experts for JSON. Unset if not requested."""
         return b64encode(array("i", self._ids)).decode() if self._ids else msgspec.UNSET

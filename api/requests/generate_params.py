@@ -28,11 +28,11 @@ MAX_MESSAGES = 4096
 MAX_SETTINGS_BYTES = 16 << 10  # JSON of a template's own settings
 MAX_TOOLS = 1024
 MAX_CHOICES = 128  # choices of one HTTP request
-MAX_FIELDS = 1 << 15  # fields of a gRPC message; a conversation has three for each message
+MAX_FIELDS = 1 << 15  # fields of a gRPC message. A conversation has three for each message
 
-_TEXT_BYTES_PER_TOKEN = 32  # upper limit; English and code have four to five, an emoji as many
+_TEXT_BYTES_PER_TOKEN = 32  # upper limit. English and code have four to five, an emoji as many
 _ROOM_BYTES = 1 << 20  # of a message in addition to its prompts: names, tools, stop strings
-_BYTES_PER_TOKEN = 8  # in an HTTP body with many prompts; ids have up to seven
+_BYTES_PER_TOKEN = 8  # in an HTTP body with many prompts. Ids have up to seven
 
 
 # A prompt is rejected by its bytes before its tokens are counted. Text that fits the context has at
@@ -156,7 +156,7 @@ class PastToolCall(msgspec.Struct, frozen=True):
     """A tool call of an earlier turn."""
 
     name: str
-    arguments: str  # a JSON object, or other text by the model; "": none
+    arguments: str  # a JSON object, or other text by the model. "": none
     id: str = ""
 
 
@@ -305,18 +305,18 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_regex: Sequence[str] = ()
     bad_words: Sequence[str] = ()
     echo: bool = False  # the response begins with its prompt
-    silent: bool = False  # only the prompt is wanted: the one generated token is discarded
-    request_id: str = ""  # the router's own unique id; "": not made yet
+    silent: bool = False  # only the prompt is returned: the one generated token is discarded
+    request_id: str = ""  # the router's own unique id. "": not made yet
     label: str = ""  # the client's id for it, not unique
     session_id: str = ""  # "": no session
     cache_salt: str | None = None  # None: the cache is shared by all requests without a salt
     priority: int | None = None  # on the client's scale. None: not set
-    adapter: str = ""  # name of the adapter; "": the base model
+    adapter: str = ""  # name of the adapter. "": the base model
     timeout_s: float | None = None  # None: the router's limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
     prediction: PredictionPrompt | None = None
     whole: bool = False  # the response is not streamed
-    stream_interval: int = 0  # tokens of an event; 0: the router's setting
+    stream_interval: int = 0  # tokens of an event. 0: the router's setting
 
 
 def any_seed() -> int:
@@ -336,7 +336,7 @@ PooledPrompt: TypeAlias = TextPrompt | TextPairPrompt | TokenIdsPrompt
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[PooledPrompt]
     pooling: PoolingParams
-    dimensions: int = 0  # number of leading dimensions to keep; 0: all
+    dimensions: int = 0  # number of leading dimensions to keep. 0: all
     normalize: bool = False
 
 

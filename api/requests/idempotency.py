@@ -245,7 +245,6 @@ class _Answer:
             self._num_dropped += 1
 
     def wake(self) -> None:
-        """Wake the followers."""
         self._news.set()
         self._news = asyncio.Event()
 

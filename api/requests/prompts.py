@@ -59,7 +59,13 @@ class PromptInputs(NamedTuple):
 
 
 class PromptEncoder:
-    """Converts prompts to token ids. For one event loop."""
+    """Converts prompts to token ids. For one event loop.
+
+    Args:
+        speech: the model's format of reasoning and tool calls.
+        pictures: loader of images. None: the model does not support images.
+        marks: None: the chat template already writes the model's placeholders.
+    """
 
     def __init__(
         self,
@@ -70,12 +76,6 @@ class PromptEncoder:
         pictures: ImageLoader | None = None,
         marks: MediaMarks | None = None,
     ) -> None:
-        """
-        Args:
-            speech: the model's format of reasoning and tool calls.
-            pictures: loader of images. None: the model does not support images.
-            marks: None: the chat template already writes the model's placeholders.
-        """
         self._pictures = pictures
         self._marks = marks
         self._tokenizer = tokenizer
@@ -156,11 +156,7 @@ class PromptEncoder:
         return guide if form is None else tag(channels.final(form))
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt with these tokens.
-
-        Raises:
-            Overloaded: too much text waits to be detokenized.
-        """
+        """Return the text of these tokens of a prompt. Raise Overloaded if too much text waits."""
         match prompt:
             case TextPrompt():
                 return prompt.text

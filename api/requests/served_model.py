@@ -32,10 +32,8 @@ class ByModel(Generic[T]):
         self._parts = parts
 
     def of(self, model: str | None) -> T:
-        """Return the part of a model.
+        """Return the part of a model. None or "": the only one.
 
-        Args:
-            model: empty or None: the only model.
         Raises:
             NotFound: no served model has this name.
             InvalidRequest: it is empty, and there are several models.

@@ -1,7 +1,7 @@
 """Rendering of conversations with the model's chat template.
 
-A template is a program that comes with the model. It runs in jinja2's sandbox, with the helpers
-that common templates use.
+A template is code that is part of the model. It runs in jinja2's sandbox, with the helpers that
+common templates use.
 """
 
 import json
@@ -47,11 +47,7 @@ class CallArguments(dict[str, Any]):
 
 
 def call_arguments(text: str) -> CallArguments:
-    """Return the arguments of a call.
-
-    Args:
-        text: any text. "" is an empty object.
-    """
+    """Return the arguments of a call from any text. "" is an empty object."""
     text = text or "{}"
     # A value costs more than its bytes, and the limit for the body does not count values in a text.
     if sum(map(text.count, "[{,")) > MAX_VALUES:

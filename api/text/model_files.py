@@ -40,11 +40,7 @@ class PoolingFiles:
 
 
 def pooling_files(read: Callable[[str], Any], config: dict[str, Any]) -> PoolingFiles:
-    """Return the pooling configuration of a checkpoint.
-
-    Args:
-        read: returns the JSON of a file of the checkpoint, None if there is no such file.
-    """
+    """Return a checkpoint's pooling configuration. `read` returns a file's JSON, or None."""
     modules = read("modules.json")
     kinds, unsupported = [], ""
     path = "1_Pooling"

@@ -265,7 +265,6 @@ class Positions:
         return self._written[key]
 
     def _position(self) -> _Part:
-        """Add a position."""
         bit = 1 << len(self.after[MIDDLE])
         for each in (*self.after, *self.before):
             each.append(0)

@@ -51,7 +51,6 @@ class Automaton:
         self._before = _by_place(graph.before, -1)
 
     def accepting(self, character: str) -> int:
-        """Return the positions that accept the character."""
         positions = self._accepting.get(character)
         if positions is None:
             if len(self._accepting) == _MAX_KNOWN:
@@ -79,13 +78,12 @@ class _Steps:
     """The union of the successors of positions.
 
     Most positions of a long expression lead to their neighbour. One shift computes all of these.
+
+    Args:
+        neighbour: 1: the next position. -1: the previous one.
     """
 
     def __init__(self, to: Sequence[int], neighbour: int) -> None:
-        """
-        Args:
-            neighbour: 1: the next position. -1: the previous one.
-        """
         self._forward = neighbour > 0
         self._to_neighbour = self._elsewhere = 0
         others: list[int] = []
@@ -202,6 +200,10 @@ class _Prefix:
     Attributes:
         length: length of the prefix in characters.
         found: length of the longest stop string that the prefix ends with. 0: none.
+
+    Args:
+        strings: stop strings that begin with the prefix.
+        shorter: longest other prefix that this one ends with. None: this one is empty.
     """
 
     __slots__ = ("_longer", "_shorter", "_strings", "found", "length")
@@ -209,11 +211,6 @@ class _Prefix:
     def __init__(
         self, strings: Sequence[str], length: int = 0, shorter: "_Prefix | None" = None
     ) -> None:
-        """
-        Args:
-            strings: stop strings that begin with the prefix.
-            shorter: longest other prefix that this one ends with. None: this one is empty.
-        """
         self.length = length
         self._strings = strings
         self._shorter = shorter

@@ -101,15 +101,16 @@ _LEAST_LONGEST_TOKEN_BYTES = 16
 
 
 class RouterTokenizer:
-    """The model's tokenizer. For one event loop."""
+    """The model's tokenizer. For one event loop.
+
+    Args:
+        cores: number of concurrent encoders of longer texts. None: the cores of this process.
+
+    Raises:
+        ConfigError: the file is not a tokenizer.
+    """
 
     def __init__(self, tokenizer_json: bytes, cores: int | None = None) -> None:
-        """
-        Args:
-            cores: number of concurrent encoders of longer texts. None: the cores of this process.
-        Raises:
-            ConfigError: the file is not a tokenizer.
-        """
         try:
             self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
         except ValueError as error:
@@ -287,6 +288,11 @@ class Detokenizer:
 
     Attributes:
         marks: positions in the text at which a mark begins, in order. Readers remove them.
+
+    Args:
+        context: tokens of complete text before the first token. Without it, a decoder that drops a
+            space at the start of a text would drop it at the start of a response.
+        spelt: text of the tokens that are marks. Marks are never decoded.
     """
 
     def __init__(
@@ -295,12 +301,6 @@ class Detokenizer:
         context: Sequence[int] = (),
         spelt: Mapping[int, str] | None = None,
     ) -> None:
-        """
-        Args:
-            context: tokens of complete text before the first token. Without it, a decoder that
-                drops a space at the start of a text would drop it at the start of a response.
-            spelt: text of the tokens that are marks. Marks are never decoded.
-        """
         self._decoder = decoder
         self._context = context
         self._spelt = spelt or {}

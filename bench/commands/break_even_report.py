@@ -43,11 +43,11 @@ DEFINITIONS = {
 @dataclass(frozen=True, slots=True)
 class BreakEvenSetting:
     colocated: ComparedSystem
-    remote: ComparedSystem  # disaggregated; every prompt is handed off
-    local: ComparedSystem  # the same nodes; no prompt is handed off
+    remote: ComparedSystem  # disaggregated. Every prompt is handed off
+    local: ComparedSystem  # the same nodes. No prompt is handed off
     lengths: Sequence[int]
     rates: Mapping[int, float]
-    shared_cores: int | None = None  # cores of all nodes; None: they have CUDA devices
+    shared_cores: int | None = None  # cores of all nodes. None: they have CUDA devices
 
 
 def _of(one: MeasuredRun, group: str) -> list[RequestOutcome]:

@@ -194,7 +194,6 @@ def _busy(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every option as parsed."""
     found = {}
     for name, value in sorted(vars(options).items()):
         if name not in _OUTPUTS:

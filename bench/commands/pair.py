@@ -1,5 +1,4 @@
-"""Shared parts of `compare` and `break-even`: the systems of one machine, their flags, their
-order."""
+"""Shared parts of `compare` and `break-even`: one machine's systems, their flags and order."""
 
 import argparse
 import json
@@ -73,6 +72,7 @@ class ComparedPair:
 
         Args:
             node_flags: flags for every node of every system.
+
         Raises:
             InvalidInput: an option is invalid. Exits if a node would reject its flags.
         """
@@ -94,7 +94,7 @@ class ComparedPair:
 
     @property
     def shared_cores(self) -> int | None:
-        """Number of cores that all nodes of a system share, or None with CUDA devices."""
+        """Return the number of cores that all nodes of a system share. None with CUDA devices."""
         if self._options.device != "cpu" and plan.cuda_devices():
             return None
         return len(os.sched_getaffinity(0))

@@ -96,7 +96,7 @@ def _decodes(
 def _prompts(
     timer: "StepTimer", options: argparse.Namespace, show: ProgressView
 ) -> Iterator[MeasuredStep]:
-    """Yield the median time of each kind of step. The first repeat is the warm-up."""
+    """Yield the median of the repeats of each kind of step. The first repeat is the warm-up."""
     longest = min(timer.engine.core.shape.context_length, timer.kv_capacity_tokens) - 2
     lengths = [length for length in options.prompts if length <= longest]
     found: dict[tuple[int, int], list[MeasuredStep]] = defaultdict(list)

@@ -45,8 +45,10 @@ class Plot:
 
 
 class _Axis:
-    """Converts values to pixels. A logarithmic axis has a place for zero, below all others and not
-    to scale, if a value is zero."""
+    """Converts values to pixels.
+
+    A logarithmic axis has a place for zero, below all others and not to scale, if a value is zero.
+    """
 
     def __init__(
         self, values: Sequence[float], pixels: tuple[float, float], *, log: bool, zero: bool
@@ -84,7 +86,7 @@ class _Axis:
         return start + share * (end - start)
 
     def within(self, value: float) -> float:
-        """Return the nearest value on the axis."""
+        """Return the pixel of the nearest value on the axis."""
         if self._has_zero and value <= 0:
             return self._zero
         return self(min(max(value, self._low), self._high))

@@ -37,7 +37,7 @@ class RequestOutcome:
     cached_tokens: int = 0  # cached prompt tokens, if the server reports them
     usage_reported: bool = False
     ended: float = 0.0
-    error: str = ""  # kind of error, from a small set; "": success
+    error: str = ""  # kind of error, from a small set. "": success
     detail: str = ""  # error message of the server or the system
 
     @property
@@ -50,18 +50,19 @@ class RequestOutcome:
 
     @property
     def late(self) -> float:
-        """Seconds between due and sent: a delay of the client, or of its limit of requests in
-        flight."""
+        """Return the seconds between due and sent: a delay of the client, or of its limit of
+        requests in flight.
+        """
         return self.sent - self.due
 
     @property
     def gaps(self) -> Sequence[float]:
-        """Seconds between adjacent chunks, as a reader of the stream sees them."""
+        """Return the seconds between adjacent chunks, as a reader of the stream sees them."""
         return [b - a for a, b in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds per token after the first chunk, or None if nothing came after it."""
+        """Return the mean seconds per token after the first chunk, or None without a second."""
         after = self.output_tokens - (self.chunk_tokens[0] if self.chunk_tokens else 1)
         if len(self.chunks) < 2 or after < 1:
             return None
@@ -82,7 +83,7 @@ class LoadRun:
     """One load on one system. Complete only when `ended` is set."""
 
     outcomes: list[RequestOutcome] = field(default_factory=list)
-    begun: int = 0  # requests; those without an outcome were cancelled
+    begun: int = 0  # requests. Those without an outcome were cancelled
     ended: float | None = None  # seconds from its start
     client_cpu: float = 0.0  # share of one core
     client_lag: dict[str, Any] = field(default_factory=dict)  # delay of its timers, seconds

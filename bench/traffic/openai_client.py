@@ -120,6 +120,7 @@ class OpenAiClient:
 
         Args:
             name: a model of the server. None: its first.
+
         Raises:
             UnusableRun: the server or the model does not exist.
         """
@@ -200,15 +201,14 @@ def _reason(error: aiohttp.ClientError) -> str:
 
 
 class _EventStream:
-    """Parses one response's server-sent events into its outcome."""
+    """Parses one response's server-sent events into its outcome.
+
+    Args:
+        counts_empty: count a choice without text as a token, because it may be a part of a
+            character. False for chat, in which the choice without text has only the role.
+    """
 
     def __init__(self, outcome: RequestOutcome, start: float, *, counts_empty: bool) -> None:
-        """Parse into `outcome`.
-
-        Args:
-            counts_empty: count a choice without text as a token, because it may be a part of a
-                character. In chat it is the role, which comes before any token.
-        """
         self._outcome = outcome
         self._start = start
         self._counts_empty = counts_empty

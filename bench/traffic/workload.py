@@ -78,7 +78,7 @@ def _mixture(text: str, parts: str) -> Lengths:
     return Lengths(text, int(tokens.min()), int(tokens.max()), draw)
 
 
-VOCABULARY = (3, 250)  # every vocabulary has at least the bytes; the first ids may be special
+VOCABULARY = (3, 250)  # every vocabulary has at least the bytes. The first ids may be special
 TRACE_BLOCK_TOKENS = 512  # tokens of one entry of hash_ids
 
 

@@ -77,7 +77,6 @@ def _title(role: str) -> str:
 
 
 def _check_pair(files: Sequence[str], flags: Sequence[str], *, as_json: bool) -> int:
-    """Check a prefill node, a decode node, and whether they can pair."""
     if len(files) != 2:
         wrong(PROGRAM, f"expected two files, of a prefill and a decode node, got {len(files)}")
     if any(flag.partition("=")[0] == "--config" for flag in flags):

@@ -65,9 +65,7 @@ def fail(findings: Iterable[Finding]) -> bool:
 
 
 def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
-    """Check the configuration of a process: model, KV transfer, server and callers, in the order of
-    its start.
-    """
+    """Check model, KV transfer, server and callers of a process, in the order of its start."""
     if isinstance(config, RouterConfig):
         yield from _router(config)
         return

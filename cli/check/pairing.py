@@ -102,7 +102,6 @@ class Pair:
         return pair
 
     def plain(self) -> dict[str, Any]:
-        """Return the pair as JSON values."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "ranks": {
@@ -133,7 +132,7 @@ class Pair:
         return f"table {number}" if number < len(self.windows) else "state"
 
     def print(self) -> None:
-        """Print what is read. Prints nothing if the nodes cannot pair."""
+        """Print what is read, or nothing if the nodes cannot pair."""
         columns = ("rank", "reads rank", "part", "bytes there", "bytes here", "size")
         if self.reads:
             print_rows("reads of the decode node", columns, self.rows())

@@ -45,7 +45,7 @@ class Program:
 
     @property
     def servers(self) -> "Sequence[Program]":
-        """Return the programs whose gRPC servers run in this process."""
+        """Return the planned processes whose gRPC servers run in this one."""
         return self.nodes or (self,)
 
     @property
@@ -88,7 +88,7 @@ class RequestedModel:
     prefill: RequestedNodes
     decode: RequestedNodes
     served_model_name: str = ""  # "": the name in `model`
-    router_model: str = ""  # model whose files the router reads; "": `model`
+    router_model: str = ""  # model whose files the router reads. "": `model`
     encode: RequestedNodes = NO_NODES
 
     @property
@@ -96,7 +96,6 @@ class RequestedModel:
         return self.served_model_name or self.model
 
     def of(self, role: str) -> RequestedNodes:
-        """Return the nodes of a role."""
         return {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
 
 
@@ -108,15 +107,15 @@ class RequestedSystem:
     host: str
     port: int  # gRPC port of the router
     http_port: int  # HTTP port of the router
-    prefill_port: int  # port of the first prefill node; others use the next ports
+    prefill_port: int  # port of the first prefill node. Others use the next ports
     decode_port: int
-    metrics_port: int | None  # metrics port of the router; nodes use the next ones
+    metrics_port: int | None  # metrics port of the router. Nodes use the next ones
     device: str  # auto | cpu | cuda | sim:GPU
     node_flags: tuple[str, ...] = ()  # flags for every node
     router_flags: tuple[str, ...] = ()
     # cert, key and ca for every process, or nothing.
     tls: TlsConfig = field(default_factory=TlsConfig)
-    secret_file: Path | None = None  # for every process; None: they get the environment variable
+    secret_file: Path | None = None  # for every process. None: they get the environment variable
     groups: Path = Path("groups")  # directory for data-parallel groups
     encode_port: int = ENCODE_PORT
 

@@ -27,7 +27,6 @@ class LocalSystem:
         logs: Path,
         certificates: tls.Certificates | None,
     ) -> None:
-        """Start all processes at once."""
         self._programs = programs
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         logs.chmod(0o700)
@@ -40,7 +39,6 @@ class LocalSystem:
         return [program.name for program in self._programs]
 
     def pid(self, name: str) -> int:
-        """Return the process id of a program."""
         return next(c.pid for program, c in self._children.items() if program.name == name)
 
     async def until_ready(self, report: Callable[[str, str], None]) -> None:
@@ -118,7 +116,7 @@ class LocalSystem:
 class RestartTimes:
     """Restart delays in seconds."""
 
-    first_s: float = 1.0  # delay after a crash; doubles with every further crash
+    first_s: float = 1.0  # delay after a crash. Doubles with every further crash
     longest_s: float = 30.0
     steady_s: float = 60.0  # uptime after which earlier crashes no longer count
 

@@ -14,7 +14,6 @@ OPERATIONS: dict[str, Operation] = {**VIEWS, **CALLS, **DRAINS}
 
 
 def parser(name: str) -> ConfigArgumentParser:
-    """Return the parser of `baton NAME`."""
     return OPERATIONS[name].parser(name, dict(commands())[name].summary)
 
 

@@ -1,5 +1,7 @@
-"""Operators' commands that are one call of a node, or of a router, which forwards most of them to
-all nodes. They differ only by their entries in CALLS."""
+"""Operators' commands that are one call of a node or router, which may forward it to all nodes.
+
+They differ only by their entries in CALLS.
+"""
 
 import asyncio
 from argparse import Namespace

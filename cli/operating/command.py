@@ -71,7 +71,6 @@ class Operation:
 
 
 def add_drain_flags(parser: settings.ConfigArgumentParser) -> None:
-    """Add the flags of commands that drain processes."""
     parser.add_argument(
         "--dry-run", action="store_true", help="only list the steps and the reasons against them"
     )
@@ -130,8 +129,7 @@ def report(options: argparse.Namespace, sentence: str) -> None:
 def check_objections(
     objections: Iterable[str], options: argparse.Namespace, undone: str = "nothing is drained"
 ) -> list[str]:
-    """Print and return the objections. Raises UnfinishedRestart if there are any, unless --force is
-    given."""
+    """Print and return the objections. Raise UnfinishedRestart if there are any without --force."""
     found = list(objections)
     for sentence in found:
         report(options, f"warning: {sentence}")

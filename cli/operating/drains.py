@@ -31,7 +31,7 @@ class RestartStep:
 
     @property
     def model(self) -> str:
-        """Name of the served model. Empty for a router."""
+        """Return the name of the served model. Empty for a router."""
         return self.node.served_model if self.node is not None else ""
 
     @property

@@ -50,7 +50,7 @@ class Fleet:
     """Client of the routers and nodes of a cluster. For one event loop.
 
     A method raises UnfinishedRestart if a process does not respond in time or rejects the call. The
-    methods `until_...` retry failed calls, and raise it after `longest_s` seconds.
+    methods `until_...` retry failed calls, and raise it only after `longest_s` seconds.
 
     Args:
         metadata: credentials for routers. `identity` is for nodes.
@@ -76,17 +76,14 @@ class Fleet:
         return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Start to drain a router."""
         await self.call_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Start to drain a node."""
         await self.call_node(address, "Drain", DrainRequest())
 
     async def call_router(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """Call `method` of a router and return its response."""
         async with make_channel(address, self._certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s, metadata=self._metadata)
@@ -95,7 +92,6 @@ class Fleet:
     async def call_node(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """Call `method` of a node and return its response."""
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s)

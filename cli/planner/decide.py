@@ -145,7 +145,6 @@ def _of_prefill(
 
 
 def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
-    """Return the pressure of one decode node."""
     # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
     # node has no free slot.
     share = node.running / max(1, node.running + node.coming)
@@ -351,8 +350,10 @@ class _Window:
         }
 
     def mean(self, role: str) -> float:
-        """Return the mean pressure over time. One look counts for at most _MOST, so that a short
-        peak does not press a role."""
+        """Return the mean pressure over time.
+
+        One look counts for at most _MOST, so that a short peak does not press a role.
+        """
         return fmean(min(each, _MOST) for each in self._pressures[role])
 
     def most_without_one(self, role: str) -> float:

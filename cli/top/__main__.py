@@ -162,8 +162,10 @@ def _screen(console: Console, stop: asyncio.Event) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _keys(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` when q is pressed. Keys are read unbuffered without echo. Restores the
-    terminal."""
+    """Set `stop` when q is pressed.
+
+    Keys are read unbuffered without echo. Restores the terminal.
+    """
     if not sys.stdin.isatty():
         yield
         return

@@ -407,8 +407,10 @@ def _link_lines(
     width: int,
     nodes: Mapping[str, ClusterNode],
 ) -> Iterator[Text]:
-    """Yield a line for each link and each of its members. If these are more than `room` lines,
-    yield one for each link, or else one for each path."""
+    """Yield a line for each link and each of its members.
+
+    If these are more than `room` lines, yield one for each link, or else one for each path.
+    """
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
 
     def add(what: str, path: str, *gib_per_s: float) -> None:

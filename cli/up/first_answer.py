@@ -75,7 +75,7 @@ class Sample:
         await generate.print_answer(self.router, request, self.certificates, self.key.metadata)
 
     def commands(self) -> list[str]:
-        """Return shell commands to paste."""
+        """Return shell commands to paste, which send the same request."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         model = f'"model":{json.dumps(self.model)},' if self.model else ""
         sampling = '"max_tokens":8,"temperature":0'

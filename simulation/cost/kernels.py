@@ -102,7 +102,7 @@ class Experts(msgspec.Struct, frozen=True):
     ) -> float:
         """Return the time of `tokens` tokens, each of which uses `per_token` of `experts` experts.
 
-        Tokens choose independently, so a batch uses some experts several times.
+        Tokens choose their experts independently, so several may choose the same one.
         """
         bandwidth = self.bandwidth_share * sheet.bandwidth
         used = experts * (1 - (1 - per_token / experts) ** tokens)

@@ -44,11 +44,9 @@ class KvShape(msgspec.Struct, frozen=True):
         return not (self.windowed or self.state_bytes)
 
     def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of a page."""
         return self._layers_per_page(page_size) * self.layer_bytes * page_size
 
     def tables(self, page_size: int) -> PageTables:
-        """Return the page tables of a request."""
         tables = self._tables(page_size, self._layers_per_page(page_size))
         state_pages = -(-self.state_bytes // self.page_bytes(page_size))
         return PageTables(page_size, tables.windows, state_pages)

@@ -25,7 +25,6 @@ class ModelledTimes:
         self._kv_width = self._kv_heads * model.head_dim
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds of a step."""
         model, tokens = self._model, sum(shape.new_tokens)
         if not tokens:
             return _CPU_S
@@ -74,7 +73,6 @@ class ModelledTimes:
         return total
 
     def _delta_net_s(self, rows: int, tokens: int) -> float:
-        """Return the time of one delta-net."""
         net, hidden = self._model.delta_net, self._model.hidden
         products = self._product_s(tokens, net.projected // self._tp, hidden)
         products += self._product_s(tokens, hidden, net.value_heads * net.value_dim // self._tp)
@@ -120,7 +118,7 @@ class StepCost(msgspec.Struct, frozen=True):
     Attributes:
         kv: KV of all ranks, with each head once.
         weight_bytes: weights of all ranks.
-        kv_capacity_tokens: KV tokens inside windows that fit beside the weights.
+        kv_capacity_tokens: KV tokens inside windows that fit in the memory left by the weights.
         vocabulary: number of token ids of the model.
         context_length: maximum tokens of a request.
         band: expected relative error of step_s.
@@ -144,6 +142,7 @@ class StepCost(msgspec.Struct, frozen=True):
 
         Args:
             gpu: name of a GPU, or a file of `baton bench steps`.
+
         Raises:
             ValueError: the GPU, the model or this number of ranks is not supported.
         """
@@ -157,7 +156,6 @@ class StepCost(msgspec.Struct, frozen=True):
         )
 
     def step_s(self, shape: StepShape) -> float:
-        """Return the seconds of a step."""
         return self.times.step_s(shape)
 
     @property
@@ -166,7 +164,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.kv.token_bytes
 
     def num_pages(self, page_size: int) -> int:
-        """Return the number of pages that fit beside the weights."""
+        """Return the number of pages that fit in the memory that the weights leave."""
         return self.kv_capacity_tokens * self.kv.token_bytes // self.kv.page_bytes(page_size)
 
     def host_copy_s(self, num_bytes: int) -> float:

@@ -69,8 +69,10 @@ def tokens_of(totals: Words) -> NDArray[np.int32]:
 
 
 def torn(before: Words, after: Words) -> Words:
-    """Return copies of pages with these witnesses before and after the copy. The copy of a page
-    that changed equals neither."""
+    """Return copies of pages with these witnesses before and after the copy.
+
+    The copy of a page that changed equals neither.
+    """
     return np.where(before == after, after, ~(after ^ before))
 
 

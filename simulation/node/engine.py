@@ -52,7 +52,7 @@ class SimChannel:
     async def sleep(self) -> None:
         """Sleep until the time of the last `wait`, a message from the frontend, or `wake`.
 
-        The socket is watched only meanwhile, because a busy engine does not read it.
+        The socket is watched only during a sleep, because a busy engine does not read it.
         """
         loop = asyncio.get_running_loop()
         self._frames.flush()

@@ -203,7 +203,7 @@ class SimParts:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of the simulated model."""
+        """Return the bytes of a page of the simulated model."""
         return self.cost.kv.page_bytes(self.core.shape.tables.page_size)
 
     def scheduler(

@@ -181,7 +181,6 @@ class SimRuntime:
         )
 
     def loop(self, role: DrivenRole, parts: SimParts) -> EventLoop:
-        """Return the loop of the role."""
         steps = self.config.engine.scheduler
         return EventLoop(
             role,
@@ -192,7 +191,6 @@ class SimRuntime:
         )
 
     def close(self) -> None:
-        """End all streams and links."""
         self.driver.stop()
 
 

@@ -81,7 +81,6 @@ class NodeSteps:
         )
 
     def _batch_s(self, prompts: int) -> float:
-        """Return the seconds of a step of several mean prompts."""
         if prompts == 1:
             return self._prompt_s(self._input)
         return self.cost.step_s(StepShape((self._input,) * prompts, (self._input,) * prompts))

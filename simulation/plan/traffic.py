@@ -53,6 +53,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
         Args:
             rate: requests/s. None: the mean rate of the trace.
+
         Raises:
             ValueError: names the file and the line.
         """

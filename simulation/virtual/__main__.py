@@ -1,4 +1,4 @@
-"""The program of `baton sim`. It replaces the clocks before it imports modules that read them."""
+"""The process of `baton sim`. It replaces the clocks before it imports modules that read them."""
 
 import json
 import sys

@@ -49,7 +49,7 @@ from simulation.virtual.scenario import (
     Scenario,
 )
 
-_TIMEOUT_S = 120.0  # seconds; no drawn load comes near it
+_TIMEOUT_S = 120.0  # seconds, far above any drawn load
 _INPUTS = ((1, 100), (20, 900), (500, 3000))
 _OUTPUTS = ((1, 8), (5, 60), (30, 150))
 _POLICIES = tuple(name for name in get_args(Policy) if name != "session_affinity")
@@ -156,7 +156,7 @@ def _operation(
     return rng.choice(kinds)()
 
 
-_MOST_CPU_S = 120  # CPU seconds of a run; more is a violation
+_MOST_CPU_S = 120  # CPU seconds of a run. More is a violation
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -237,6 +237,7 @@ def reduced(
     Args:
         violations: violations of the scenario.
         broken: runs a scenario and returns its violations.
+
     Returns:
         The reduced scenario and its violations.
     """
@@ -268,7 +269,6 @@ def _disturbances(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]
 
 
 def _without(field: str, item: Fault | Operation, scenario: Scenario) -> Scenario:
-    """Return the scenario without one of its faults or operations."""
     left = tuple(each for each in getattr(scenario, field) if each is not item)
     return replace(scenario, **{field: left})
 

@@ -1,5 +1,7 @@
-"""Virtual time and seeded random numbers instead of the host's. Only a simulation's program
-installs them, before it imports anything else."""
+"""Virtual time and seeded random numbers instead of the host's.
+
+Only the process of a simulation installs them, before it imports anything else.
+"""
 
 import random
 import secrets
@@ -31,8 +33,10 @@ class VirtualClock:
 
 
 def seed_all(seed: int) -> None:
-    """Make the random numbers of this process repeatable, including those of `secrets`: instance
-    ids and the order of equal candidates depend on them."""
+    """Make the random numbers of this process repeatable, including those of `secrets`.
+
+    Instance ids and the order of equal candidates depend on them.
+    """
     random.seed(seed)
     chance = random.Random(seed)
 

@@ -106,7 +106,7 @@ class VirtualNode:
 
     @property
     def busy_s(self) -> float:
-        """Return the duration of all steps of its device in seconds."""
+        """Return the seconds that its device has computed."""
         runners = (each.runner for each in self._engines)
         return self._earlier_busy_s + sum(each.busy_s for each in runners if each is not None)
 
@@ -185,7 +185,7 @@ class VirtualNode:
 
 
 class VirtualCluster:
-    """A running cluster. Made by `running`. See FaultyCluster and OperatedCluster.
+    """A running cluster, which `running` makes. See FaultyCluster and OperatedCluster.
 
     Attributes:
         nodes: nodes by the names of Scenario.nodes.
@@ -309,6 +309,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
 
     Args:
         directory: empty directory for pools and the router's files.
+
     Raises:
         ConfigError: the nodes do not support the scenario.
     """

@@ -242,6 +242,7 @@ def record_of(content: Any, kinds: Mapping[str, type[Record]]) -> Any:
 
     Args:
         kinds: record types by the key that only this kind has.
+
     Raises:
         ValueError: the mapping is invalid.
     """

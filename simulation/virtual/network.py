@@ -126,7 +126,6 @@ class _Connection:
 
     @property
     def wire(self) -> Wire:
-        """Return the worse condition of both directions."""
         return self._wires.both(*self.ends)
 
     def end(self, status: _Status) -> None:

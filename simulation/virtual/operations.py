@@ -115,7 +115,6 @@ COMMANDS: dict[str, type[Record]] = {
 
 
 def node_of(operation: Operation) -> str:
-    """Return the name of the node of an operation."""
     name: str = target(operation, COMMANDS)
     return name
 

@@ -117,7 +117,6 @@ def _percentiles(values: Iterable[float]) -> Percentiles:
 
 
 def _num_within(complete: Sequence[Response], limits: LatencyLimits) -> int:
-    """Return the number of responses within the limits."""
     return sum(
         each.times[0] - each.sent_at <= limits.ttft
         and (len(each.times) < 2 or _tpot(each.times) <= limits.tpot)

@@ -173,6 +173,7 @@ def run(
     Args:
         clock: installed virtual clock.
         make_planner: None: planners are not supported.
+
     Raises:
         ConfigError: nodes do not support the scenario.
         ValueError: the trace or the GPU is invalid.

@@ -130,7 +130,6 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Return the id of the request."""
         return f"request-{self.number}"
 
 
@@ -148,7 +147,6 @@ class Scenario(Record, frozen=True):
 
     @property
     def nodes(self) -> list[str]:
-        """Return the names of all nodes."""
         numbers = (
             ("prefill", self.cluster.prefill),
             ("decode", self.cluster.decode),
@@ -210,11 +208,7 @@ _RECORDS: dict[type, Mapping[str, type[Record]]] = {Fault: KINDS, Operation: COM
 
 
 def read(file: Path) -> Scenario:
-    """Read a file.
-
-    Raises:
-        ValueError: it cannot be read, or a key or value is not supported. The error names it.
-    """
+    """Read a file. Raise ValueError, which names the problem, if it cannot be used."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")

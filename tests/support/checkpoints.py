@@ -37,7 +37,6 @@ from engine.models import ModelSpec, constants, content, open_checkpoint, stored
 
 transformers.utils.logging.disable_progress_bar()
 
-# The model of tests of whole systems.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 HYBRID_ARCHITECTURES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERT_ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "dots1", "gpt_oss")
@@ -195,7 +194,6 @@ def make_checkpoint(
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Return the properties of a checkpoint's model."""
     return open_checkpoint(directory).spec
 
 

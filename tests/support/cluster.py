@@ -129,8 +129,6 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node of the cluster."""
-
     program: Program
     child: ChildProcess
     stub: Any
@@ -153,7 +151,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class Cluster:
-    """A running system. Use as an async context manager. For one event loop."""
+    """A running system. Use as an async context manager. For one event loop.
+
+    Args:
+        paired: wait until the router is ready and every decode node has paired with all nodes.
+        by_file: the router reads the nodes' addresses from a file, so that they can change.
+        path: required data path of KV: "nixl", "tcp", or "auto".
+        node_flags: flags for every node, after the role's own flags.
+        flags_of: additional flags of single nodes by name, such as "decode-1".
+        tls_config: TLS of every process and of this client. Clients need no certificate.
+        with_secret: processes authenticate by a cluster secret from a file, and this client by an
+            operator's token.
+        canary_tokens: 0: nodes send no canaries, so they do only what the test requests.
+        patient: no process counts as dead or unhealthy before it has ended.
+        environment: additional environment variables of every process.
+        islands: network namespaces of nodes by node name, at most one.
+    """
 
     def __init__(
         self,
@@ -179,21 +192,6 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         islands: Mapping[str, Island] | None = None,
     ) -> None:
-        """
-        Args:
-            paired: wait until the router is ready and every decode node has paired with all nodes.
-            by_file: the router reads the nodes' addresses from a file, so that they can change.
-            path: required data path of KV: "nixl", "tcp", or "auto".
-            node_flags: flags for every node, after the role's own flags.
-            flags_of: additional flags of single nodes by name, such as "decode-1".
-            tls_config: TLS of every process and of this client. Clients need no certificate.
-            with_secret: processes authenticate by a cluster secret from a file, and this client by
-                an operator's token.
-            canary_tokens: 0: nodes send no canaries, so they do only what the test requests.
-            patient: no process counts as dead or unhealthy before it has ended.
-            environment: additional environment variables of every process.
-            islands: network namespaces of nodes by node name, at most one.
-        """
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
         self.secret_file = logs / "secret" if with_secret else None
@@ -290,11 +288,11 @@ class Cluster:
                 error.add_note(self.last_words())
             await self._end()
 
-    # The system ---------------------------------------------------------------------------------
+    # Processes.
 
     @property
     def address(self) -> str:
-        """Address of the router."""
+        """Return the router's address."""
         return self._programs[0].address
 
     @property
@@ -492,7 +490,6 @@ class Cluster:
         return response
 
     async def metric(self, name: str, **labels: str) -> float:
-        """Return a metric of the router."""
         text = (await get(self.http_port, "/metrics")).body.decode()
         of = ",".join(f'{label}="{value}"' for label, value in labels.items())
         start = f"{name}{{{of}}} " if labels else f"{name} "
@@ -538,7 +535,7 @@ class Cluster:
 
         await self.wait_until(all_have, "every node has requests")
 
-    # Requests -----------------------------------------------------------------------------------
+    # Requests.
 
     async def generate(
         self,
@@ -601,7 +598,7 @@ class Cluster:
         finally:
             call.cancel()
 
-    # Inside -------------------------------------------------------------------------------------
+    # Internals.
 
     def _node_program(self, role: str, number: int, port: int) -> Program:
         flags = self._flags[role]

@@ -1,7 +1,7 @@
 """Child processes for tests of the data paths: a producer, a consumer, a nonce.
 
 Children are forked from a server that has loaded nixl once and has no agent: a start takes 10 ms
-instead of 2 s. Children that use a GPU are separate programs, started in advance, because a forked
+instead of 2 s. Children that use a GPU are not forked but started in advance, because a forked
 process cannot use its parent's GPU. Each child writes its output to a file, so that a test can
 check that nothing was printed.
 """
@@ -44,7 +44,7 @@ CANARY = 0xA5
 CUDA = "cuda:0"
 _NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
-# Whatever the proof says, UCX has only sockets, so reads over them need the producer's progress.
+# UCX has only sockets, whatever the proof says, so reads over them need the producer's progress.
 SOCKETS = PathKind(
     "sockets",
     "cpu",
@@ -218,7 +218,7 @@ def scattered(seed: int, num_pages: int, count: int) -> tuple[Ints, Ints]:
 
 
 class Child:
-    """A process with a pipe, whose program answers every message with one message."""
+    """A process with a pipe. Its function replies to every message with one message."""
 
     def __init__(
         self, program: Callable[..., None], *arguments: Any, log: Path, on_gpu: bool = False
@@ -282,7 +282,7 @@ def _start_on_gpu(program: Callable[..., None], log: str, *arguments: Any) -> tu
     return process, ours
 
 
-# In the child -----------------------------------------------------------------------------------
+# Runs in the child.
 
 
 def _run(program: Callable[..., None], pipe: Pipe, log: str, *arguments: Any) -> None:

@@ -179,7 +179,6 @@ class Rig:
         return Rig(**{**self.given, **known, **changes})
 
     def use(self, runner: FakeRunner) -> None:
-        """Use this runner for the engine."""
         self.runner = runner
         overlap = {
             "overlap": self.config.overlap_schedule,
@@ -273,8 +272,7 @@ class Rig:
         self.scheduler.kept.slots = 0
 
     def note_pages(self) -> None:
-        """Record the pages that running requests write, including pages granted after their
-        admission."""
+        """Record the pages that running requests write, including pages granted after admission."""
         for request in self.requests.values():
             if request.slot is not None:
                 pages = self.table.pages_of(request.slot).tolist()
@@ -332,8 +330,10 @@ class Rig:
             assert (reported, ended) == (tokens, reason)
 
     def complete(self, *requests: Request) -> None:
-        """Run until every request has ended. Check that these, or all, ended as expected, and that
-        nothing is left."""
+        """Run until every request has ended.
+
+        Check that these, or all, ended as expected, and that nothing is left.
+        """
         self.run()
         self.check_answers(*requests)
         self.assert_at_rest()
@@ -354,7 +354,7 @@ class Rig:
 
     @property
     def tiers(self) -> CacheTiers:
-        """The offload tiers. The rig must have some."""
+        """Return the offload tiers. The rig must have some."""
         assert self.core.tiers is not None
         return self.core.tiers
 

@@ -328,7 +328,7 @@ def _subprocess_with(start: object) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
 
-# The server -------------------------------------------------------------------------------------
+# Runs in the server.
 
 
 def main(descriptor: int) -> None:

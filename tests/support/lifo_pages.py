@@ -6,7 +6,7 @@ from engine.batch.batch import Ints
 
 
 class LifoFreeList:
-    """A LIFO free list: a page that is dropped too early is reused at once."""
+    """A LIFO free list: a page that is dropped too early is reused immediately."""
 
     def __init__(self, num_pages: int) -> None:
         self._stack = list(range(num_pages - 1, -1, -1))

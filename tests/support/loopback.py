@@ -54,9 +54,7 @@ class LoopbackFaults:
             self._delay_s = seconds
 
     def freeze(self) -> None:
-        """Make copies pause between their halves until `release`, or until their connection is
-        stopped.
-        """
+        """Make copies pause between their halves until `release` or the end of their connection."""
         with self._changed:
             self._frozen = True
 

@@ -1,4 +1,4 @@
-"""Baton's programs as processes of a test: started, watched by their output, always ended."""
+"""Baton's processes, started by a test, watched by their output, and always ended."""
 
 import contextlib
 import os

@@ -75,11 +75,11 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.watchers: list[asyncio.Queue[node_pb2.CacheEvents | None]] = []
         self.adapters: dict[str, bytes] = {}  # by name
         self.refuses_adapters = ""  # reason to reject adapters, or ""
-        self.calls_adapters: dict[str, bytes] = {}  # adapter id by path; else the hash of the path
+        self.calls_adapters: dict[str, bytes] = {}  # adapter id by path. Else the hash of the path
         self.paused = ""  # mode in which it is paused, or ""
         self.refuses_pauses = ""  # reason to reject pauses and cache flushes, or ""
         self.away: set[str] = set()  # released parts of its memory
-        self.profiled: int | None = None  # number of profiled steps; None: never profiled
+        self.profiled: int | None = None  # number of profiled steps. None: never profiled
         self.prepared = self.weights = b""
         self.lender = ""  # node from which it has read these weights
         self.in_mode = ""  # mode in which it was paused during the weight update
@@ -406,13 +406,13 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
 
 class Metronome:
-    """A stub that responds on its own: every `step_s`, one Step with one token per live request."""
+    """A stub that responds on its own: every `step_s`, one Step with one token per live request.
+
+    Args:
+        num_tokens: length of every response.
+    """
 
     def __init__(self, token: int, num_tokens: int, step_s: float, *, port: int = 0) -> None:
-        """
-        Args:
-            num_tokens: length of every response.
-        """
         self.node = StubDecodeNode(port=port, on_submit=self._begin)
         self._token = token
         self._num_tokens = num_tokens

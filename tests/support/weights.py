@@ -12,8 +12,10 @@ from kernels.layers.by_head import HeadMatrices
 
 
 def nbytes(part: Any) -> int:
-    """Return the bytes of all weights in a block, or in a sequence of blocks, with biases. The
-    padding of panels does not count. Frequencies are not weights."""
+    """Return the bytes of all weights in a block, or in a sequence of blocks, with biases.
+
+    The padding of panels does not count. Frequencies are not weights.
+    """
     match part:
         case Tensor() | HeadMatrices():
             return part.nbytes

@@ -22,7 +22,7 @@ from _pytest.terminal import TerminalReporter
 from common.process.leash import follow_parent
 from tests.support import fork_server
 
-_number = 0  # number of this worker; a replacement has the same number
+_number = 0  # number of this worker. A replacement has the same number
 
 
 def number() -> int:
@@ -141,7 +141,7 @@ class _Run:
         self._start(worker.number, worker.tests)
 
 
-# A worker ---------------------------------------------------------------------------------------
+# Runs in a worker.
 
 
 def _be_worker(session: pytest.Session, connection: Connection, number: int, parent: int) -> None:

@@ -206,8 +206,10 @@ def _written(directory: Path, config: dict[str, Any], tensors: dict[str, torch.T
 
 
 def _random_model(directory: Path) -> Path:
-    """Write a model with the demo model's vocabulary. Its distributions are nearly uniform, so that
-    rounding decides no token."""
+    """Write a model with the demo model's vocabulary.
+
+    Its distributions are nearly uniform, so that rounding decides no token.
+    """
     torch.manual_seed(0)
     end = json.loads((DIRECTORY / "config.json").read_text())["eos_token_id"]
     Qwen3ForCausalLM(Qwen3Config(**RANDOM_SIZES, eos_token_id=end)).save_pretrained(directory)

@@ -80,8 +80,10 @@ async def measure(options: argparse.Namespace) -> None:
 async def _with_images(
     system: System, options: argparse.Namespace, rate: float
 ) -> tuple[dict[str, Any], Tokens]:
-    """Run the most text streams while images arrive. Return the row of the texts, and the tokens of
-    the images."""
+    """Run the most text streams while images arrive.
+
+    Return the row of the texts, and the tokens of the images.
+    """
     streams = options.streams
     jobs = make_jobs(
         options.requests + streams,

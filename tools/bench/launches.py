@@ -182,7 +182,7 @@ class Launcher:
         return count, best[0] * 1e6, best[1] * 1e6
 
     def microseconds(self, repeats: int) -> float:
-        """Return the time of one launched step."""
+        """Return the minimum time of one launched step."""
         best = float("inf")
         for _ in range(repeats):
             began = time.perf_counter()

@@ -13,7 +13,7 @@ ready: microseconds from the time at which rank 0 publishes the pages of a hand-
 groups: tokens per second of two nodes that share the experts of a tiny model, and of two nodes
     that each have all of them, as threads of one process. Then the same with one of the nodes idle.
 
-Whatever is compared runs in turn, several times. A figure is the minimum of all runs, because other
+Compared variants run in turns, several times. A figure is the minimum of all runs, because other
 work only makes them longer.
 """
 
@@ -293,7 +293,7 @@ def _model(options: argparse.Namespace) -> Path:
 
 
 def _ready_s(model: Path, ranks: int) -> float:
-    """Return the seconds from the start of a node's program until it is ready."""
+    """Return the seconds from the start of a node's process until it is ready."""
     flags = ["--mode=colocated", "--engine.device=cpu", "--engine.threads=1"]
     flags += [f"--engine.model={model}", f"--engine.parallel.tp={ranks}", "--server.port=0"]
     command = [sys.executable, "-m", "decode_node", *flags, "--engine.cache.num-pages=64"]

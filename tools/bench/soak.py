@@ -94,7 +94,7 @@ def _of_process(place: Path) -> dict[str, float]:
 
 
 def _programs(cluster: Cluster) -> dict[str, int]:
-    """Return every process by name."""
+    """Return the pid of every process by name."""
     named = {"router": cluster.router_pid}
     for at, pid in enumerate(children_of(cluster.router_pid)):
         named[f"router's {at}"] = pid
@@ -135,8 +135,7 @@ async def measure(options: argparse.Namespace) -> tuple[_Load, list[dict[str, An
 
 
 def _rows(samples: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """Return a row for each process: its medians in the second and the last quarter, and whether
-    they are flat."""
+    """Return each process's medians in the second and the last quarter, and if they are flat."""
     quarter = max(1, len(samples) // 4)
     rows = []
     for name in samples[0]:

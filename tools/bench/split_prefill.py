@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def newest(self) -> str:
-        """The newest entries as text, in milliseconds and seconds."""
+        """Return the newest entries as text, in milliseconds and seconds."""
         itl_ms = percentiles(self.itl_s[-1], 1e3)
         return (
             f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p50 {itl_ms['p50']:.1f} ms, "
@@ -273,8 +273,10 @@ def _row(name: str, measured: Measured, whole: Measured) -> dict[str, Any]:
 
 
 def _ratio(whole_s: Sequence[float], own_s: Sequence[float]) -> float:
-    """Return the median over the rounds of the ratio of whole chunks' time to this way's. 0.0: this
-    way has no such time."""
+    """Return the median over the rounds of the ratio of whole chunks' time to this way's.
+
+    0.0: this way has no such time.
+    """
     ratios = [whole / own if own else 0.0 for whole, own in zip(whole_s, own_s, strict=True)]
     return round(statistics.median(ratios), 3)
 

@@ -92,7 +92,7 @@ def show(scores: Sequence[EvaluationScore]) -> None:
     Console().print(table)
 
 
-# What is asked ----------------------------------------------------------------------------------
+# Prompts.
 
 
 def word_recall(random: Random, num_tokens: int) -> Exchange:

@@ -26,8 +26,8 @@ _ONE_WORD_KEYS = 400  # tokens of facts for which there are surely enough words
 class Exchange:
     """One prompt and the only correct response.
 
-    exact: the response is for programs, and its characters must match exactly: no space in front,
-    and none around marks.
+    exact: the response is machine-readable, so its characters must match exactly: no space in
+    front, and none around marks.
     """
 
     prompt: str
@@ -61,7 +61,7 @@ def _without_marks(text: str, put_in: str) -> str:
     return text
 
 
-# Words ------------------------------------------------------------------------------------------
+# Words.
 
 
 def known_word(random: Random) -> str:
@@ -80,7 +80,7 @@ def any_word(random: Random) -> str:
     return random.choices((known_word, digits, spelled_word), (6, 2, 2))[0](random)
 
 
-# Recall -----------------------------------------------------------------------------------------
+# Recall.
 
 
 def facts(random: Random, num_tokens: int, word: Draw) -> dict[str, str]:
@@ -142,7 +142,7 @@ def _phrase(random: Random, num_words: int, word: Draw) -> str:
     return " ".join(word(random) for _ in range(num_words))
 
 
-# Lists and sums ---------------------------------------------------------------------------------
+# Lists and sums.
 
 
 def number(random: Random) -> int:

@@ -45,8 +45,10 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer. Ids are the bytes of the byte-level alphabet, then marks and words, then
-    added tokens."""
+    """Make the tokenizer.
+
+    Ids are the bytes of the byte-level alphabet, then marks and words, then added tokens.
+    """
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("\u0120" + word for word in (*MARKS, *COMMANDS, *LETTERS, *WORDS))
     vocabulary = {text: index for index, text in enumerate((*bytes_, *words))}

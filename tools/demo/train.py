@@ -58,7 +58,7 @@ class Course(NamedTuple):
     size: float  # maximum step size, as a share of the optimizers' own
     stage: int  # index in LENGTHS of the initial length
     known: float  # share of the steps with known words only, so that most facts fit a length
-    structured: bool = False  # it trains responses for programs
+    structured: bool = False  # it trains machine-readable responses
 
 
 COURSES = (

@@ -51,7 +51,6 @@ _PREDICTED_S: Mapping[str, Callable[..., float]] = {
 
 
 def sample() -> Iterator[KernelTime]:
-    """Yield the rows of the sample."""
     with SAMPLE.open() as file:
         for row in csv.DictReader(file):
             shape = tuple(map(int, row["shape"].split("x")))

@@ -25,7 +25,7 @@ class ComparedKind(NamedTuple):
 
     @property
     def drafters(self) -> Sequence[str]:
-        """Speculation methods for this model."""
+        """Return the speculation methods for this model."""
         layers = _DRAFT_LAYERS if self.native else {}
         return ("none", "ngram", layers.get(self.family, "ngram"))
 
@@ -126,7 +126,7 @@ class Circumstances:
 
     @property
     def differing(self) -> dict[str, object]:
-        """Circumstances that differ from the reference's."""
+        """Return the circumstances that differ from the reference's."""
         plain = Circumstances()
         return {
             field.name: value

@@ -107,6 +107,7 @@ async def llama(
     Args:
         python: Python with llama-cpp-python and gguf.
         name: "bf16" or "q8_0".
+
     Raises:
         LeftOut: there is no such Python, or it cannot write the files.
     """

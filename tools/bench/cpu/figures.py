@@ -13,7 +13,7 @@ Better = Literal["low", "high"]
 @dataclass(frozen=True, slots=True)
 class Figure:
     what: str
-    values: Sequence[float]  # one per round; empty: not measured
+    values: Sequence[float]  # one per round. Empty: not measured
     better: Better
     goal: float | None = None  # None: a figure for comparison only
     note: str = ""

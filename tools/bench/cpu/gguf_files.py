@@ -4,9 +4,8 @@
 
 It writes DIRECTORY/bf16.gguf and q8_0.gguf.
 
-A program for the Python that has `llama-cpp-python` and `gguf`: it imports nothing of this
-repository. The files have no vocabulary, only its size, because prompts and responses are token
-ids.
+Runs in the Python that has `llama-cpp-python` and `gguf`, and imports nothing of this repository.
+The files have no vocabulary, only its size, because prompts and responses are token ids.
 """
 
 import json

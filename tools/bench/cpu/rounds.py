@@ -25,7 +25,7 @@ class Traffic:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    num_prefixes: int = 0  # number of distinct prompt prefixes; 0: no two prompts share one
+    num_prefixes: int = 0  # number of distinct prompt prefixes. 0: no two prompts share one
     own_tokens: int = 0  # tokens of a prompt after its prefix
 
     def jobs(self, vocabulary: int, seed: int) -> list[WorkloadRequest]:
@@ -131,8 +131,7 @@ async def measured(
 
 
 def _seed(seed: int, number: int, place: int) -> int:
-    """Return the seed of a traffic's prompts in a round, so that none is cached. Prefixes have
-    0."""
+    """Return the seed of a traffic's prompts in a round. Never 0, the seed of the prefixes."""
     return 1 + 100_000 * seed + 100 * number + place
 
 

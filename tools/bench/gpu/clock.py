@@ -59,19 +59,21 @@ class CudaClock:
 
     Each run waits behind other GPU work until the host has enqueued all of it. This fails only if
     the host needs longer than HOLD_S for one run.
+
+    Args:
+        target_s: seconds for all runs of one timing.
     """
 
     HOLD_S = 150e-6
 
     def __init__(self, device: torch.device, target_s: float = 0.1) -> None:
-        """Create a clock. target_s: seconds for all runs of one timing."""
         self._device = device
         self._target_s = target_s
         self._hold_cycles = int(self.HOLD_S * 1.8e9)
 
     @functools.cached_property
     def _flush(self) -> Tensor:
-        """Write to memory between runs, to evict the cache."""
+        """Return the buffer that is overwritten between runs, to evict the cache."""
         size = torch.cuda.get_device_properties(self._device).L2_cache_size
         return torch.empty(4 * size, dtype=torch.uint8, device=self._device)
 

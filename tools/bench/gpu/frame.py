@@ -41,7 +41,7 @@ class PartModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part. share: its share of the time of all parts. Later parts may use unused time."""
+    """A part of the measurements, with its share of their time. Later parts may use unused time."""
 
     name: str
     what: str
@@ -63,7 +63,6 @@ class Report:
     tables: Tables = field(default_factory=dict)
 
     def show(self) -> None:
-        """Print the tables of the part."""
         for name, columns in self.tables.items():
             if rows := [row for row in self.rows if row["table"] == name]:
                 say(f"-- {name}")
@@ -150,7 +149,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
     process.join()
 
 
-# In the part's process --------------------------------------------------------------------------
+# Runs in the part's process.
 
 
 class _Cut(BaseException):

@@ -1,6 +1,6 @@
 """The setting of every part of tools/bench/gpu: device, clock, and ceilings of the machine.
 
-The dry mode is the same program on a CPU: small sizes, float32, and kernels in Triton's interpreter
+The dry mode runs the same code on a CPU: small sizes, float32, and kernels in Triton's interpreter
 (which computes bfloat16 wrongly). Its times are meaningless.
 """
 
@@ -56,8 +56,10 @@ class Setting:
 
     @classmethod
     def make(cls, ceilings: Ceilings, *, dry: bool) -> "Setting":
-        """Make a setting without using the device, because a process that has used it must not be
-        forked."""
+        """Make a setting without using the device.
+
+        A process that has used it must not be forked.
+        """
         torch.manual_seed(0)
         if dry:
             torch.set_num_threads(1)

@@ -4,7 +4,7 @@
     python -m tools.bench.handoff --parts rates          page reads between two processes
     python -m tools.bench.handoff --parts cost           CPU on the engine threads
     python -m tools.bench.handoff --parts exposure       transfer time that clients notice
-    python -m tools.bench.handoff --parts consumers        a separate agent for each consumer
+    python -m tools.bench.handoff --parts consumers      a separate agent for each consumer
     python -m tools.bench.handoff --parts ranks          page reads between nodes of several ranks
 
 Goals: one descriptor per page; at least 95 % of the bare rate of each path; at most 100 us of CPU

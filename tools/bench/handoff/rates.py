@@ -48,8 +48,10 @@ class Plan:
 
 
 def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return one row per number of pages, and the goals. Raises TransferError if a path is
-    missing."""
+    """Return one row per number of pages, and the goals.
+
+    Raises TransferError if a path is missing.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as exits:
         producer = _ProducerProcess(plan, core=cores[-1])
@@ -110,7 +112,7 @@ def _row(
         "pages": count,
         "bytes": num_bytes,
         "gib_per_s": {name: round(num_bytes / _GIB / s, 3) for name, s in median.items()},
-        "cpu_s_per_gib": {  # both ends; the producer's in steps of 10 ms
+        "cpu_s_per_gib": {  # both ends. The producer's in steps of 10 ms
             name: round(s * _GIB / (num_bytes * repeats * (plan.rounds + 1)), 3)
             for name, s in cpu_seconds.items()
         },
@@ -271,7 +273,7 @@ class _Served(msgspec.Struct):
 
 
 class _ProducerProcess:
-    """The producer as a program: multiprocessing would import the caller's main module."""
+    """The producer's process. multiprocessing would import the caller's main module."""
 
     def __init__(self, plan: Plan, core: int) -> None:
         numbers = (plan.page_bytes, max(plan.counts), core)

@@ -77,7 +77,7 @@ TOKEN = 7
 WARM_UP = 50
 _GUIDES = GrammarCache(
     Path(), VOCABULARY, (), SubprocessVerifier(Path(), VOCABULARY, ())
-)  # no request uses an adapter
+)  # no request has a grammar
 
 
 @dataclass(frozen=True, slots=True)

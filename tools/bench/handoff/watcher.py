@@ -63,7 +63,7 @@ class Watched:
 
 
 class Watcher:
-    """A consumer of one prefill node. Made by `watching`. For one event loop."""
+    """A consumer of one prefill node, made by `watching`. For one event loop."""
 
     def __init__(
         self,
@@ -80,8 +80,10 @@ class Watcher:
         self._handoffs = 0
 
     async def take(self, token_ids: Ints) -> Watched:
-        """Let the producer prefill a prompt, and read all of it. Raises SystemExit if the hand-off
-        fails."""
+        """Let the producer prefill a prompt, and read all of it.
+
+        Raises SystemExit if the hand-off fails.
+        """
         self._handoffs += 1
         id = HandoffId(INSTANCE, self._handoffs, 1)
         sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)

@@ -62,8 +62,7 @@ _COLUMNS = {
 
 
 def record(arch: int, *, every: bool) -> tuple[dict[Launch, list[str]], list[str]]:
-    """Return launches with the names of their variants, and the kernels that are compiled during
-    traffic."""
+    """Return launches with the names of their variants, and a sentence for each problem."""
     launches: dict[Launch, list[str]] = {}
     problems = []
     for variant in variants.serving(arch, every=every):

@@ -63,7 +63,7 @@ class Launch:
     kernel: str
     chosen: str  # by the launcher: constants, dtypes of tensors, options
     values: tuple[tuple[str, str], ...]  # by parameter: derived from its value
-    says_fusion: bool  # sets enable_fp_fusion; otherwise Triton's default applies
+    says_fusion: bool  # sets enable_fp_fusion. Otherwise Triton's default applies
     specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
 
     def differences(self, other: "Launch") -> list[str]:

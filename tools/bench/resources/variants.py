@@ -69,7 +69,7 @@ class Shape:
     activation: Activation = "silu"
     window: int | None = None  # of some layers
     soft_cap: float | None = None
-    experts: tuple[int, int] | None = None  # number, and number per token; intermediate: of each
+    experts: tuple[int, int] | None = None  # number, and number per token. Intermediate: of each
 
 
 QWEN3_06B = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28, qk_norm=True)

@@ -202,7 +202,7 @@ def _goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return goals
 
 
-# Programs -----------------------------------------------------------------------------------------
+# Processes.
 
 
 @contextlib.contextmanager
@@ -263,7 +263,7 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 
 def _until_ready(system: System) -> None:
-    """Wait until it serves a request, because routers define readiness differently."""
+    """Wait until the router serves a request, because routers define readiness differently."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
     url = f"http://{system.targets['http']}/v1/completions"
     headers = {"content-type": "application/json"}

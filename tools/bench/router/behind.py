@@ -26,7 +26,7 @@ TOKEN = 42
 MODEL = "stub"
 _WORD = "x"  # the text of one token
 _HEARTBEAT = decode_pb2.FromNode(engine_heartbeat=decode_pb2.EngineHeartbeat())
-_HEARTBEAT_S = 1.0  # as in real nodes; without heartbeats a router considers the engine dead
+_HEARTBEAT_S = 1.0  # as in real nodes. Without heartbeats a router considers the engine dead
 
 
 class Steps:

@@ -41,7 +41,7 @@ class Load(msgspec.Struct, frozen=True):
 class Counts(msgspec.Struct):
     requests: int = 0
     tokens: int = 0
-    events: int = 0  # messages with tokens; for HTTP, events of streams
+    events: int = 0  # messages with tokens. For HTTP, events of streams
     failed: int = 0
     wall_s: float = 0.0
 

@@ -47,13 +47,13 @@ def make_jobs(
 
 
 class Client:
-    """A client with many calls on one channel. Use as an async context manager."""
+    """A client with many calls on one channel. Use as an async context manager.
+
+    Args:
+        budgets_s: budgets of requests by group. Clients wait for twice as long.
+    """
 
     def __init__(self, target: str, budgets_s: Mapping[str, float] = NO_BUDGETS) -> None:
-        """
-        Args:
-            budgets_s: budgets of requests by group. Clients wait for twice as long.
-        """
         self._budgets_s = budgets_s
         self._channel = make_channel(target)
         self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]

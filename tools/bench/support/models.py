@@ -79,6 +79,8 @@ def _name_every_token(model: Path) -> None:
 
 
 def weight_bytes(model: Path) -> int:
-    """Return the bytes of the weights on disk. Each step of a dense model with tied embeddings
-    reads all of them."""
+    """Return the bytes of the weights on disk.
+
+    Each step of a dense model with tied embeddings reads all of them.
+    """
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))

@@ -32,8 +32,11 @@ class Peer:
         self._errors = errors
 
     async def ask(self, spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return its response. Raises RuntimeError, with the end of its output, if it ends or is
-        late."""
+        """Send a spec and return the response.
+
+        Raises:
+            RuntimeError: the process has ended or is late. Contains the end of its output.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(spec).encode() + b"\n")

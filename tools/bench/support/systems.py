@@ -65,6 +65,7 @@ async def serving(
 
     Args:
         prefill_flags: additional flags of the prefill node.
+
     Raises:
         SystemExit: they do not start. Contains the end of a log.
     """

@@ -67,12 +67,15 @@ class Spent:
 
 
 class DecodeEngine:
-    """A running batch of requests of one length in an engine. `run` executes its steps."""
+    """A running batch of requests of one length in an engine. `run` executes its steps.
+
+    Args:
+        context: tokens of each request when its first step begins.
+    """
 
     def __init__(
         self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, way: Way
     ) -> None:
-        """Create the batch. context: tokens of each request when its first step begins."""
         longest = context + 1024
         spec, tables = model.spec, pool.layout.tables
         config = SchedulerConfig(max_running_requests=batch, max_queued_requests=batch)
@@ -115,8 +118,7 @@ class DecodeEngine:
         return self._runner.spent
 
     def idle_share(self) -> float:
-        """Return the share of device time between steps, from the first step's start to the last
-        one's end."""
+        """Return the idle share of device time from the first step's start to the last's end."""
         return self._stream.idle_share()
 
     def tokens(self) -> NDArray[np.int32]:

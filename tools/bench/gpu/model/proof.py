@@ -39,7 +39,7 @@ TABLES: Tables = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstLayers:
-    """The methods of a page pool that a forward pass needs."""
+    """The pages of a model's first layers, in the pool of the whole model."""
 
     layers: Sequence[Tensor]
     tables: Sequence[int]

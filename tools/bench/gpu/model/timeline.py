@@ -36,7 +36,7 @@ TABLES: Tables = {
 }
 
 STEPS = 10
-LONGEST_GAP_US = 5.0  # between two kernels of one graph; longer gaps count as idle
+LONGEST_GAP_US = 5.0  # between two kernels of one graph. Longer gaps count as idle
 TOP = 12
 _NAME = 70  # characters
 

@@ -38,7 +38,7 @@ PROBED = 5  # rows that are also computed alone
 EPS = 1e-6
 EXPERTS, PER_TOKEN = 16, 4
 
-Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: indices of rows; returns [n, any]
+Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: indices of rows. Returns [n, any]
 
 
 @dataclass(frozen=True, slots=True)

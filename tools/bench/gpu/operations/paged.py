@@ -91,8 +91,7 @@ class Paged:
 
     @property
     def bytes(self) -> int:
-        """Return the minimum bytes that attention must move: keys, values, queries, gates and
-        outputs."""
+        """Return the minimum bytes that attention moves: KV, queries, gates and outputs."""
         gate = 0 if self.gate is None else self.q.nbytes
         return self.kv_bytes + gate + self.q.nbytes + self.q[..., : self._out_dim].nbytes
 

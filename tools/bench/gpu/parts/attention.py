@@ -182,8 +182,7 @@ def _gated_op(setting: Setting, shape: str, rows: Rows, heads: Heads, planner: P
 
 
 def _peers(data: Paged, prefix: int) -> Mapping[str, Work]:
-    """Return peers, with keys and values repeated for every query head so that any kernel can
-    run."""
+    """Return peers, with keys and values repeated for every query head so that any kernel runs."""
     group = data.q.shape[1] // data.kv.shape[1]
     k, v = (x.repeat_interleave(group, dim=0)[None] for x in data.contiguous(0))
     q = data.q.transpose(0, 1)[None].contiguous()

@@ -105,8 +105,10 @@ def _rows(
     num_pages: int,
     page_bytes: int,
 ) -> Iterator[Row]:
-    """Yield the rows. The paths take turns in rounds, so that changes of the machine's speed affect
-    all of them."""
+    """Yield the rows.
+
+    The paths take turns in rounds, so that changes of the machine's speed affect all of them.
+    """
     rng = np.random.default_rng(count)
     seconds: dict[str, list[float]] = {by: [] for by in reads}
     for _ in range(setting.sized(ROUNDS, 1)):

@@ -116,8 +116,10 @@ def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> fl
 
 
 def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the gaps between messages while all streams decode: from the last first token to the
-    first end."""
+    """Return the gaps between messages while all streams decode.
+
+    That is from the last first token to the first end.
+    """
     begin = max(answer.chunks[0] for answer in answers)
     end = min(answer.chunks[-1] for answer in answers)
     gaps = [

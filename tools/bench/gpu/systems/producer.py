@@ -56,7 +56,7 @@ def pool_of(pages: Tensor) -> PagePool:
 
 
 class ProducerProcess:
-    """A running producer's process. Made by `producer_process`."""
+    """A running producer's process, made by `producer_process`."""
 
     def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: RemotePool):
         self._process = process
