@@ -117,7 +117,11 @@ class AdminOperations:
             served = self._names.served_by(request.query.get("model"))
         except ApiError as refusal:
             return refusal.response()
-        info = {"model_path": served, "tokenizer_path": served, "is_generation": True}
+        info = {
+            "model_path": served,
+            "tokenizer_path": served,
+            "is_generation": self._pools[served].generates,
+        }
         if server:
             length = self._context_length(served)
             info |= {

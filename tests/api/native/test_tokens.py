@@ -71,7 +71,8 @@ async def test_a_server_says_what_it_is(api):
     assert (card["max_model_len"], card["permission"]) == (CONTEXT_LENGTH, [])
     assert (await api.get("/version")).json["version"]
     for path in ("/get_model_info", "/model_info"):
-        assert (await api.get(path)).json["model_path"] == api.model
+        info = (await api.get(path)).json
+        assert (info["model_path"], info["is_generation"]) == (api.model, True)
     for path in ("/get_server_info", "/server_info"):
         reported = (await api.get(path)).json
         assert (reported["context_length"], reported["internal_states"]) == (CONTEXT_LENGTH, [{}])

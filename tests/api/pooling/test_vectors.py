@@ -78,6 +78,11 @@ def with_config(model, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+async def test_a_model_without_decode_nodes_generates_nothing(rig):
+    info = (await get(rig.router.http_port, "/get_model_info")).json
+    assert info["is_generation"] is False
+
+
 async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_order(rig):
     reported = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
     lengths = [1 + len(ids(text)) for text in ("the fox", "dog")]
