@@ -249,6 +249,7 @@ def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
     assert serve_adapters(model, lora, recorder, alone) == len(recorder.replays)
 
 
+@pytest.mark.long
 @interpreted
 def test_replays_decide_nothing_about_adapters_on_the_host(tmp_path: Path) -> None:
     model, lora = with_adapters(tmp_path)

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-MORE = ("window and many heads", "latents")  # cases of `make test-long`
+MORE = ("window and many heads", "two of keys", "latents")  # cases of `make test-long`
 
 
 @pytest.mark.parametrize(

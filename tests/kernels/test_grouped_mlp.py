@@ -171,7 +171,11 @@ def quantised_experts(count, rows, columns, group, kind):
 
 
 # hidden, inner, inputs that share a scale
-@pytest.mark.parametrize("sizes", [(64, 48, 16), (100, 40, 64), (64, 32, 0)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(64, 48, 16), pytest.param((100, 40, 64), marks=pytest.mark.long), (64, 32, 0)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind):
     hidden, inner, group = sizes
