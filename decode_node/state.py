@@ -175,7 +175,7 @@ class HandoffAttempt:
 
     @property
     def reserved(self) -> PageReservation:
-        """Pages of a granted attempt. Raises EngineFault before the grant."""
+        """Return the pages of a granted attempt. Raises EngineFault before the grant."""
         if self.destination is None:
             raise EngineFault(f"hand-off {tuple(self.id)} is not granted")
         return self.destination
@@ -264,7 +264,7 @@ class DecodeState(RequestState):
 
     @property
     def attempt(self) -> HandoffAttempt:
-        """The attempt in progress. Raises EngineFault if there is none."""
+        """Return the attempt in progress. Raises EngineFault if the request has no hand-off."""
         if self.handoff is None:
             raise EngineFault(f"request {self.key} has no hand-off")
         return self.handoff

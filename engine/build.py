@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def page_memory(self) -> PageMemory:
-        """The memory of the pages of all ranks."""
+        """Return the memory of the pages of all ranks."""
         followers = self.loaded.followers
         if followers is None:
             return memory_of(self.pool, self.host_pool)

@@ -76,7 +76,7 @@ class AdapterBank:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all slots in bytes."""
+        """Return the device memory of all slots in bytes."""
         return sum(place.down.nbytes + place.up.nbytes for place in self._places.values())
 
     def fill(self, slot: int, adapter: LoraAdapter) -> None:

@@ -121,7 +121,7 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Number of free pages and of pages that only a cache holds, which can evict them."""
+        """Return the number of free pages and of pages that only a cache holds and can evict."""
         return len(self._free) + self.num_evictable
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:

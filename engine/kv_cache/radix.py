@@ -254,7 +254,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `allocate` can return."""
+        """Return the number of pages that `allocate` can return."""
         return self._pool.num_available
 
     def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.errors import EngineFault
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import RoutedExperts
@@ -76,4 +77,4 @@ class Model(ABC):
     def labels(self, hidden: Tensor) -> Tensor:
         """Return class logits [n, num_labels] in the model's dtype. Only for a model with
         labels."""
-        raise NotImplementedError
+        raise EngineFault("the model has no labels")

@@ -63,7 +63,7 @@ class TierIndex:
 
     @property
     def entries(self) -> Collection[TierEntry]:
-        """All entries, least recently used first."""
+        """Return all entries, least recently used first."""
         return self._entries.values()
 
     def get(self, key: PageKey) -> TierEntry | None:

@@ -133,7 +133,7 @@ class BlockWeights(ABC):
 
     @abstractmethod
     def scale(self, name: str) -> float:
-        """Return a stored number, or 1 if there is none."""
+        """Return a stored number, or 1 if the checkpoint lacks it."""
 
     @abstractmethod
     def tied(self, embedding: Tensor) -> Linear:

@@ -43,7 +43,7 @@ class DeviceDrafter(Protocol):
 
     @property
     def parts(self) -> Sequence[object]:
-        """Objects that hold the weights."""
+        """Return the objects that hold the weights."""
         ...
 
     def follow(
@@ -104,7 +104,7 @@ class DraftLayer(ABC):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the target model whose inputs it reads."""
+        """Return the layers of the target model whose inputs it reads."""
         return ()
 
     def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:

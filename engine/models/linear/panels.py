@@ -24,7 +24,7 @@ class Panels(PanelMatrix):
 
     @property
     def in_layers(self) -> bool:
-        """Whether a compiled call of whole layers can use it: rows need no padding."""
+        """Return whether a compiled call of whole layers can use it: rows need no padding."""
         return self.inputs * self.panels.itemsize % WORD_BYTES == 0
 
     def apply(self, x: Tensor) -> Tensor:
