@@ -170,13 +170,17 @@ class Rig:
 
     async def call(self, version: str = VERSION) -> Any:
         """Return the stream of a rank host that is played here, which has joined."""
+        call = await self.silent_call()
+        await call.write(ranks_pb2.HostMessage(join=ranks_pb2.JoinNode(version=version)))
+        return call
+
+    async def silent_call(self) -> Any:
+        """Return the stream of a rank host that is played here, which has said nothing yet."""
         channel = rpc.make_channel(self.address)
         self.stack.push_async_callback(channel.close)
         async with asyncio.timeout(PATIENCE_S):
             await channel.channel_ready()
-        call = ranks_pb2_grpc.RanksStub(channel).Follow()  # type: ignore[no-untyped-call]
-        await call.write(ranks_pb2.HostMessage(join=ranks_pb2.JoinNode(version=version)))
-        return call
+        return ranks_pb2_grpc.RanksStub(channel).Follow()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         for end in (*self.ranks.values(), *self.ends):
@@ -456,7 +460,8 @@ async def test_a_stranger_is_refused_and_the_node_lives(
     for each in secrets:
         each.write_text(new_secret())
     rig = await make(secret_file=secrets[0]).started()
-    stranger = await rig.call()
+    # Nothing is written: grpcio raises for a write that meets the end of its call.
+    stranger = await rig.silent_call()
     assert (await ended(stranger))[0] is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(ConfigError, match="UNAUTHENTICATED"):
         await within(rig.join(secret_file=secrets[1]).running)
