@@ -32,7 +32,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
+from common.config import DecodeConfig, EncodeConfig, PrefillConfig, RankHostConfig, RouterConfig
 from common.config.renamed import RENAMED_FLAGS, renamed
 from common.process.standard_output import say
 
@@ -44,7 +44,7 @@ ENV_PREFIX = "BATON_"
 _LISTED = 32  # choices listed in an error
 _NEAR = 0.85  # similarity for difflib: one letter in seven may differ
 _BETWEEN = "__"
-_PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig, RankHostConfig)
+_PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig, EncodeConfig, RankHostConfig)
 SHORT_NAMES = {
     "engine.model": "model",
     "engine.device": "device",

@@ -137,7 +137,8 @@ class FilesOfRanks:
 
 def when_all(what: str, futures: Sequence[Future[Any]], result: Callable[[], T]) -> Future[T]:
     """Return a future that completes when all others have, with `result()`, or with an EngineFault
-    that has the error of one of them. `what`: the name of the work, for the error."""
+    that has the error of one of them or of `result`. `what`: the name of the work, for the error.
+    """
     whole: Future[T] = Future()
     left, lock = len(futures), threading.Lock()
 
@@ -147,11 +148,14 @@ def when_all(what: str, futures: Sequence[Future[Any]], result: Callable[[], T])
             left -= 1
             if left:
                 return
-        error = next(filter(None, (each.exception() for each in futures)), None)
-        if error is None:
-            whole.set_result(result())
-        else:
+        try:
+            for each in futures:
+                each.result()
+            made = result()
+        except Exception as error:  # noqa: BLE001  reported to the waiter
             whole.set_exception(EngineFault(f"{what} failed: {error}"))
+        else:
+            whole.set_result(made)
 
     for each in futures:
         each.add_done_callback(done)

@@ -39,7 +39,11 @@ class LocalSystem:
         return [program.name for program in self._programs]
 
     def pid(self, name: str) -> int:
-        return next(c.pid for program, c in self._children.items() if program.name == name)
+        """Return the id of the process of this name. Raise ValueError if there is none."""
+        pids = {program.name: child.pid for program, child in self._children.items()}
+        if name not in pids:
+            raise ValueError(f"process {name} does not exist: the processes are {[*pids]}")
+        return pids[name]
 
     async def until_ready(self, report: Callable[[str, str], None]) -> None:
         """Wait until every process is healthy, and the router can place a request."""

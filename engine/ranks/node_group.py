@@ -215,7 +215,9 @@ def _accepted(
         message = msgspec.msgpack.decode(packet, type=JoinGroup)
         if message.settings != settings:
             raise ConfigError("its settings differ from those of rank 0")
-        if not 0 < message.rank < size or message.rank in joined:
+        if not 0 < message.rank < size:
+            raise ConfigError(f"rank {message.rank} is invalid: the group has {size} nodes")
+        if message.rank in joined:
             raise ConfigError(f"the group has a node of rank {message.rank} already")
         if len(files) != 2:
             raise ConfigError("its message is incomplete")

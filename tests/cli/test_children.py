@@ -54,6 +54,11 @@ def test_the_directory_of_logs_is_for_this_user_alone(tmp_path):
     assert logs.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_unknown_process_has_no_id(tmp_path):
+    with pytest.raises(ValueError, match="process router does not exist"):
+        LocalSystem([], tmp_path / "log", None).pid("router")
+
+
 async def test_stop_asks_first(tmp_path):
     script = "trap 'kill $!; exit 0' TERM; sleep 60 & echo up; wait"
     child = ChildProcess("a", ["sh", "-c", script], tmp_path / "a")

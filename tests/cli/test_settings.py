@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from pydantic import BaseModel
 
-from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
+from common.config import DecodeConfig, EncodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.config.renamed import RENAMED, renamed
 from common.settings import read
 
@@ -169,6 +169,15 @@ def test_a_wrong_flag_is_one_line_that_names_it(capsys, arguments, knob, reason)
     assert reason in complaint
 
 
+def test_a_misspelled_setting_of_an_encode_node_is_one_line_that_names_it(capsys, tmp_path):
+    said = _complaint(capsys, EncodeConfig, "--model=m", "--embeding-bytes=3")
+    assert "did you mean --embedding-bytes?" in said
+    file = tmp_path / "node.yaml"
+    file.write_text("{engine: {model: m}, embeding_bytes: 3}")
+    said = _complaint(capsys, EncodeConfig, "--config", str(file))
+    assert said == f"{file}: embeding_bytes: there is no such setting"
+
+
 def test_several_wrong_values_are_told_at_once(capsys):
     complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=-1")
     assert "--port" in complaint
@@ -214,6 +223,8 @@ def test_programs_may_share_an_environment(monkeypatch):
         (DecodeConfig, "--server.drain-s=3", "--server.drain-timeout-s"),
         (DecodeConfig, "--engine.tiers.host-bytes=3", "--engine.offload.cpu-bytes"),
         (DecodeConfig, "--no-engine.scheduler.overlap", "--no-engine.scheduler.overlap-schedule"),
+        (EncodeConfig, "--front.drain-s=3", "--server.drain-timeout-s"),
+        (EncodeConfig, "--engine.profile-directory=d", "--engine.profile-dir"),
         (RouterConfig, "--budget-s=3", "--request-timeout-s"),
         (RouterConfig, "--salt-by-key", "--isolate-cache-by-key"),
     ],
@@ -255,7 +266,8 @@ def test_an_old_entry_of_a_file_fails_and_names_the_new_one(capsys, tmp_path, co
 
 
 def test_each_renamed_setting_exists_and_no_old_one_does():
-    paths = {path for record in (RouterConfig, DecodeConfig) for path in _paths(record)}
+    records = (RouterConfig, PrefillConfig, DecodeConfig, EncodeConfig)
+    paths = {path for record in records for path in _paths(record)}
     assert {*RENAMED.values()} <= paths
     assert not [path for path in paths if renamed(path)]
 

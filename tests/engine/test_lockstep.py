@@ -175,12 +175,15 @@ def parallel(directory: Path, rank: int) -> ParallelConfig:
     return ParallelConfig(dp=2, dp_rank=rank, dp_group=directory)
 
 
-def test_a_node_with_other_settings_or_a_used_rank_may_not_join(tmp_path: Path) -> None:
+def test_a_node_with_other_settings_or_an_invalid_rank_may_not_join(tmp_path: Path) -> None:
     wake, directory = os.eventfd(0, os.EFD_NONBLOCK), tmp_path / "group"
     with ThreadPoolExecutor() as threads:
         leading = threads.submit(join_group, parallel(directory, 0), "equal", wake)
         with pytest.raises(ConfigError, match=r"cannot join the group: its settings differ"):
             join_group(parallel(directory, 1), "other", wake)
+        larger = ParallelConfig(dp=3, dp_rank=2, dp_group=directory)
+        with pytest.raises(ConfigError, match=r"rank 2 is invalid: the group has 2 nodes"):
+            join_group(larger, "equal", wake)
         assert not leading.done()
         join_group(parallel(directory, 1), "equal", wake).close()
         leading.result(PATIENCE_S).close()

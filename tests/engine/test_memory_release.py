@@ -12,6 +12,7 @@ import torch
 from common.config import EngineConfig, SpeculativeConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition
 from common.requests.namespace import UNNAMED
+from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.load import open_model
@@ -30,7 +31,7 @@ from tests.support import fork_server
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import make_eagle
 from tests.support.virtual_memory import GARBAGE, UNIT, host_memory
-from tests.support.vision import make_vision_checkpoint
+from tests.support.vision import make_vision_checkpoint, picture
 
 MIB = 1 << 20
 
@@ -106,6 +107,16 @@ def test_weights_that_are_given_back_take_no_memory(tmp_path, dtype):
     before = own_bytes()
     servable.drain(model)
     assert own_bytes() < before - 0.8 * num_bytes
+
+
+def test_an_image_without_the_encoders_weights_is_a_clear_error(tmp_path):
+    pytest.importorskip("PIL")
+    servable = open_checkpoint(make_vision_checkpoint(tmp_path))
+    model = servable.load(CPU, torch.float32, "none")
+    servable.drain(model)
+    seen = VisibleImage(picture(2, 2, 1), first=0, last=4, place=0)
+    with pytest.raises(EngineFault, match="the encoder's weights are released"):
+        model.seeing.embed([seen], torch.zeros(4, servable.spec.image_token_size))
 
 
 # Memory in regions, as on a GPU ------------------------------------------------------------------

@@ -23,7 +23,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import open_checkpoint
 from engine.models.refill import relocated
-from engine.rank_files import FilesOfRanks
+from engine.rank_files import FilesOfRanks, when_all
 from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
 from engine.ranks import WHOLE, Share
 from engine.ranks.job_queue import JobQueue
@@ -248,6 +248,14 @@ def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> N
     assert memory.mapped_bytes == region.num_bytes
     for each, expected in zip(served.tensors(model), before, strict=True):
         assert torch.equal(each, expected)
+
+
+def test_an_error_in_the_result_of_joined_work_reaches_the_waiter() -> None:
+    part: Future[None] = Future()
+    whole = when_all("the work", [part], lambda: 1 // 0)
+    part.set_result(None)
+    with pytest.raises(EngineFault, match=r"the work failed: .* by zero"):
+        whole.result(0)
 
 
 # Seen failing with all slots in one job, which is too long for a packet and ends the node.

@@ -2,11 +2,13 @@
 
 import time
 
+import pytest
+
 from common.requests.timeline import Phase
 from kvtransfer.messages import GrantHandoff, PagesReady
 from tests.pair.rig import Asked, PairRig, Size
 from tests.pair.states import LONG, OTHER
-from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, of
+from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, check, of
 
 PAGE = 16
 DELAY_S = 0.15
@@ -38,6 +40,16 @@ def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
             ON_PREFILL_NODE
         )
         assert len(of(timeline, Phase.RUNNING)) == 1 and not of(timeline, *LOCAL)
+
+
+def test_the_laws_reject_a_running_phase_without_time(known):
+    with PairRig(known.loaded) as rig:
+        ended = rig.serve(LONG).ended
+        (attempt,) = ended.stamps.attempts
+        joined, attempt.joined = attempt.joined, ended.stamps.ended
+        with pytest.raises(AssertionError):
+            check(ended, num_tokens=2)
+        attempt.joined = joined
 
 
 def test_a_prompt_prefilled_here_has_no_attempt(known):

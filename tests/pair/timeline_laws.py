@@ -39,7 +39,7 @@ def check(ended: RequestEnded, num_tokens: int) -> None:
     assert (timeline.first_token is not None) is (num_tokens > 0)
     _check_attempts(timeline, last)
     follow(of(timeline, *LOCAL), LOCAL)
-    _check_running(timeline, last)
+    _check_running(timeline, last, num_tokens)
     assert _rounded(from_proto(to_proto(timeline), 1e9)) == _rounded(timeline)
     if timeline.first_token is not None:
         _check_split(timeline, timeline.first_token)
@@ -71,13 +71,15 @@ def _check_attempts(timeline: Timeline, last: float) -> None:
             assert local[0].start >= over
 
 
-def _check_running(timeline: Timeline, last: float) -> None:
+def _check_running(timeline: Timeline, last: float, num_tokens: int) -> None:
     running = of(timeline, Phase.RUNNING)
     assert len(running) <= 1
     # One that is retracted may have its last chunk under way still.
     begun = [row.start for row in of(timeline, Phase.RUNNING, Phase.LOCAL_PREFILL)]
     for away in of(timeline, Phase.RETRACTED):
         assert begun and min(begun) <= away.start
+    if num_tokens > 1:  # all except the first one are from steps of the running batch
+        assert running and running[0].start < running[0].end
     if running:
         assert running[0].end == last
         before = [row for row in timeline.intervals if row.phase in (Phase.JOIN, *LOCAL)]

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.errors import EngineFault
 from common.requests.images import Image
 from engine.batch.images import VisibleImage
 from engine.ranks import Group
@@ -166,6 +167,8 @@ class VisionTower:
             x: [num_tokens, hidden], of a step. Modified in place.
         Returns:
             The features for the first layers. Empty if the encoder has none.
+        Raises:
+            EngineFault: an image is not cached, and the encoder has no weights.
         """
         features: list[ImageFeatures] = []
         for part in seen:
@@ -184,9 +187,13 @@ class VisionTower:
             self.epoch += 1
 
     def _embeddings(self, image: Image) -> Tensor:
-        name = image.name
-        kept = self._found(name)
-        return self._encoded({name: image})[name] if kept is None else kept
+        kept = self._found(image.name)
+        if kept is not None:
+            return kept
+        made = self._encoded({image.name: image})
+        if not made:
+            raise EngineFault("an image cannot be encoded: the encoder's weights are released")
+        return made[image.name]
 
     def _found(self, name: bytes) -> Tensor | None:
         """Return cached embeddings, for the forward stream."""
@@ -209,7 +216,8 @@ class VisionTower:
         *,
         for_later: bool = False,
     ) -> dict[bytes, Tensor]:
-        """Encode images by name, unless another thread has done so meanwhile.
+        """Encode images by name, unless another thread has done so meanwhile. Return those that
+        are cached afterwards: without weights, none is encoded.
 
         Args:
             for_later: no forward waits for them.

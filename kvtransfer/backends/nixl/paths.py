@@ -6,10 +6,11 @@ agents, without sockets, and no KV is read before the path is proved. The proof 
 First, the consumer reads bytes that only the producer can have sent. Then a first read succeeds
 although the producer is not polled.
 
-cma, cuda_ipc and nvlink connect processes of one host. rdma connects hosts and has not been run on
-any yet. Over rdma, the producer's metadata is trusted as far as the pair stream that carried it,
-because UCX aborts the process on some forged metadata. The producer is also polled while rdma
-consumers connect, because both ends take part in setting up a reliable connection.
+cma, cuda_ipc and nvlink connect processes of one host. rdma connects hosts. It has not run on RDMA
+hardware yet, only over other transports of NIXL (docs/security.md). Over rdma, the producer's
+metadata is trusted as far as the pair stream that carried it, because UCX aborts the process on
+some forged metadata. The producer is also polled while rdma consumers connect, because both ends
+take part in setting up a reliable connection.
 
 Only rdma has keys that can be revoked. Within a host, a consumer reads by process id and address,
 or maps device memory with a handle that the driver never revokes.

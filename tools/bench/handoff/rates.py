@@ -260,9 +260,6 @@ def _connected(
     return connection
 
 
-# The producer's process
-
-
 class _Served(msgspec.Struct):
     """The output of the producer's process."""
 
