@@ -46,7 +46,8 @@ def parser() -> ConfigArgumentParser:
         "serve a load within limits of TTFT and TPOT. All figures are simulated: a cost model, "
         "closed forms of queues, and the best layouts in virtual time. Needs no GPU.",
     )
-    kinds, models = ", ".join(GPUS), ", ".join(MODELS)
+    kinds = ", ".join(GPUS)
+    models = ", ".join(name for name, shape in MODELS.items() if shape.kv.is_uniform)
     parser.add_argument(
         "--model", required=True, help=f"directory with config.json, or one of {models}"
     )

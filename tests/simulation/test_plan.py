@@ -132,6 +132,8 @@ def test_wrong_flags_end_with_one_sentence(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("model", ["gemma-3-12b", "qwen3-next-80b-a3b"])
-def test_models_with_windows_or_states_are_refused(model):
+def test_models_with_windows_or_states_are_refused_and_not_offered(model):
+    offered = command.parser().format_help()
+    assert "qwen3-8b" in offered and model not in offered
     with pytest.raises(ValueError, match="windows or states"):
         make_plan(Cluster(8, "h100", model, "rdma400"), LOAD, Objectives(0.5, 0.05))
