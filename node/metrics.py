@@ -84,7 +84,8 @@ PAIRINGS = counter(
 STATE = gauge("baton_node_state", "1 for the current state of the node, else 0.", state=STATES)
 SILENCE = gauge(
     "baton_engine_heartbeat_age_seconds",
-    "Seconds for which the engine has made no progress, beyond what its present step may take.",
+    "Seconds for which the engine has made no progress, minus the time that its current step may "
+    "take.",
 )
 SERVER = (STREAMS, STREAM_ENDS, CUT_OFF, PAIRINGS, STATE, SILENCE)
 
@@ -95,10 +96,9 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     "pages_": gauge(
         "baton_kv_pages",
         "Current KV pages by holder. The values add up to the pool. A page with several holders "
-        "counts once, for the first of request, step, read, publication, copy and cache. free: "
-        "no holder. request: a request. step: a running forward pass. read: a read that writes "
-        "it. publication: another node may read it. copy: a copy to or from an offload tier. "
-        "cache: only the prefix cache.",
+        "counts once, for its first holder in this order. request: a request. step: a running "
+        "forward pass. read: a read that writes it. publication: another node may read it. copy: "
+        "a copy to or from an offload tier. cache: only the prefix cache. free: no holder.",
         holder=HOLDERS,
     ),
     "request_pages": gauge(
@@ -207,13 +207,11 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_prompt_tokens": counter(
         "baton_prompt_tokens",
-        "Total prompt tokens of requests whose prompts this node began to compute, with cached "
-        "ones.",
+        "Total prompt tokens, cached or not, of requests whose prompts this node began to compute.",
     ),
     "total_cached_tokens": counter(
         "baton_cached_tokens",
-        "Total prompt tokens, of those in baton_prompt_tokens_total, whose KV was in the prefix "
-        "cache.",
+        "Total prompt tokens in baton_prompt_tokens_total whose KV was in the prefix cache.",
     ),
     "total_generated_tokens": counter("baton_sampled_tokens", "Total tokens sampled on this node."),
     "total_finished": counter(
@@ -246,10 +244,10 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_handoffs_": counter(
         "baton_handoffs",
-        "Total hand-offs, that is, transfers of KV to or from this node, by result. completed: "
-        "all pages arrived and were confirmed. failed: all others. On prefill nodes this "
-        "includes cancelled requests, and responses of one token, which need no transfer. "
-        "aborted: failed ones that the prefill node ended. They also count as failed.",
+        "Total hand-offs (transfers of KV) to or from this node, by result. completed: all pages "
+        "arrived and were confirmed. failed: all others. On prefill nodes these include cancelled "
+        "requests, and responses of one token, which need no transfer. aborted: failed hand-offs "
+        "that the prefill node ended, which also count as failed.",
         outcome=("completed", "failed", "aborted"),
     ),
     "total_weight_updates": counter(
@@ -295,7 +293,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_forgotten_prefixes": counter(
         "baton_prefix_invalidations",
-        "Total cached prefixes that were removed because their KV led to NaN or Inf in logits. "
+        "Total cached prefixes that were removed because their KV caused NaN or Inf in logits. "
         "own: in a request of this node. asked: in a request of another node, which had read the "
         "KV here. limited: not removed, because another node exceeded the rate limit.",
         cause=("own", "asked", "limited"),
@@ -515,9 +513,9 @@ PREFILL_ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_embedding_reads": counter(
         "baton_embedding_reads",
-        "Total images that this node wanted an encode node to encode. All except completed ones "
-        "are encoded here. completed: their embeddings were read. failed: refused, or the encode "
-        "node was lost. late: it took too long. unpaired: the nodes are not connected. "
+        "Total images that this node wanted an encode node to encode. If that does not complete, "
+        "this node encodes the image. completed: the embeddings were read. failed: refused, or the "
+        "encode node was lost. late: it took too long. unpaired: the nodes are not connected. "
         "no_capacity: no pages were free.",
         outcome=("completed", "failed", "late", "unpaired", "no_capacity"),
     ),

@@ -22,8 +22,8 @@ REFUSED = counter(
 )
 CERTIFICATE_END = gauge(
     "baton_certificate_end_timestamp_seconds",
-    "Unix time at which the first certificate of a chain, or the last authority of a file, "
-    "expires. shown: --tls-cert. authority: --tls-ca. shown_to_nodes: --node-tls.cert. "
+    "Unix time of expiry: of the first certificate to expire in a chain, or of the last one in a "
+    "file of authorities. shown: --tls-cert. authority: --tls-ca. shown_to_nodes: --node-tls.cert. "
     "authority_of_nodes: --node-tls.ca.",
     purpose=get_args(Purpose),
     sparse=True,

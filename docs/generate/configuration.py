@@ -108,7 +108,7 @@ def _range(schema: Mapping[str, Any]) -> str:
         "maximum": "at most",
         "exclusiveMaximum": "below",
     }
-    said = [f"{words} {schema[key]:g}" for key, words in bounds.items() if key in schema]
+    said = [f"{words} {schema[key]:.15g}" for key, words in bounds.items() if key in schema]
     return ", ".join(["", *said])
 
 

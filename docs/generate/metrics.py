@@ -19,8 +19,8 @@ _EXPLAINED = ("path", "queue")  # labels whose values the head of the page expla
 _HEAD = """# Metrics
 
 Use these Prometheus metrics for dashboards, alerts and capacity planning. Every process with
-`--metrics-port` serves them on that port, without a key. A router also serves them under
-`/metrics` of its HTTP port, where [operators](clients.md#permissions) may need a key.
+`--metrics-port` serves them on that port, without a key. A router also serves them under `/metrics`
+of its HTTP port, where [operators](clients.md#permissions) may need a key.
 
 ```sh
 curl -s http://127.0.0.1:8000/metrics | grep ^baton_
@@ -28,10 +28,9 @@ curl -s http://127.0.0.1:8000/metrics | grep ^baton_
 
 ## Scrape configuration
 
-On Kubernetes, use the component `monitoring`. Elsewhere, start from the files in
-`deploy/prometheus`: a scrape configuration and the alert rules. In the scrape configuration, list
-every process under the role that it has. The label `role` is needed, because the series of nodes
-do not have it themselves:
+On Kubernetes, use the component `monitoring`. Elsewhere, use the files in `deploy/prometheus`: a
+scrape configuration and the alert rules. In the scrape configuration, list every process with its
+role. The label `role` is necessary, because the nodes do not add it to their metrics:
 
 ```yaml
 scrape_configs:
@@ -48,10 +47,10 @@ scrape_configs:
 | `instance` | the process: the name of its pod in Kubernetes, elsewhere the scraped address |
 | `role` | `router`, `prefill`, `decode` or `planner` |
 
-Grafana dashboards are in `deploy/kubernetes/components/monitoring`. Each alert links to its
-section of [the runbook](runbook.md). If you publish your own copy of this documentation (the
-output of `make docs`), make the alerts link to it with `python -m docs.generate.rules --site
-https://HOST/PATH`.
+Grafana dashboards are in `deploy/kubernetes/components/monitoring`. Each alert links to its section
+of [the runbook](runbook.md). If you publish your own copy of this documentation (the output of
+`make docs`), run `python -m docs.generate.rules --site https://HOST/PATH`, so that the alerts link
+to your copy.
 
 ## Conventions
 
@@ -59,12 +58,12 @@ https://HOST/PATH`.
   `_bucket`, `_sum` and `_count`.
 - **Data paths.** The label `path` is the data path of a link: `nvlink`, `cuda_ipc`, `rdma`, `cma`
   or `tcp`.
-- **Labels** have fixed values, without addresses or request ids. Only `key` has other values: the
-  names in the present file of `--api-keys`.
+- **Labels** have fixed values, without addresses or request ids. The exception is `key`, whose
+  values are the names in the current file of `--api-keys`.
 - **Series** exist from the start with the value 0, so that the first failure is visible as an
   increase. Series marked *sparse* appear only with their first value.
 - **Age.** A node's engine reports its values twice a second, but not during a step. Values are
-  therefore at most half a second old, or as old as the running step.
+  therefore half a second old at most, or as old as the running step.
 
 ## Several models
 
@@ -79,14 +78,14 @@ processes together:
 | metrics | value |
 |---|---|
 | counters, histograms | the sum, with the last values of ended and silent processes |
-| gauges, such as `baton_inflight_requests` | the sum, except for the following |
+| other gauges, such as `baton_inflight_requests` | the sum |
 | `baton_nodes`, `process_start_time_seconds`, open file descriptors | the maximum |
 | `baton_ready`, expiry of certificates, limit of file descriptors | the minimum |
 | CPU time, memory | the sum, including the parent process |
 
 A scrape waits at most 2 s for the processes. `baton_router_processes{state="silent"}` counts
-those that did not respond. Their gauges are missing in this scrape. Sums of counters never fall,
-but events between the last scrape and the end of a process are lost.
+processes that did not respond. Their gauges are missing in this scrape. Sums of counters never
+decrease, but events between the last scrape and the end of a process are not counted.
 
 ## Queues
 
@@ -96,24 +95,23 @@ The label `queue` of `baton_queue_requests` has these values:
 |---|---|---|
 | prefill and decode | `waiting` | wait for the computation of their prompt |
 | prefill and decode | `chunked` | have a prompt that is partly computed |
-| prefill and decode | `on_device` | are computed now: in the current chunk or the running batch |
+| prefill and decode | `on_device` | are in the current chunk or in the running batch |
 | prefill and decode | `grammar` | wait for the compilation of their grammar |
 | prefill and decode | `adapter` | wait for a slot for their LoRA adapter |
 | prefill and decode | `offload_load` | wait for their prefix from an [offload tier](tiers.md) |
-| prefill and decode | `fetching` | wait until their prefix is read from another node |
+| prefill and decode | `fetching` | wait until their prefix has been read from another node |
 | prefill | `embeddings` | wait until an encode node has encoded their images |
 | prefill | `bootstrap` | wait until the decode node has pages for them |
-| prefill | `inflight` | are computed, and a decode node reads their pages |
+| prefill | `inflight` | have been computed. A decode node reads their pages |
 | prefill | `pooled` | are calls for embeddings or scores |
 | decode | `paused` | wait for the end of a [pause](pauses.md) |
 | decode | `unpaired` | wait for a prefill node that was just lost |
 | decode | `prealloc` | wait for pages on this node |
-| decode | `transfer` | have pages, and their KV is computed and read |
-| decode | `retracted` | lost their pages to others for now, and will return |
+| decode | `transfer` | have pages. A prefill node computes their KV, and this node reads it |
+| decode | `retracted` | had to release their pages on the device, and continue later |
 | decode | `migrating` | are about to leave in a [live migration](moves.md) |
 
-`python -m docs.generate.metrics` generates the following tables from `router/metrics.py`,
-`node/metrics.py`, `cli/planner/metrics.py` and `common/metrics/`.
+`python -m docs.generate.metrics` generates the following tables from the code.
 """
 
 

@@ -12,16 +12,15 @@ FILE = Path(__file__).parents[1] / "models.md"
 FOUND = Path(__file__).with_name("architectures.jsonl")
 _HEAD = """# Models
 
-Use this page to find out whether Baton serves a model, and with which limits. Baton has two
+Use this page to find out whether Baton supports a model, and with which limits. Baton has two
 implementations of models:
 
 - **Native**: Baton's own layers, with fused products and kernels. Some features, such as
-  [LoRA](lora.md), need them.
+  [LoRA](lora.md), need this implementation.
 - **transformers**: the unmodified model class of the transformers library, with Baton's attention.
-  It covers many more models.
+  This implementation supports many more models.
 
-`baton check --model DIR` reports which one serves a checkpoint and why. The log of a node reports
-it too.
+`baton check --model DIR` and the log of a node report which implementation is used, and why.
 
 ```sh
 baton check --model DIR
@@ -33,13 +32,12 @@ baton up --model DIR --model-backend transformers
 | `--model-backend` (`engine.model_backend`) | implementation |
 |---|---|
 | `auto` (default) | native if the family is supported, otherwise transformers |
-| `native` | native. Other models are rejected |
+| `native` | native. Models of other families are rejected |
 | `transformers` | transformers, also for native families |
 
-Everything outside the model is the same: prefix caches, chunked and mixed prefill, overlap,
-retraction, hand-off, penalties and sampling. The KV of both implementations differs by rounding.
-All nodes must therefore use the same one: nodes with different values of `model_backend` do not
-connect.
+The code outside the model is the same for both: prefix caches, chunked and mixed prefill, overlap,
+retraction, hand-off, penalties and sampling. The KV of the two implementations differs by rounding.
+A prefill node and a decode node therefore pair only if both use the same implementation.
 
 ## Native families
 
@@ -67,33 +65,33 @@ transformers.
 
 In Qwen3-Next and Qwen3.5, three of four layers are gated delta nets. They keep a recurrent state
 instead of keys and values: a matrix for each head, and the last inputs of a short convolution. The
-state does not grow with the context. For Qwen3-Next 80B it takes 77 MB, as much as the KV of 3,150
-tokens. [Benchmark: prefix cache of hybrid models](benchmarks/hybrid-models.md) has measurements.
+state does not grow with the context. For Qwen3-Next 80B, the state of a request takes 77 MB, as
+much as the KV of 3,150 tokens. [Benchmark: prefix cache of hybrid
+models](benchmarks/hybrid-models.md) has measurements.
 
-- **Memory.** States use pages of the same pool as KV, so there is no second pool to size. Each
-  request has a fixed number of pages for its state. For Qwen3-Next 80B these are 197 pages of 16
-  tokens (the default), or 50 pages with `--engine.cache.page-size 64`.
+- **Memory.** States use pages of the same pool as KV, so you need not choose the size of a second
+  pool. Each request has a fixed number of pages for its state. For Qwen3-Next 80B these are 197
+  pages of 16 tokens (the default), or 50 pages with `--engine.cache.page-size 64`.
 - **Hand-off and retraction.** The state moves to the decode node with the last pages of the prompt.
   It moves to host memory and back with a retracted request.
-- **Prefix cache.** A request can continue from a cached prefix only where its state is cached too.
-  See *where states are cached* below.
-- **Decode nodes** can use a cached prefix without a state. They read the missing pages and the
-  state from the prefill node.
+- **Prefix cache.** A request can reuse a prefix only up to a position whose state is cached (see
+  *cached states* below).
+- **Decode nodes** can use a cached prefix without a state, because they read the missing pages and
+  the state from the prefill node.
 - **[Speculative decoding](speculation.md#states)** is supported. States process only accepted
   tokens.
-- **On a CPU**, compiled operations process tokens one by one, so neither chunks nor other requests
-  change a bit of a state ([rule](cpu.md#states)). [Batch invariance](batch-invariance.md) is
-  supported.
+- **On a CPU**, compiled operations process tokens one by one. A state therefore has the same bits
+  for any chunks and other requests ([rule](cpu.md#states)). [Batch invariance](batch-invariance.md)
+  is supported.
 - **On a GPU**, prompts are computed in groups of 16 tokens. The last bits of a result can therefore
-  depend on where a prompt is cut into chunks or continued from the cache. Two cases avoid this,
-  because tokens are computed one by one: `--engine.dtype float32`, and at most 16 tokens of a
-  request in a step.
+  depend on the boundaries of chunks and of the cached prefix. With `--engine.dtype float32`, or
+  with at most 16 tokens of a request in a step, tokens are computed one by one instead.
 
-**Where states are cached.** A prefill node caches the state at the last page boundary of each
-prompt, so the next turn of a conversation can continue there. If a second prompt shares a prefix
-with an earlier one, the node also caches the state where they diverge, and a third prompt can use
-it. Responses leave no states. States are evicted like pages, first those that a longer prefix has
-replaced.
+**Cached states.** A prefill node caches the state at the last page boundary of each prompt, so the
+next turn of a conversation can continue there. If a second prompt shares a prefix with an earlier
+one, the node also caches the state at the end of the shared prefix, and a third prompt can use it.
+No states of responses are cached. States are evicted like pages, first those for which a longer
+prefix is cached.
 
 The GPU kernels are tested in Triton's interpreter and compiled for six architectures without spills
 ([estimate](gpu.md#estimates)). They have not run on a GPU yet.
@@ -104,21 +102,21 @@ The GPU kernels are tested in Triton's interpreter and compiled for six architec
 
 DeepSeek-V2 and V3 (also R1 and V3.1) store one latent vector for each token and layer instead of
 keys and values. It has 512 numbers, from which each head derives its own key and value, and 64
-numbers for the position. DeepSeek-V3 needs 70 kB a token in 16 bits. Stored keys and values would
+numbers for the position. DeepSeek-V3 needs 70 kB per token in 16 bits. Stored keys and values would
 need 71 times as much.
 
-- **Decode.** Keys and values are not computed. The products that derive them are applied to the
-  queries and to the output instead.
-- **Prefill.** Keys and values of a chunk are computed for one layer at a time, if that is less work
-  than using latents directly. On a CPU this is the case unless a few new tokens follow a long
-  cached prefix. On a GPU, at least [128 new tokens](gpu.md#derivation-of-expanded-keys-and-values)
-  are necessary too.
-- **Caches and hand-offs** treat latents like other KV. With `--model-backend transformers` a node
-  stores keys and values, so it does not connect with nodes that store latents.
-- **Quantization.** Checkpoints in fp8 blocks, as DeepSeek publishes them, are supported.
-  `kv_b_proj` and the parameters of the expert router stay floats in every weight format.
-- **Draft layer.** It is used if [speculative decoding](speculation.md#layers) with `mtp` is
-  enabled.
+- **Decode.** Keys and values are not computed. Their projections are applied to the queries and to
+  the output instead.
+- **Prefill.** If it is less work than attention over latents, keys and values are computed from the
+  latents, one layer at a time. On a CPU, this is the case unless a few new tokens follow a long
+  cached prefix. A GPU does this only for at least [128 new
+  tokens](gpu.md#derivation-of-expanded-keys-and-values).
+- **Caches and hand-offs** treat latents like other KV. With `--model-backend transformers`, a node
+  stores keys and values, so it does not pair with nodes that store latents.
+- **Quantization.** DeepSeek's checkpoints in fp8 blocks are supported. In every weight format,
+  `kv_b_proj` and the parameters of the expert router are floats.
+- **Draft layer.** The draft layer of a checkpoint is used only by [speculative
+  decoding](speculation.md#layers) with `mtp`.
 
 The GPU kernels are tested in Triton's interpreter and compiled for sm_80, sm_90a and sm_100 without
 spills. They have not run on a GPU yet.
@@ -132,29 +130,28 @@ from a checkpoint never runs**: `trust_remote_code` is off, and no option enable
 implementation has not run on a GPU yet.
 
 **Check at start.** Before it reads weights, the node builds the class on torch's meta device and
-computes one token. This shows the heads and sizes of every layer and which tokens each layer
-attends to. A class that Baton cannot serve is rejected with a reason in one line.
+computes one token. From this it derives the heads and sizes of every layer, and the tokens to which
+each layer attends. If Baton does not support a class, the error gives the reason in one line.
 
 | supported | rejected |
 |---|---|
 | decoders that use transformers' attention interface | other classes, encoders, encoder-decoders |
-| attention to all earlier tokens, or to a window | masks that depend on more than positions |
+| attention to all earlier tokens, or to a window | masks that depend on other data than positions |
 | layers that store only keys and values | recurrent states, convolutions |
-| layers that attend to the KV of another layer. They store nothing | |
+| layers that attend to the KV of another layer and store none | - |
 | heads of at most 256 numbers | larger heads |
 
 - **Padding.** Keys and values of different sizes, as in MLA, are padded to the larger size.
-- **CPU speed.** Products of `nn.Linear` use Baton's native formats ([on CPUs](cpu.md)): oneDNN's
-  layout in bfloat16, and 8 bits with `--quantize int8`. Experts that a class stores in one stacked
-  tensor do not use these formats.
-- **Shorter context.** Some models have a shorter context than in their configuration, and `baton
-  check` reports it. With chunked attention (Llama 4), it ends with the first attention chunk. With
-  rotations that depend on the longest text of a batch (`longrope`, `dynamic`), it ends at the
-  length at which the rotation changes.
-- **[Quantized checkpoints](cpu.md#products)** are read as for native models, and become floats.
-  They are as fast as others.
-- **[Several ranks](parallel.md#models-computed-by-transformers)** divide a class by its own plan
-  for tensor parallelism.
+- **CPU speed.** Products of `nn.Linear` use Baton's [formats for matrices](cpu.md#products).
+  Experts that a class stores in one stacked tensor do not use these formats.
+- **Shorter context.** For some models, Baton supports a shorter context than their configuration
+  has. `baton check` reports it. With chunked attention (Llama 4), the context is one attention
+  chunk. With rotations that depend on the longest text of a batch (`longrope`, `dynamic`), it is
+  the length at which the rotation changes.
+- **[Quantized checkpoints](cpu.md#quantised-checkpoints)** are supported as for native models.
+  Their weights are converted to floats, so they are not faster than unquantized checkpoints.
+- **[Several ranks](parallel.md#models-computed-by-transformers)** divide a model by the plan for
+  tensor parallelism that its class contains.
 - **[Batch invariance](batch-invariance.md#models-computed-by-transformers)** is supported by most
   dense classes.
 
@@ -170,27 +167,26 @@ The tables list every class of transformers {version} under `AutoModelForCausalL
 {all} classes produce the same tokens as their own full forward pass** and are therefore supported.
 `python -m docs.generate.architectures` tests them:
 
-1. It makes a tiny checkpoint with random weights for each class. Models of the BERT family are
-   decoders (`is_decoder`).
-2. A prefill node and a decode node in one process compute prompts from it, in float32 on a CPU,
-   with and without a cached prefix.
-3. It compares their tokens with those of the class without Baton.
+1. It creates a tiny checkpoint with random weights for each class. Models of the BERT family are
+   configured as decoders (`is_decoder`).
+2. A prefill node and a decode node in one process generate tokens with this checkpoint, in float32
+   on a CPU, with and without a cached prefix.
+3. It compares these tokens with those of the class without Baton.
 4. It repeats this with two tensor-parallel [ranks](parallel.md). {divided} classes produce the same
-   tokens. For the others, transformers has no plan to divide the layers, and nodes with several
-   ranks reject them.
+   tokens. The other classes have no plan to divide their layers, so nodes with several ranks reject
+   them.
 
 | model_type | class | also with 2 ranks | also native |
 |---|---|---|---|
 """
 _REST = """
-### Not served by transformers
+### Classes without support
 
 A node rejects these classes with the reason in the last column, unless a native family serves them.
 
 | model_type | class | reason |
 |---|---|---|
 """
-
 
 _PLAIN = str.maketrans("|;", "/,")  # in messages of other programs
 

@@ -62,6 +62,12 @@ def test_a_setting_has_its_anchor_names_choices_default_and_description():
     )
 
 
+def test_large_bounds_of_settings_are_exact():
+    # Seen failing: "at most 8.38861e+06".
+    page = configuration.page()
+    assert "at most 8388608" in page and "e+0" not in page
+
+
 def test_every_setting_of_every_component_is_in_the_configuration_reference():
     anchors = re.findall(r'<a id="([a-z0-9-]+)">', configuration.page())
     assert len(anchors) == len(set(anchors)) > 200
