@@ -45,7 +45,7 @@ scrape_configs:
 |---|---|
 | `namespace` | the cluster, for alerts and dashboards |
 | `instance` | the process: the name of its pod in Kubernetes, elsewhere the scraped address |
-| `role` | `router`, `prefill`, `decode` or `planner` |
+| `role` | `router`, `prefill`, `decode`, `encode` or `planner` |
 
 Grafana dashboards are in `deploy/kubernetes/components/monitoring`. Each alert links to its section
 of [the runbook](runbook.md). If you publish your own copy of this documentation (the output of
