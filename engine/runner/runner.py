@@ -73,7 +73,8 @@ class LaunchedStep:
         if self._output.runs is not None:
             runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
             logprobs = logprobs and _that_stand(logprobs, self._batch, runs)
-        return BatchResult(tokens, logprobs, prompt, of_rows(self._output.pooled), runs)
+        pooled = of_rows(self._output.pooled) if self._output.pooled else {}
+        return BatchResult(tokens, logprobs, prompt, pooled, runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ logits. It is called only for steps with a request that uses it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,10 +88,20 @@ class FeatureInput(Protocol):
 
 
 class SamplingFeature(Protocol):
-    """A row feature. Engine thread only."""
+    """A row feature. Engine thread only.
+
+    Attributes:
+        parameters: sampling parameters that request it.
+    """
+
+    parameters: ClassVar[frozenset[str]]
 
     def acquire(self, slot: int, request: Request) -> FeatureState:
-        """Assign a slot to the request. State of the slot's previous request becomes invalid."""
+        """Assign a slot to the request. State of the slot's previous request becomes invalid.
+
+        Called only if the request has one of `parameters`, or the previous request used the
+        feature.
+        """
         ...
 
     def build(self, samples: Samples) -> FeatureInput:
