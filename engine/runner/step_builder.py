@@ -47,7 +47,7 @@ class StepBuilder:
         self._table = table
         self._rows = BatchBuilder(table, axial_images=axial_images)
         self._features = features
-        self._adapters = adapters
+        self._adapters = adapters if adapters.bank.num_slots else None
 
     def sizes(self, spec: ModelSpec) -> ForwardSizes:
         """Return the sizes of the largest steps of a model."""
@@ -68,11 +68,12 @@ class StepBuilder:
         if not len(batch.slots):
             return Step(swap_out=batch.swap_out, swap_in=batch.swap_in), NOTHING_ASKED
         rows, sampling = self._rows.build(batch), self._features.build(batch)
-        adapters = self._adapters.build(batch)
+        adapters = None if self._adapters is None else self._adapters.build(batch)
         speculated = SpeculativeStep.of(batch, self._table)
         if places := sampling.places:
             rows = rows.wanting(places)
-        late, adapted = bool(speculated.verified), adapters.tokens is not None
+        late = bool(speculated.verified)
+        adapted = adapters is not None and adapters.tokens is not None
         graph = None if graph_of is None else graph_of(rows, late=late, adapted=adapted)
         copies = batch.swap_out, batch.swap_in
         return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
@@ -120,8 +121,8 @@ class StepBuilder:
                 speculated = replace(speculated, to_guess=(len(batch.slots),))
             for sampling in self._features.rehearsals(batch.num_tokens, 0, spec):
                 yield _rehearsal(verify, sampling, speculated), sampling
-        adapters = self._adapters.rehearsal(num_tokens)
-        if adapters.tokens is not None:
+        adapters = None if self._adapters is None else self._adapters.rehearsal(num_tokens)
+        if adapters is not None:
             yield Step(mixed, adapters=adapters, heads=HeadInputs(chosen=False)), NOTHING_ASKED
 
 

@@ -7,7 +7,7 @@ logits. It is called only for steps with a request that uses it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,13 +88,12 @@ class FeatureInput(Protocol):
 
 
 class SamplingFeature(Protocol):
-    """A row feature. Engine thread only.
+    """A row feature. Engine thread only."""
 
-    Attributes:
-        parameters: sampling parameters that request it.
-    """
-
-    parameters: ClassVar[frozenset[str]]
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Sampling parameters that request the feature."""
+        ...
 
     def acquire(self, slot: int, request: Request) -> FeatureState:
         """Assign a slot to the request. State of the slot's previous request becomes invalid.
