@@ -17,7 +17,7 @@ from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import HostColumn, divided, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates
 from engine.models.drafting import DraftSteps, EagerDrafts
 from engine.runner.graphs import GraphDrafter, GraphModel, GraphSizes, Recorder, StepGraphs
 from engine.runner.step import SettledDrafts, Step, StepOutput
