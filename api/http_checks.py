@@ -251,7 +251,8 @@ class HttpChecks:
         try:
             shown = _authorization(request)
             client = self._guard.identify(access or "client", shown, request.peer.host)
-            limits = client.usage.headers()
+            if client.usage is not None:
+                limits = client.usage.headers()
             self._admit(client, request.peer)
             if request.method == "POST":
                 self._guard.begin(client, 0)
@@ -292,12 +293,12 @@ class KeyConnections:
         Raises:
             RateLimited: the client has as many other open connections as allowed.
         """
-        allowed = client.limits.connections
-        shown = self._shown.get(connection, set())
-        if allowed is None or client.name in shown:
+        usage, shown = client.usage, self._shown.get(connection, set())
+        allowed = None if usage is None else usage.limits.connections
+        if usage is None or allowed is None or client.name in shown:
             return
         if self._open[client.name] >= allowed:
-            client.usage.refused()
+            usage.refused()
             raise RateLimited(f"this key has {allowed} open connections, which is its limit")
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1

@@ -101,7 +101,7 @@ def measure_footprint(
         if stage is None:
             return runner
         assert isinstance(runner.forwards, Forwards)
-        return StageRehearsal(runner.builder, runner.forwards, stage)
+        return StageRehearsal(runner.builder.rehearsals, runner.forwards, stage)
 
     try:
         footprint = footprint_of(make, num_tokens, device)

@@ -1,9 +1,8 @@
-"""Gauges of an engine's ranks, pages, experts, adapters and images, by internal name."""
+"""Gauges of an engine's ranks, experts, adapters and images, by internal name."""
 
 from collections.abc import Mapping
 
 from engine.adapters.adapters import AdapterManager
-from engine.batch.table import SlotTable
 from engine.core import InputEncoder
 from engine.loop.rebalancing import ExpertBalancer
 from engine.models.vision.seeing import VisionTower
@@ -17,11 +16,6 @@ def rank_gauges(followers: Followers) -> Mapping[str, float]:
         **{f"rank_memory/{rank}": float(each.memory_bytes) for rank, each in states.items()},
         **{f"rank_behind/{rank}": float(each.steps_behind) for rank, each in states.items()},
     }
-
-
-def page_gauges(table: SlotTable) -> Mapping[str, float]:
-    pages = table.pages_by_kind().items()
-    return {f"request_pages/{kind}": float(number) for kind, number in pages}
 
 
 def group_gauges(lockstep: Lockstep) -> Mapping[str, float]:

@@ -26,7 +26,6 @@ from engine.meters import (
     expert_gauges,
     group_gauges,
     image_gauges,
-    page_gauges,
     rank_gauges,
 )
 from engine.models.decoder import Decoder
@@ -362,8 +361,9 @@ def _make_memory(
 
 def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
     """Yield functions that return the gauges of the parts that this engine has."""
-    yield partial(page_gauges, engine.table)
-    yield partial(adapter_gauges, engine.adapters)
+    yield engine.table.gauges
+    if engine.adapters.bank.num_slots:
+        yield partial(adapter_gauges, engine.adapters)
     if engine.tiers is not None:
         yield partial(tier_gauges, engine.tiers, engine.pool.page_bytes)
     if engine.model.seeing is not None and engine.encoder is not None:

@@ -1,8 +1,8 @@
-"""A client (an API key, or an IP address without one) with its rate limits and counters."""
+"""A client (an API key, or an IP address without one), and the limits and counters of a key."""
 
 import ipaddress
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,7 +55,7 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """Usage of one client. For one event loop. The counters may be read on any thread."""
+    """Usage of one API key. For one event loop. The counters may be read on any thread."""
 
     def __init__(self, limits: KeyLimits, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -69,6 +69,7 @@ class KeyUsage:
 
     def limit(self, limits: KeyLimits) -> None:
         """Set the limits. A limit that does not change keeps its state."""
+        self.limits = limits
         self._requests = self._bucket(self._requests, limits.requests_per_minute)
         self._tokens = self._bucket(self._tokens, limits.tokens_per_minute)
 
@@ -136,13 +137,18 @@ class KeyUsage:
         """Count a rejection for a limit that is checked elsewhere."""
         self.num_refused += 1
 
-    def headers(self) -> Iterable[tuple[str, str]]:
-        """Yield OpenAI's rate limit headers."""
-        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
-            if bucket is not None:
-                yield f"x-ratelimit-limit-{what}", str(bucket.per_minute)
-                yield f"x-ratelimit-remaining-{what}", str(bucket.remaining)
-                yield f"x-ratelimit-reset-{what}", f"{bucket.full_in_s:.3f}s"
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Return OpenAI's rate limit headers."""
+        return tuple(
+            header
+            for what, bucket in (("requests", self._requests), ("tokens", self._tokens))
+            if bucket is not None
+            for header in (
+                (f"x-ratelimit-limit-{what}", str(bucket.per_minute)),
+                (f"x-ratelimit-remaining-{what}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{what}", f"{bucket.full_in_s:.3f}s"),
+            )
+        )
 
     def _refused(self, limit: str, wait_s: float) -> RateLimited:
         self.num_refused += 1
@@ -153,10 +159,9 @@ def _wait_s(bucket: TokenBucket | None, number: int) -> float:
     return 0.0 if bucket is None else bucket.wait_s(number)
 
 
-_NO_LIMITS = KeyLimits()
 # An IPv6 customer has at least a /64 network and can call from any of its addresses.
 _IPV6_NETWORK_BITS = 64
-_REMEMBERED = 4096  # addresses in the cache: parsing one takes ten times as long as a hit
+_REMEMBERED = 4096  # entries of a cache: parsing an address takes ten times as long as a hit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,29 +170,30 @@ class Client:
 
     Attributes:
         name: unique name. Capacity is shared fairly between names.
+        usage: None for a client without an API key, which has no limits.
         weight: relative share while other clients also have requests.
         namespaces_of: owner of the namespaces of its prompts. "": shared by all clients.
         priority: highest and default priority of its requests. None: the router's setting.
     """
 
     name: str
-    usage: KeyUsage
-    limits: KeyLimits = _NO_LIMITS
+    usage: KeyUsage | None = None
     weight: float = 1.0
     operator: bool = False
     namespaces_of: str = ""
     priority: int | None = None
 
-    @property
-    def number(self) -> int:
-        """Return the number by which nodes know the client, the same on every router."""
-        return xxh3_64_intdigest(self.name.encode()) or 1
+
+@lru_cache(maxsize=_REMEMBERED)
+def number_of(name: str) -> int:
+    """Return the number by which nodes know the client of this name, the same on every router."""
+    return xxh3_64_intdigest(name.encode()) or 1
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def by_address(address: str) -> Client:
     """Return the client for an IP address, or for any other text that identifies the caller."""
-    return Client(network_of(address), KeyUsage(_NO_LIMITS))
+    return Client(network_of(address))
 
 
 @lru_cache(maxsize=_REMEMBERED)

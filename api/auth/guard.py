@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from api.auth import api_keys
-from api.auth.api_keys import KeyEntry, KeyLimits
+from api.auth.api_keys import KeyEntry
 from api.auth.client import Client, KeyUsage, by_address
 from common.errors import (
     ConfigError,
@@ -108,7 +108,6 @@ class ApiKeys:
             client = Client(
                 entry.name,
                 usage,
-                entry.limits,
                 entry.weight,
                 operator=entry.role == "operator",
                 namespaces_of=entry.name if self._salt_by_key else "",
@@ -154,7 +153,7 @@ class ApiKeyGuard:
             "operator": operators_prove,
             "commander": operators_prove or has_secret,
         }
-        self._operator = Client("the cluster's operator", KeyUsage(KeyLimits()), operator=True)
+        self._operator = Client("the cluster's operator", operator=True)
         self._log = ThrottledLog(log, Throttle())
 
     def identify(self, access: Access, authorization: str, address: str) -> Client:
@@ -182,6 +181,8 @@ class ApiKeyGuard:
         Raises:
             RateLimited, InvalidRequest: as KeyUsage.begin.
         """
+        if client.usage is None:
+            return
         try:
             client.usage.begin(num_requests)
         except RateLimited:

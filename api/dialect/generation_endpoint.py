@@ -265,7 +265,8 @@ class GenerationEndpoint:
         if retry is not None:
             request_id = retry.request_id
             headers = id_headers(label, request_id)
-        headers += tuple(client.usage.headers())
+        if client.usage is not None:
+            headers += client.usage.headers()
         origin = RequestOrigin.now(
             self._dialect.id_prefix + request_id, adapter or self._names.served
         )

@@ -88,7 +88,8 @@ class PoolingEndpoint(Generic[F]):
             name_ignored(request, ignored)
             self._names.check_served(fields.model)
             client = self._begin(request, 1)
-            headers += tuple(client.usage.headers())
+            if client.usage is not None:
+                headers += client.usage.headers()
             asker = PoolingCaller(
                 client,
                 label=label,

@@ -78,7 +78,8 @@ class Pooler:
                     due = RequestDue(time.monotonic() + budget_s * self._queue_share, deadline)
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
-                    client.usage.prompts(num_tokens)
+                    if client.usage is not None:
+                        client.usage.prompts(num_tokens)
                     record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
                     namespace = decide_namespace(caller.cache_salt, client.namespaces_of)

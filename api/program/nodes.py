@@ -34,13 +34,13 @@ from common.tracing.context import Tracer
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState
 from router.cluster.decode_client import LivenessLimits
-from router.cluster.membership import CacheWatch, Membership
+from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
 from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import USE_PREFIX_INDEX, make_policy
-from router.policy.prefix_index import PrefixHints, PrefixIndex
+from router.policy.prefix_index import CacheWatch, PrefixHints, PrefixIndex
 from router.record import RequestRecords
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from api.auth.client import Client
+from api.auth.client import Client, number_of
 from api.requests.generate_params import (
     GenerateParams,
     ModelLimits,
@@ -110,7 +110,7 @@ async def _prepare(
         sampling=params,
         namespace=decide_namespace(wanted.cache_salt, client.namespaces_of),
         routing_key=_routing_key(wanted.session_id),
-        client=client.number,
+        client=number_of(client.name),
         client_weight=client.weight,
         prediction=(
             as_bytes(await prompts.checked(wanted.prediction, client)) if wanted.prediction else b""
@@ -126,7 +126,8 @@ async def _prepare(
     jobs = await all_of([made(prompt) for prompt in together.prompts])
     num_tokens = sum(job.spec.num_tokens for job in jobs)
     check_prompt_logprobs(params, num_tokens * (together.num_answers // len(jobs)))
-    client.usage.prompts(num_tokens, together.num_answers)
+    if client.usage is not None:
+        client.usage.prompts(num_tokens, together.num_answers)
     for prompt, job in zip(together.prompts, jobs, strict=True):
         prompt.job = job
 

@@ -179,6 +179,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     thought: ReasoningTokens | None = None  # reasoning delimiters, if the node needs them
 
     @property
+    def non_default(self) -> frozenset[str]:
+        """Return the names of the parameters that differ from their defaults."""
+        optional = zip(_OPTIONAL, _optional(self), strict=True)
+        return frozenset(name for (name, default), value in optional if value != default)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
@@ -207,6 +213,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.presence_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+_OPTIONAL = tuple(
+    (each.name, each.default)
+    for each in msgspec.structs.fields(SamplingParams)
+    if not each.required
+)
+_optional = attrgetter(*(name for name, _ in _OPTIONAL))
 
 
 def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:

@@ -227,9 +227,6 @@ class AdapterBatch:
         return bank.adapted(TokensBySlot(*sent))
 
 
-NO_ADAPTERS = AdapterBatch()
-
-
 class AdapterManager:
     """The adapters of an engine's requests. Engine thread only.
 
@@ -291,24 +288,23 @@ class AdapterManager:
             self.num_changes += 1
         self.library.drop(adapter.id)
 
-    def build(self, batch: ScheduleBatch) -> AdapterBatch:
-        """Return the adapters of a step when it is launched. Costs nothing if no row has an
-        adapter."""
+    def build(self, batch: ScheduleBatch) -> AdapterBatch | None:
+        """Return the adapters of a step when it is launched. None: no row has an adapter."""
         if not self._held:
-            return NO_ADAPTERS
+            return None
         fills, self._fills = self._fills, []
         slots = self._column[batch.slots]
         if slots.max(initial=_NONE) == _NONE:
-            return AdapterBatch(fills=fills) if fills else NO_ADAPTERS
+            return AdapterBatch(fills=fills) if fills else None
         of_tokens = np.repeat(slots, batch.ends - batch.starts)
         return AdapterBatch(tokens_by_slot(of_tokens, self.bank.num_slots), fills)
 
-    def rehearsal(self, num_tokens: int) -> AdapterBatch:
-        """Return work for warmup in which all tokens have an adapter, which needs the most
-        memory."""
+    def rehearsal(self, num_tokens: int) -> AdapterBatch | None:
+        """Return work for warmup in which all tokens have an adapter, which needs the most memory.
+        None: there are no slots for adapters."""
         num_slots = self.bank.num_slots
         if not num_slots:
-            return NO_ADAPTERS
+            return None
         tokens = tokens_by_slot(np.arange(num_tokens) % num_slots, num_slots)
         return AdapterBatch(tokens)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
 from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
+from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn, upload
 from kernels.linear_attention.state_cells import StateRows
@@ -171,6 +172,7 @@ class BatchBuilder:
     def __init__(self, table: SlotTable, *, axial_images: bool = False) -> None:
         self._table = table
         self._images = RowImages(table, axial_images)
+        table.add_listener(self._acquire_images)
         self._windows = table.tables.windows
         # Arrays, because numpy would convert a Python int in every call.
         self._page_size = np.array(table.page_size, np.int64)
@@ -183,10 +185,15 @@ class BatchBuilder:
     def build(self, batch: ScheduleBatch) -> HostBatch:
         """Build the inputs of a step. O(tokens + pages of all rows)."""
         built = self._of_tokens(batch)
-        if not self._images.among(batch):
+        if self._images.empty or not self._images.among(batch):
             return built
         shown = self._images.shown(batch, built.query_starts, built.token_ids, built.positions)
         return replace(built, token_ids=shown.token_ids, positions=shown.positions, seen=shown.seen)
+
+    def _acquire_images(self, slot: int, request: Request) -> None:
+        spec = request.spec
+        if not self._images.empty or spec.images or spec.input_embeddings is not None:
+            self._images.acquire(slot, request)
 
     def _of_tokens(self, batch: ScheduleBatch) -> HostBatch:
         """Build the step as if no row had images."""

@@ -65,6 +65,8 @@ class RowImages:
 
     Args:
         axial: whether image tokens are positioned by row and column instead of like text.
+    Attributes:
+        empty: no slot has any.
     """
 
     def __init__(self, table: SlotTable, axial: bool) -> None:
@@ -75,11 +77,11 @@ class RowImages:
         self._have = np.zeros(table.num_slots, np.bool_)
         # Added to positions after the last image.
         self._shift = np.zeros(table.num_slots, np.int32)
-        table.add_listener(self._acquired)
+        self.empty = True
 
     def among(self, batch: ScheduleBatch) -> bool:
         """Return whether a row of the step has images or embeddings."""
-        return bool(self._images or self._given) and bool(np.count_nonzero(self._have[batch.slots]))
+        return bool(np.count_nonzero(self._have[batch.slots]))
 
     def shown(
         self, batch: ScheduleBatch, query_starts: Ints, token_ids: Ints, positions: Ints
@@ -110,7 +112,8 @@ class RowImages:
             seen += _seen(images, start, end, place, row)
         return EncodedImage(known, moved, tuple(seen))
 
-    def _acquired(self, slot: int, request: Request) -> None:
+    def acquire(self, slot: int, request: Request) -> None:
+        """Assign a slot to the request. While `empty`, only requests that have some need it."""
         # The pixels and embeddings of requests that left the table can be freed: a launched step
         # holds its own reference.
         live, spec = self._table.live, request.spec
@@ -126,6 +129,10 @@ class RowImages:
             values = bytearray(given.values)  # a copy, because torch may write to it
             rows = torch.frombuffer(values, dtype=torch.float32).view(given.num_tokens, -1)
             self._given[slot] = rows
+        self.empty = not (self._images or self._given)
+        if self.empty:
+            self._have[:] = False
+            self._shift[:] = 0
 
 
 def shift_of(images: Sequence[Image]) -> int:

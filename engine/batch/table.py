@@ -229,10 +229,12 @@ class SlotTable:
         """Return a copy of all pages of the request. They are distinct."""
         return self.holding_of(slot).flat()
 
-    def pages_by_kind(self) -> dict[str, int]:
-        """Return the number of pages of all requests by kind of data: "full", "window" and "state".
+    def gauges(self) -> dict[str, float]:
+        """Return the number of pages of all requests by kind of data, by internal name. The kinds
+        are full, window and state.
 
-        Kinds that no request has are left out. A shared page counts once per request. O(slots).
+        Kinds that the model does not have are left out. A shared page counts once per request.
+        O(slots).
         """
         slots = np.flatnonzero(self.live & (self.num_pages > 0))
         tables = (self.num_pages[slots, None] - self.first_page[slots]).sum(axis=0)
@@ -245,7 +247,7 @@ class SlotTable:
             kinds["window"] = window
         if self.tables.state_pages:
             kinds["state"] = int(np.count_nonzero(self.state[slots] >= 0))
-        return kinds
+        return {f"request_pages/{kind}": float(number) for kind, number in kinds.items()}
 
     def tokens_of(self, slot: int) -> Ints:
         """Return a copy of the tokens that the CPU knows."""

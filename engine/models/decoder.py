@@ -13,8 +13,16 @@ from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
 from engine.models.blocks.latent import LatentAttentionBlock
-from engine.models.blocks.layer import Layer, LayerSpec, Norm, RmsNorm
-from engine.models.blocks.protocol import AdaptedLinear, LateStates, LayerSite, ModelStep
+from engine.models.blocks.layer import (
+    AdaptedLinear,
+    LateStates,
+    Layer,
+    LayerSite,
+    LayerSpec,
+    ModelStep,
+    Norm,
+    RmsNorm,
+)
 from engine.models.blocks.source import BlockWeights
 from engine.models.drafting import (
     DraftHead,

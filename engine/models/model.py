@@ -10,8 +10,7 @@ from common.errors import EngineFault
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import RoutedExperts
-from engine.models.blocks.layer import Layer
-from engine.models.blocks.protocol import AdaptedLinear, LateStates
+from engine.models.blocks.layer import AdaptedLinear, LateStates, Layer
 from engine.models.drafting import DeviceDrafter
 from engine.models.linear import Product
 from engine.models.spec import ModelSpec

@@ -19,8 +19,7 @@ from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.delta_net import DeltaNetBlock
 from engine.models.blocks.experts import DenseBlock, ExpertsBlock
 from engine.models.blocks.latent import LatentAttentionBlock
-from engine.models.blocks.layer import Layer
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates, Layer
 from engine.models.linear import Linear
 from engine.models.model import Model
 from engine.ranks import Group

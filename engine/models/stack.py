@@ -13,8 +13,7 @@ from torch import Tensor
 
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.experts import DenseBlock
-from engine.models.blocks.layer import Layer
-from engine.models.blocks.protocol import KeptStates, ModelStep
+from engine.models.blocks.layer import KeptStates, Layer, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
 from engine.models.linear.code_panels import CodePanels

@@ -17,7 +17,7 @@ from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import HostColumn, divided, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates
 from engine.models.drafting import DraftSteps, EagerDrafts
 from engine.runner.graphs import GraphDrafter, GraphModel, GraphSizes, Recorder, StepGraphs
 from engine.runner.step import SettledDrafts, Step, StepOutput
@@ -282,8 +282,9 @@ class Forwards:
         assert graphs is not None
         if parameters is None or not graphs.chooses(len(rows.slots)):
             return False
-        step.adapters.fill(self._bank)
-        tokens = graphs.run(step.graph, rows, step.adapters.columns(), parameters)
+        if step.adapters is not None:
+            step.adapters.fill(self._bank)
+        tokens = graphs.run(step.graph, rows, step.adapter_columns, parameters)
         output.tokens = _copied_to_host(tokens)
         return True
 
@@ -423,18 +424,19 @@ class Forwards:
     def _prepared(self, step: Step, rows: HostBatch, sampling: TokenSampling) -> _Prepared:
         """Copy the inputs of a step to the device, with the real start and drafts of each row."""
         speculated, adapters, heads = step.speculated, step.adapters, step.heads
-        adapters.fill(self._bank)
+        if adapters is not None:
+            adapters.fill(self._bank)
         parts = [sampling.columns(), speculated.columns(), heads.columns()]
         chooses = False
         if step.graph is None:
-            parts.append(adapters.columns())
+            parts.append(step.adapter_columns)
             uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
         else:
             assert self._graphs is not None
             parameters = sampling.parameters()
             chooses = parameters is not None and self._graphs.chooses(len(rows.sampled))
             uploaded, sent = self._graphs.upload(
-                step.graph, rows, [*(parameters or ()), *adapters.columns()], [*chain(*parts)]
+                step.graph, rows, [*(parameters or ()), *step.adapter_columns], [*chain(*parts)]
             )
         of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size
@@ -445,7 +447,7 @@ class Forwards:
         on_device = settled, heads.on_device(of_heads), of_rows
         if step.graph is not None:
             return _Prepared(*on_device, graph=step.graph, chooses=chooses)
-        adapted = adapters.adapted(self._bank, *of_adapters)
+        adapted = None if adapters is None else adapters.adapted(self._bank, *of_adapters)
         return _Prepared(*on_device, adapted, guessed=bool(speculated.to_guess))
 
     def _computed(self, prepared: _Prepared) -> _Forward:

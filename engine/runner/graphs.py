@@ -28,7 +28,7 @@ from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
 from engine.batch.forward import NUM_VARYING, ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
 from engine.batch.upload import ONLY_PADDING, HostColumn, PaddedBlock, packed_bytes, upload
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding

@@ -74,7 +74,8 @@ def block_bytes(step: Step) -> int:
 
 def encode(step: Step, block: Block) -> Launch:
     """Copy the columns of a step into a block, and return the header."""
-    rows, speculated, adapters = step.rows, step.speculated, step.adapters
+    rows, speculated = step.rows, step.speculated
+    fills = () if step.adapters is None else step.adapters.fills
     parts = _parts(step)
     columns = [column for part in parts for column in part]
     starts = pack(columns, block)
@@ -92,7 +93,7 @@ def encode(step: Step, block: Block) -> Launch:
         tuple(one.place for one in _given(rows)),
         step.heads.chosen,
         step.heads.num_prompt,
-        tuple((slot, adapter.id) for slot, adapter in adapters.fills),
+        tuple((slot, adapter.id) for slot, adapter in fills),
     )
 
 
@@ -118,7 +119,9 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
         AdapterBatch(
             TokensBySlot(*map(torch.from_numpy, adapters)) if adapters else None,
             tuple((slot, adapter(identity)) for slot, identity in launch.fills),
-        ),
+        )
+        if adapters or launch.fills
+        else None,
         HeadInputs(launch.chosen, launch.num_prompt).on_device([*map(torch.from_numpy, scored)]),
         launch.graph,
         _copies(swap_out),
@@ -133,7 +136,7 @@ def _parts(step: Step) -> Sequence[Sequence[HostColumn]]:
         [one.values.numpy() for one in _given(step.rows)],
         step.speculated.early,
         step.speculated.verified,
-        step.adapters.columns(),
+        step.adapter_columns,
         step.heads.columns(),
         _pages(step.swap_out),
         _pages(step.swap_in),

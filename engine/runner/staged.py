@@ -9,7 +9,7 @@ it sends the next step, because the last stage receives nothing else in between.
 if the next step needs the tokens as input, or if they are needed before there is a next step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -27,9 +27,8 @@ from engine.ranks import Stage
 from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.step import Step, StepOutput
-from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import StreamEvent
-from engine.sampling.composition import SampledTokens
+from engine.sampling.composition import SampledTokens, SamplingInputs
 from engine.sampling.heads import HeadInputs, HiddenStates
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
@@ -185,19 +184,28 @@ def launch_without_head(forwards: Forwards, step: Step) -> StreamEvent:
 
 class StageRehearsal:
     """The largest steps of a rank of a stage, to measure its memory. Each rank samples for itself.
-    There are no graphs."""
+    There are no graphs.
+
+    Args:
+        rehearsals: StepBuilder.rehearsals of the engine.
+    """
 
     graph_shapes: tuple[GraphShape, ...] = ()
 
-    def __init__(self, builder: StepBuilder, forwards: Forwards, stage: Stage) -> None:
-        self._builder = builder
+    def __init__(
+        self,
+        rehearsals: Callable[[int, ModelSpec], Iterator[tuple[Step, SamplingInputs]]],
+        forwards: Forwards,
+        stage: Stage,
+    ) -> None:
+        self._rehearsals = rehearsals
         self._forwards = forwards
         self._stage = stage
 
     def rehearse(self, num_tokens: int) -> None:
         """See ModelRunner. The ranks of the other stage do the same at the same time."""
         spec = _without_drafter(self._forwards.spec)
-        for step, sampling in self._builder.rehearsals(num_tokens, spec):
+        for step, sampling in self._rehearsals(num_tokens, spec):
             if not self._stage.is_first:
                 launch_without_head(self._forwards, step).wait()
                 continue

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.adapters.adapters import NO_ADAPTERS, AdapterBatch
+from engine.adapters.adapters import AdapterBatch
 from engine.batch.batch import TO_GUESS, ForwardMode, PageCopies, ScheduleBatch
 from engine.batch.early_rows import PrestagedRows, early_columns
 from engine.batch.forward import ForwardBatch, HostBatch
@@ -84,11 +84,15 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
     rows: HostBatch | None = None
     speculated: SpeculativeStep = NOTHING
-    adapters: AdapterBatch = NO_ADAPTERS
+    adapters: AdapterBatch | None = None
     heads: HeadInputs = SAMPLES
     graph: GraphShape | None = None
     swap_out: PageCopies | None = None
     swap_in: PageCopies | None = None
+
+    @property
+    def adapter_columns(self) -> Sequence[HostColumn]:
+        return () if self.adapters is None else self.adapters.columns()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

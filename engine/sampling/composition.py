@@ -361,17 +361,22 @@ class SamplingFeatures:
         return -(bits & -bits)
 
     def _acquire(self, slot: int, request: Request) -> None:
+        """Assign a slot to the request in each feature that it, or the slot's previous request,
+        uses."""
+        given, previous = request.sampling.non_default, int(self._wanted[slot])
         wanted = _SAMPLED if self._sampling.acquire(slot, request) else 0
         waits = follows = 0
         for bit, feature in self._features:
+            if given.isdisjoint(feature.parameters) and not previous & int(bit):
+                continue
             part = feature.acquire(slot, request)
             wanted |= int(bit) if part else 0
             waits |= int(bit) if part is FeatureState.WAITS else 0
             follows |= int(bit) if part >= FeatureState.TAKES else 0
-        if self._prompts.acquire(slot, request):
-            wanted |= _PROMPT
-        if self._pooled.acquire(slot, request):
-            wanted = _POOLED
+        if "prompt_logprobs" in given or previous & _PROMPT:
+            wanted |= _PROMPT if self._prompts.acquire(slot, request) else 0
+        if request.pooling is not None or previous & _POOLED:
+            wanted = _POOLED if self._pooled.acquire(slot, request) else wanted
         self._wanted[slot] = wanted | (_WAITING if waits else 0) | (_FOLLOWING if follows else 0)
         self._waits[slot], self._follows[slot] = waits, follows
 

@@ -90,8 +90,17 @@ class FeatureInput(Protocol):
 class SamplingFeature(Protocol):
     """A row feature. Engine thread only."""
 
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Sampling parameters that request the feature."""
+        ...
+
     def acquire(self, slot: int, request: Request) -> FeatureState:
-        """Assign a slot to the request. State of the slot's previous request becomes invalid."""
+        """Assign a slot to the request. State of the slot's previous request becomes invalid.
+
+        Called only if the request has one of `parameters`, or the previous request used the
+        feature.
+        """
         ...
 
     def build(self, samples: Samples) -> FeatureInput:

@@ -78,6 +78,8 @@ _MILDER = 16  # ending too early is better than a token that the grammar forbids
 class LogitBias:
     """Logit biases by slot. Engine thread only."""
 
+    parameters = frozenset({"logit_bias", "min_tokens"})
+
     def __init__(self, num_slots: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._short: dict[int, _Edits] = {}  # by slot, while the response is too short to end
@@ -118,6 +120,8 @@ class BadWordsFilter:
     A word of one token is always forbidden. The last token of a longer word is forbidden after its
     other tokens, so these must be known.
     """
+
+    parameters = frozenset({"bad_word_ids"})
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -236,6 +240,8 @@ class Penalties:
     Memory: int32 [num_slots, vocabulary], not initialised, because a row is rebuilt for each new
     request.
     """
+
+    parameters = frozenset({"repetition_penalty", "frequency_penalty", "presence_penalty"})
 
     def __init__(self, table: SlotTable, vocabulary_size: int, device: torch.device) -> None:
         self._table = table

@@ -59,6 +59,8 @@ class SampledLogprobs:
     """Logprobs of sampled tokens by slot. Engine thread only. Comes before all features that change
     logits."""
 
+    parameters = frozenset({"logprobs"})
+
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)
         self._hidden = np.zeros(num_slots, np.bool_)

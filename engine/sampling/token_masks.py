@@ -51,6 +51,8 @@ class AllowedTokens:
     """Allowed tokens by slot. Engine thread only. Memory: int32 [num_slots, vocabulary / 32],
     allocated on first use."""
 
+    parameters = frozenset({"allowed_token_ids"})
+
     def __init__(self, num_slots: int, vocabulary_size: int) -> None:
         self._bits = np.zeros((num_slots, words_of(vocabulary_size)), np.uint32)
 
@@ -75,6 +77,8 @@ class AllowedTokens:
 
 class GrammarMatcher:
     """Grammars by slot (guided decoding). Engine thread only."""
+
+    parameters = frozenset({"guide"})
 
     def __init__(self, table: SlotTable, vocabulary_size: int) -> None:
         self._table = table
@@ -136,6 +140,8 @@ class ForcedToken:
 
 class ThinkingBudget:
     """Ends reasoning that has reached its budget. Engine thread only. Must be the last feature."""
+
+    parameters = frozenset({"thinking_budget"})
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table

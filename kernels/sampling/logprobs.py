@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kernels import device
 from kernels.bound import bound
-from kernels.sampling.outline import GROUP, check_logits, draw_outline, first_among, outline_row
+from kernels.sampling.outline import GROUP, draw_outline, first_among, outline_row
+from kernels.sampling.sample import check_logits
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

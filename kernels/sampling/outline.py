@@ -35,18 +35,6 @@ def block_size(vocabulary: int) -> int:
     return block
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raise ValueError unless logits are float32, bfloat16 or float16 [n, vocabulary] with
-    contiguous rows, which may be strided."""
-    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
-            f"{tuple(logits.shape)}"
-        )
-    if logits.stride(1) != 1:
-        raise ValueError(f"contiguous rows expected, got strides {logits.stride()}")
-
-
 def draw_outline(
     logits: Tensor,
     *,

@@ -19,7 +19,6 @@ from kernels.sampling.outline import (
     MAX_REGISTERS,
     LogitSummary,
     block_size,
-    check_logits,
     draw_outline,
 )
 from kernels.sampling.race import choose_kernel, likeliest_kernel, race_kernel
@@ -41,6 +40,18 @@ class SamplingColumns:
     def at(self, places: Tensor) -> "SamplingColumns":
         """Return the parameters of the rows at int64 [any], contiguous."""
         return SamplingColumns(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise ValueError unless logits are float32, bfloat16 or float16 [n, vocabulary] with
+    contiguous rows, which may be strided."""
+    if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
+            f"{tuple(logits.shape)}"
+        )
+    if logits.stride(1) != 1:
+        raise ValueError(f"contiguous rows expected, got strides {logits.stride()}")
 
 
 def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:

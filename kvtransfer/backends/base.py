@@ -1,11 +1,13 @@
 """The interface of a data-path backend, its types, and `ReadMap`, the bytes that a connection
 reads. Every backend passes the conformance tests in tests/kvtransfer.
 
-A `PageProducer` serves reads of its own pool. A `BackendConnection` reads from one producer into
+A `PageProducer` serves reads of its own pool. If it takes part in reads, it serves only pages that
+are published to the consumer (`PublishedPages`). A `BackendConnection` reads from one producer into
 the local pool. One thread (the link's) uses a connection and blocks in `copy`. Any other thread may
 call `stop`.
 """
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -110,12 +112,80 @@ def prepared() -> Future[Any]:
     return done
 
 
+class PublishedPages:
+    """Counts how often each page is published to each consumer. For any thread. Costs 4 bytes per
+    page for each consumer with publications.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._counts: dict[int, Ints] = {}
+        self._totals: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, consumer: int, pages: Ints) -> None:
+        """Allow a consumer to read these pages. A page published twice must be withdrawn twice.
+        Pages are distinct within a call.
+        """
+        with self._lock:
+            if consumer not in self._counts:
+                self._counts[consumer] = np.zeros(self._num_pages, np.int32)
+                self._totals[consumer] = 0
+            self._counts[consumer][pages] += 1
+            self._totals[consumer] += len(pages)
+
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Undo one `publish` of each of these pages. Does not wait for reads in progress. Pages are
+        distinct within a call.
+
+        Raises:
+            EngineFault: a page is not published to this consumer.
+        """
+        with self._lock:
+            if not len(pages):
+                return
+            counts = self._counts.get(consumer)
+            if counts is None or bool((counts[pages] < 1).any()):
+                raise EngineFault(f"withdrew pages that were not published to consumer {consumer}")
+            counts[pages] -= 1
+            self._totals[consumer] -= len(pages)
+            if not self._totals[consumer]:
+                del self._counts[consumer], self._totals[consumer]
+
+    def forget(self, consumer: int) -> None:
+        with self._lock:
+            self._counts.pop(consumer, None)
+            self._totals.pop(consumer, None)
+
+    def first_refused(self, consumer: int, pages: Ints) -> int | None:
+        """Return the first page that this consumer may not read now, or None."""
+        if not len(pages):
+            return None
+        if (outside := first_outside(pages, self._num_pages)) is not None:
+            return outside
+        with self._lock:
+            counts = self._counts.get(consumer)
+            if counts is None:
+                return int(pages[0])
+            counted = counts.take(pages)
+        if np.minimum.reduce(counted) > 0:
+            return None
+        return int(pages[counted < 1][0])
+
+
 class PageProducer(Protocol):
     """The producer's end of a data path: serves reads of one pool to any number of consumers.
 
     A consumer is one pair stream, identified by a number that is never reused. A node that pairs
     again is a new consumer. All resources created for a consumer are released when it is dismissed.
     """
+
+    @property
+    def publications(self) -> PublishedPages | None:
+        """The pages that each admitted consumer may read. None: a one-sided backend, whose reads do
+        not involve the producer.
+        """
+        ...
 
     def prepare(self, consumer: int) -> Future[Any]:
         """Start preparations for this consumer that are too slow for `admit`. Called at most once
@@ -138,16 +208,6 @@ class PageProducer(Protocol):
         the right to connect. Never blocks. Idempotent. A one-sided backend without keys cannot
         revoke anything, because the consumer still knows the addresses.
         """
-        ...
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        """Allow an admitted consumer to read these pages. Publications are counted: a page
-        published twice must be withdrawn twice. No-op for a one-sided backend.
-        """
-        ...
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Undo one `publish` of each of these pages. Does not wait for reads in progress."""
         ...
 
     def poll(self) -> None:

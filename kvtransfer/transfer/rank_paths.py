@@ -72,12 +72,14 @@ class RankOffers:
 
     def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
         for producer in self._producers.values():
-            producer.publish(consumer, pages)
+            if producer.publications is not None:
+                producer.publications.publish(consumer, pages)
         return ()
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
         for producer in self._producers.values():
-            producer.withdraw(consumer, pages)
+            if producer.publications is not None:
+                producer.publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
         for producer in self._producers.values():

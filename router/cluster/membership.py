@@ -9,88 +9,21 @@ pairs with it. A node that reports another role leaves with the old role and joi
 import asyncio
 import contextlib
 import logging
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc.aio
 
-from common import rpc
-from common.errors import ProtocolViolation
 from common.logs import kv
-from protos import decode_pb2, node_pb2, node_pb2_grpc
+from protos import decode_pb2
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import ClusterState
 from router.cluster.decode_client import DecodeClient, LivenessLimits, MigrationOutcome
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, DiscoveredNodes, Discovery, Role
-from router.policy.prefix_index import PrefixIndex
+from router.policy.prefix_index import CacheWatch
 
 log = logging.getLogger(__name__)
-
-_MIN_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 5.0
-_MAX_PAGES = 1 << 16  # limit of pages in one message; a node sends at most half of it
-
-
-class CacheWatch:
-    """Subscriptions to the cache events of all nodes, for the prefix index. For one event loop.
-
-    While the WatchCache call to a node fails, the index uses this router's history of placements.
-    """
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-
-    async def run(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Update the prefix index by the events of one node until cancelled, then drop the node."""
-        stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-        backoff_s = _MIN_BACKOFF_S
-        logged = ""
-        try:
-            while True:
-                heard, reason = await self._listen(address, stub)
-                rpc.raise_if_cancelled()
-                if reason != logged:
-                    logged = reason
-                    log.info("prefix cache subscription failed %s", kv(node=address, reason=reason))
-                if heard:
-                    backoff_s = _MIN_BACKOFF_S
-                self._index.silent(address)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-        finally:
-            self._index.forget(address)
-
-    async def _listen(self, address: str, stub: node_pb2_grpc.NodeStub) -> tuple[bool, str]:
-        """Read one call to its end. Returns whether events came, and why it ended."""
-        heard = False
-        # Without wait_for_ready: a waiting call would keep outdated certificates.
-        call = stub.WatchCache(node_pb2.WatchCacheRequest())
-        try:
-            async for events in call:
-                if events is None:  # grpcio returns None for bytes that it cannot parse
-                    raise ProtocolViolation("invalid message")
-                if len(events.stored) > _MAX_PAGES or len(events.removed) > _MAX_PAGES:
-                    raise ProtocolViolation("its message is too large")
-                if not heard:
-                    if not events.cleared:
-                        raise ProtocolViolation("its first message does not reset the cache index")
-                    heard = True
-                    log.info("prefix cache subscription started %s", kv(node=address))
-                self._index.changed(
-                    address,
-                    events.page_size,
-                    cleared=events.cleared,
-                    stored=events.stored,
-                    removed=events.removed,
-                )
-        except (grpc.aio.AioRpcError, ProtocolViolation) as error:
-            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            return heard, details or "no reason given"
-        finally:
-            call.cancel()
-        return heard, "the node has ended the call"
-
 
 # Seconds after which a leaving prefill node has handed off its prompts. Later ones are recomputed
 # elsewhere.
@@ -206,9 +139,9 @@ class Membership:
         async with channel:
             await left.wait()
 
-    async def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> None:
-        if self._cache_watch is not None:
-            await self._cache_watch.run(address, channel)
+    def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> Coroutine[Any, Any, None]:
+        watch = self._cache_watch
+        return asyncio.sleep(0) if watch is None else watch.run(address, channel)
 
     async def _keep_decode(
         self, address: str, channel: grpc.aio.Channel, left: asyncio.Event

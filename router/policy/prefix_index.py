@@ -6,16 +6,25 @@ router's history of placements, which is a guess. For a node with events, the hi
 the delay of the events. For other nodes it is the only source.
 """
 
+import asyncio
+import logging
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import grpc.aio
 from xxhash import xxh3_64_intdigest
 
+from common import rpc
 from common.errors import ProtocolViolation
+from common.logs import kv
 from common.request import MAX_HINTS, PrefixHint
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher, as_bytes
+from protos import node_pb2, node_pb2_grpc
 from router.policy.load import PlacementDecision, PlacementKey
+
+log = logging.getLogger(__name__)
 
 MAX_PAGES = 1 << 18  # per node, from events: 4 Mi tokens in pages of 16, about 25 MB
 MAX_PAGE_SIZE = 1 << 12  # tokens
@@ -223,3 +232,68 @@ class PrefixHints:
         reported = ((self._prefixes.reported_tokens(prompt, address), address) for address in known)
         most = sorted(((has, address) for has, address in reported if has >= least), reverse=True)
         return tuple(PrefixHint(address, has) for has, address in most[:MOST])
+
+
+_MIN_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 5.0
+_MAX_PER_EVENT = 1 << 16  # pages stored or removed. A node sends at most half of it
+
+
+class CacheWatch:
+    """Subscriptions to the cache events of all nodes, for the prefix index. For one event loop.
+
+    While the WatchCache call to a node fails, the index uses this router's history of placements.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    async def run(self, address: str, channel: grpc.aio.Channel) -> None:
+        """Update the prefix index by the events of one node until cancelled, then drop the node."""
+        stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        backoff_s = _MIN_BACKOFF_S
+        logged = ""
+        try:
+            while True:
+                heard, reason = await self._listen(address, stub)
+                rpc.raise_if_cancelled()
+                if reason != logged:
+                    logged = reason
+                    log.info("prefix cache subscription failed %s", kv(node=address, reason=reason))
+                if heard:
+                    backoff_s = _MIN_BACKOFF_S
+                self._index.silent(address)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        finally:
+            self._index.forget(address)
+
+    async def _listen(self, address: str, stub: node_pb2_grpc.NodeStub) -> tuple[bool, str]:
+        """Read one call to its end. Returns whether events came, and why it ended."""
+        heard = False
+        # Without wait_for_ready: a waiting call would keep outdated certificates.
+        call = stub.WatchCache(node_pb2.WatchCacheRequest())
+        try:
+            async for events in call:
+                if events is None:  # grpcio returns None for bytes that it cannot parse
+                    raise ProtocolViolation("invalid message")
+                if len(events.stored) > _MAX_PER_EVENT or len(events.removed) > _MAX_PER_EVENT:
+                    raise ProtocolViolation("its message is too large")
+                if not heard:
+                    if not events.cleared:
+                        raise ProtocolViolation("its first message does not reset the cache index")
+                    heard = True
+                    log.info("prefix cache subscription started %s", kv(node=address))
+                self._index.changed(
+                    address,
+                    events.page_size,
+                    cleared=events.cleared,
+                    stored=events.stored,
+                    removed=events.removed,
+                )
+        except (grpc.aio.AioRpcError, ProtocolViolation) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            return heard, details or "no reason given"
+        finally:
+            call.cancel()
+        return heard, "the node has ended the call"

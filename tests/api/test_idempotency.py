@@ -8,8 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, KeyUsage, by_address
+from api.auth.client import Client, by_address
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.answer import TokenUsage as AnswerUsage
 from api.requests.generate_params import (
@@ -227,7 +226,7 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back(scripted, kept)
 
 async def test_nobody_meets_the_answer_of_another_client(scripted, kept):
     """Seen failing with answers known by their key alone."""
-    for client, text in ((ME, "mine"), (Client("another", KeyUsage(KeyLimits())), "another's")):
+    for client, text in ((ME, "mine"), (Client("another"), "another's")):
         scripted.said.put_nowait(_last(text))
         assert await _follow(kept, client) == text
     assert await _follow(kept) == "mine"
@@ -260,7 +259,7 @@ async def test_what_is_kept_is_bounded_by_bytes_oldest_first():
     kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=40_000)
     for number in range(50):
         scripted.said.put_nowait(_last("x" * 1000))
-        client = Client(f"client {number}", KeyUsage(KeyLimits()))
+        client = Client(f"client {number}")
         await _follow(kept, client)
     await eventually(lambda: len(kept) == 4)
     assert await _follow(kept, client) == "x" * 1000  # the newest is there

@@ -18,7 +18,6 @@ from common.errors import (
     Overloaded,
 )
 from engine.adapters.adapters import (
-    NO_ADAPTERS,
     AdapterBank,
     AdapterManager,
     bank_of,
@@ -368,9 +367,7 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
 
 def test_a_step_without_adapters_is_asked_for_nothing():
     nobody = no_adapters(SlotTable(4, 64, 16))
-    assert nobody.build(None) is NO_ADAPTERS
-    assert NO_ADAPTERS.columns() == []
-    assert NO_ADAPTERS.adapted(nobody.bank, []) is None
+    assert nobody.build(None) is None
 
 
 def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):

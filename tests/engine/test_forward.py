@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from common.requests.images import Image
 from engine.batch.batch import ForwardMode, ScheduleBatch, StateCheckpoint
 from engine.batch.forward import BatchBuilder, HostBatch
+from engine.batch.images import AXES
+from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
 from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.specs import make_request
 from tests.support.steps import Steps
 
 PAGE_SIZE = 16
@@ -169,3 +173,34 @@ def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_pa
     alone = generate(None, *([tokens] for tokens in prompts))
     assert generate(None, prompts) == alone
     assert generate(_record, prompts) == alone
+
+
+def test_the_slot_of_a_request_with_images_is_reused_by_one_without() -> None:
+    # Seen failing without the reset of the slots' columns when the last image leaves.
+    table = SlotTable(2, 64, PAGE_SIZE)
+    builder = BatchBuilder(table, axial_images=True)
+
+    def seeing(key: int) -> Request:
+        return make_request([1, *[0] * 4, 2, 3], key=key, images=(Image(1, 2, 2, b""),))
+
+    def step(*requests: Request) -> HostBatch:
+        slots = np.array([each.slot for each in requests], np.int32)
+        ends = np.array([len(each.token_ids) for each in requests], np.int32)
+        rows = slots, np.zeros_like(ends), ends, np.ones(len(requests), np.bool_)
+        return builder.build(ScheduleBatch(1, ForwardMode.MIXED, *rows))
+
+    first, text, image = seeing(1), make_request([1, 2, 3], key=2), seeing(3)
+    other = make_request([1, 2, 3], key=4)
+    slot = table.acquire(first)
+    assert step(first).positions.shape == (AXES, 7)
+    table.acquire(other)
+    table.release(first)
+    table.release(other)
+    assert table.acquire(other) != slot
+    assert table.acquire(text) == slot
+    assert step(text).positions.tolist() == [0, 1, 2]
+    table.release(other)
+    table.acquire(image)
+    both = step(text, image)
+    assert both.positions[:, :3].tolist() == [[0, 1, 2]] * AXES
+    assert [each.place for each in both.seen] == [4]

@@ -23,7 +23,7 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import check_capturable
 from engine.runner.rehearsal import padding

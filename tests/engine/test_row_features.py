@@ -9,7 +9,11 @@ import torch
 
 from common.requests.sampling import ReasoningTokens, SamplingParams
 from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.table import SlotTable
 from engine.kv_cache.states import PagedKV
+from engine.sampling.composition import SamplerFeature, SamplingFeatures
+from engine.sampling.feature import FeatureState
+from tests.support.specs import make_request
 from tests.support.steps import GREEDY, Steps
 
 CPU = torch.device("cpu")
@@ -179,6 +183,28 @@ def test_the_next_request_of_a_slot_is_asked_nothing_of_the_one_before(make_step
     ):
         assert generate(steps, wanted) != [PLAIN]
         assert generate(steps, GREEDY) == [PLAIN]
+
+
+def test_a_slot_is_assigned_only_in_the_features_of_its_request_and_of_the_one_before():
+    class Recording:
+        parameters = frozenset({"min_tokens"})
+
+        def __init__(self):
+            self.acquired = []
+
+        def acquire(self, slot, request):
+            self.acquired.append(request.key)
+            return FeatureState(request.sampling.min_tokens > 0)
+
+    table, feature = SlotTable(1, 16, 16), Recording()
+    SamplingFeatures(table, SamplerFeature(1), [feature])
+    for key, wanted in enumerate(
+        [GREEDY, params(min_tokens=1), GREEDY, params(stop_token_ids=(3,))]
+    ):
+        request = make_request([1], key=key, sampling=wanted)
+        table.acquire(request)
+        table.release(request)
+    assert feature.acquired == [1, 2]
 
 
 def test_a_step_that_nobody_asks_anything_of_sends_nothing(make_steps):

@@ -111,7 +111,7 @@ def test_both_stages_rehearse_together(tmp_path: Path) -> None:
             return forward(batch, *beside)
 
         model.forward = noted  # type: ignore[method-assign]
-        StageRehearsal(runner.builder, runner.forwards, stage).rehearse(64)
+        StageRehearsal(runner.builder.rehearsals, runner.forwards, stage).rehearse(64)
         steps.close()
         return seen
 

@@ -13,7 +13,7 @@ from engine.batch.forward import ForwardBatch
 from engine.build import prepare
 from engine.kv_cache.kv import KVPool
 from engine.models import Model, load
-from engine.models.blocks.protocol import LateStates
+from engine.models.blocks.layer import LateStates
 from engine.runner import forwards as forwards_module
 from kernels import device
 from tests.engine.stream_order import GPU, Operation, StreamOrder, followed

@@ -31,23 +31,27 @@ def test_a_slot_shows_its_request():
     assert set(table.stop_ids[slot].tolist()) == {9, 4, 5}
 
 
+def pages(**by_kind: int) -> dict[str, float]:
+    return {f"request_pages/{kind}": number for kind, number in by_kind.items()}
+
+
 def test_pages_are_counted_by_the_data_in_them():
     """A page counts once for each request with a slot, unless it lies behind a window."""
     table = SlotTable(3, 256, 16, windows=(None, 16, None), state_pages=2)
     first, second = _request(1, tokens=80), _request(2, tokens=40)
     slot, other = table.acquire(first), table.acquire(second)
     assert slot is not None and other is not None
-    assert table.pages_by_kind() == {"full": 0, "window": 0, "state": 0}
+    assert table.gauges() == pages(full=0, window=0, state=0)
     table.set_pages(slot, PageHolding(ints(range(15)).reshape(3, 5), ints([20, 21])))
     table.set_pages(other, PageHolding(ints([0, 1, 30, 31, 5, 6]).reshape(3, 2), ints([32, 33])))
-    assert table.pages_by_kind() == {"full": 14, "window": 7, "state": 4}
+    assert table.gauges() == pages(full=14, window=7, state=4)
     assert len(table.free_behind(slot, 80)) == 4
-    assert table.pages_by_kind() == {"full": 14, "window": 3, "state": 4}
+    assert table.gauges() == pages(full=14, window=3, state=4)
     table.release(first)
     assert table.acquire(_request(3)) is not None
-    assert table.pages_by_kind() == {"full": 4, "window": 2, "state": 2}
+    assert table.gauges() == pages(full=4, window=2, state=2)
     plain = SlotTable(1, 32, 16)
-    assert plain.pages_by_kind() == {"full": 0}
+    assert plain.gauges() == pages(full=0)
 
 
 def test_the_next_request_sees_nothing_of_the_one_before():

@@ -11,7 +11,7 @@ from common.config import TransferConfig
 from common.errors import TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
-from kvtransfer.backends.base import Ints, PagePool, PageProducer, prepared
+from kvtransfer.backends.base import PagePool, PageProducer, prepared
 from kvtransfer.frontend_messages import PairEnd, PairInput, PairOpened, PairOutput, PeerHello
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
@@ -28,6 +28,8 @@ PRODUCER, CONSUMER, OTHER = 1, 2, 3  # instances
 class Slow:
     """A producer whose consumers' own is made when the test says so."""
 
+    publications = None
+
     def __init__(self) -> None:
         self.preparations: dict[int, Future[Any]] = {}  # by consumer that is not dismissed
 
@@ -42,10 +44,6 @@ class Slow:
 
     def dismiss(self, consumer: int) -> None:
         self.preparations.pop(consumer, None)
-
-    def publish(self, consumer: int, pages: Ints) -> None: ...
-
-    def withdraw(self, consumer: int, pages: Ints) -> None: ...
 
     def poll(self) -> None: ...
 

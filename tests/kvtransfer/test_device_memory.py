@@ -32,7 +32,7 @@ class Rig:
         self.source, self.memory = Memory(num_pages, page_bytes), Memory(num_pages, page_bytes)
         self.source.pages[:] = content(0, num_pages, page_bytes)
         self.producer: TcpProducer = staged(self.there).serve(self.source.pool, 1)
-        self.producer.publish(CONSUMER, np.arange(num_pages, dtype=np.int32))
+        self.producer.publications.publish(CONSUMER, np.arange(num_pages, dtype=np.int32))
         self.connections: list[BackendConnection] = []
 
     def connect(self) -> BackendConnection:
@@ -157,7 +157,7 @@ def test_a_probe_goes_the_way_that_pages_go(rig):
 # Seen failing with the `settle` taken out of `TcpConnection._read`.
 def test_a_refused_copy_lands_nothing_more(rig):
     connection = rig.connect()
-    rig.producer.withdraw(CONSUMER, ALL[500:501])
+    rig.producer.publications.withdraw(CONSUMER, ALL[500:501])
     for _ in range(5):
         with pytest.raises(ReadRefused, match="page 500 "):
             connection.copy(ALL, ALL)

@@ -629,10 +629,10 @@ def test_a_rank_that_refuses_refuses_the_read_alone(make: Make, rank: int) -> No
     rig.producer.publish(np.concatenate([pages.source, others.source]))
     producer = cast(Network, rig.network).producers[rig.producer.memory[rank].pool.base]
     link = rig.up()
-    producer.withdraw(STREAM, pages.source)
+    producer.publications.withdraw(STREAM, pages.source)
     link.post(HandoffId(CONSUMER, 1, 1), pages)
     assert "does not publish page" in rig.next(ReadEnded).refused
-    producer.publish(STREAM, pages.source)
+    producer.publications.publish(STREAM, pages.source)
     link.post(HandoffId(CONSUMER, 2, 1), others)
     assert rig.next(ReadEnded).refused == ""
 

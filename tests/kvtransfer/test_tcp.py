@@ -343,7 +343,7 @@ def test_a_closed_producer_serves_nobody_and_gives_its_port_back(name):
     backend, memory, target = make_backend(name), Memory(8, 4096), Memory(8, 4096)
     producer = backend.serve(memory.pool, 1)
     description = producer.admit(CONSUMER)
-    producer.publish(CONSUMER, ALL[:8])
+    producer.publications.publish(CONSUMER, ALL[:8])
     connection = backend.connect(description, memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
     producer.close()
@@ -370,7 +370,7 @@ def test_a_producer_serves_on_the_port_asked_for_and_says_where_it_is_taken():
     producer = backend.serve(memory.pool, 1)
     with pytest.raises(TransferError, match=rf"127\.0\.0\.1, port {port}: .*in use"):
         backend.serve(Memory(8, 4096).pool, 2)
-    producer.publish(CONSUMER, ALL[:8])
+    producer.publications.publish(CONSUMER, ALL[:8])
     description = producer.admit(CONSUMER)
     assert msgspec.msgpack.decode(description, type=TcpDescription).port == port
     connection = backend.connect(description, memory.remote, target.pool)
@@ -384,7 +384,7 @@ def test_a_producer_serves_on_the_port_asked_for_and_says_where_it_is_taken():
 def test_pages_cross_over_ipv6_as_well():
     backend, memory, target = TcpBackend("::1"), Memory(8, 4096, fill=7), Memory(8, 4096)
     producer = backend.serve(memory.pool, 1)
-    producer.publish(CONSUMER, ALL[:8])
+    producer.publications.publish(CONSUMER, ALL[:8])
     connection = backend.connect(producer.admit(CONSUMER), memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
     connection.close()

@@ -155,7 +155,7 @@ def test_a_flood_keeps_no_consumer_out_and_fills_no_log(ends, words):
 
 def test_a_consumer_who_comes_again_and_again_is_always_let_in(producer):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
-    producer.publish(CONSUMER, ALL)
+    producer.publications.publish(CONSUMER, ALL)
     with ExitStack() as exits:
         for _ in range(30):  # and leaves the old ones open
             connection = backend.connect(producer.admit(CONSUMER), landing.remote, landing.pool)
@@ -168,7 +168,7 @@ def test_all_consumers_together_have_so_many_connections_and_those_that_stand_go
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     with ExitStack() as exits:
         for consumer in itertools.count():
-            producer.publish(consumer, ALL)
+            producer.publications.publish(consumer, ALL)
             try:
                 connection = backend.connect(producer.admit(consumer), landing.remote, landing.pool)
             except TransferError:

@@ -400,6 +400,7 @@ class Diary:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.publications: Any = self
 
     def prepare(self, consumer: int) -> Future[Any]:
         return prepared()

@@ -11,9 +11,8 @@ from common import rpc
 from common.requests.namespace import namespace_of, page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
 from protos.router_pb2 import GetClusterRequest, TokenIds
-from router.cluster import membership
-from router.cluster.membership import CacheWatch
-from router.policy.prefix_index import PrefixIndex, PromptPrefixes
+from router.policy import prefix_index
+from router.policy.prefix_index import CacheWatch, PrefixIndex, PromptPrefixes
 from tests.api.rig import collect, eventually, served
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
@@ -45,7 +44,7 @@ async def test_the_index_follows_what_a_node_tells():
 
 
 async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(monkeypatch):
-    monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
         await eventually(lambda: index.num_pages(node.address) == 2)
@@ -67,7 +66,7 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
     ids=["begins in the middle", "no page size", "too much comes", "too much goes"],
 )
 async def test_nonsense_is_not_believed(monkeypatch, nonsense):
-    monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         reported = node.watchers[0]
         node.tell_cache(**nonsense)

@@ -332,10 +332,12 @@ def producer_program(
                 producer.dismiss(consumer)
                 pipe.send("dismissed")
             case ("publish", consumer, pages):
-                producer.publish(consumer, pages)
+                if producer.publications is not None:
+                    producer.publications.publish(consumer, pages)
                 pipe.send("published")
             case ("withdraw", consumer, pages):
-                producer.withdraw(consumer, pages)
+                if producer.publications is not None:
+                    producer.publications.withdraw(consumer, pages)
                 pipe.send("withdrawn")
             case ("nothing",):
                 pipe.send(None)

@@ -141,10 +141,12 @@ class NearProducer:
         self._producer.dismiss(consumer)
 
     def publish(self, consumer: int, pages: Ints) -> None:
-        self._producer.publish(consumer, pages)
+        assert self._producer.publications is not None
+        self._producer.publications.publish(consumer, pages)
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        self._producer.withdraw(consumer, pages)
+        assert self._producer.publications is not None
+        self._producer.publications.withdraw(consumer, pages)
 
     def publish_all(self, consumer: int = CONSUMER) -> None:
         self.publish(consumer, np.arange(len(self.content), dtype=np.int32))

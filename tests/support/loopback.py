@@ -20,6 +20,7 @@ from kvtransfer.backends.base import (
     Ints,
     PagePool,
     PartRead,
+    PublishedPages,
     ReadMap,
     ReadRefused,
     RemotePool,
@@ -27,7 +28,6 @@ from kvtransfer.backends.base import (
     prepared,
 )
 from kvtransfer.backends.scratch import ReadScratch, measure
-from kvtransfer.backends.tcp.producer import PublishedPages
 
 _DESCRIPTION = struct.Struct("<QQ")  # the producer's instance and the consumer's number
 _PART_BYTES = 4 << 20  # bytes copied between two checks of whether the connection has ended
@@ -128,12 +128,6 @@ class LoopbackProducer:
     def dismiss(self, consumer: int) -> None:
         self._backend.dismiss(self._instance, consumer)
         self.publications.forget(consumer)
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        self.publications.publish(consumer, pages)
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        self.publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
         """Do nothing: connections access the producer directly."""

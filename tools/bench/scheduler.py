@@ -37,8 +37,8 @@ from engine.batch.upload import packed_bytes, upload
 from engine.core import CoreShape, EngineCore
 from engine.loop.loop import EventLoop
 from engine.runner.launch_message import encode
+from engine.runner.runner import StepBuilder
 from engine.runner.step import Step
-from engine.runner.step_builder import StepBuilder
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.support import record

@@ -7,8 +7,7 @@ from torch import Tensor
 from engine.batch.forward import ForwardBatch
 from engine.batch.images import VisibleImage
 from engine.kv_cache.states import PagedKV, own_heads
-from engine.models.blocks.layer import Norm, RmsNorm
-from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep, Norm, RmsNorm
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
 from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import RecurrentState, StateCells
-from engine.models.blocks.layer import Norm, RmsNorm
-from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep, Norm, RmsNorm
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear, Ranges, scaled
 from kernels.backends.chosen import operations

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.models.blocks.layer import LayerSite, ModelStep
 from engine.models.blocks.placed_experts import PlacedExperts
-from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import ExpertNet, Linear
 from engine.models.quantized.experts import ExpertShape, ExpertStorage, SeparateExperts

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.kv_cache.states import PagedLatent
 from engine.models.blocks.attention import attention_plan, rows_of
-from engine.models.blocks.layer import Norm, RmsNorm
-from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep, Norm, RmsNorm
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
 from kernels.attention.arguments import AttentionKind, Scoring

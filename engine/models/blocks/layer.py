@@ -1,23 +1,238 @@
-"""A decoder layer: a mixer and a feed-forward net, each after an RMSNorm and added to its input."""
+"""A decoder layer: a mixer and a feed-forward net, each after an RMSNorm and added to its input.
 
-from dataclasses import dataclass
+The protocols define how these blocks are built, and how they run in a forward.
+A spec has the numbers of a configuration, and builds the block that computes with them.
+
+A recurrent state cannot be rolled back. The forward that verifies drafts therefore writes no state
+for rows with drafts. Each layer keeps the row's inputs to the recurrence, and runs the recurrence
+again over the accepted tokens after verification. This is a small part of a forward, and needs some
+numbers per token until the step ends. The alternative, one state after each draft, would need as
+many states as there are drafts.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from engine.models.blocks.protocol import (
-    Ffn,
-    FfnSpec,
-    KeptStates,
-    LayerSite,
-    Mixer,
-    MixerSpec,
-    ModelStep,
-    summed,
-)
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.states import LayerState
 from engine.models.blocks.source import BlockWeights
+from engine.models.linear import Linear
+from engine.models.vision.seeing import ImageFeatures
 from engine.ranks import Group
 from kernels.cpu.layers import NormWeight
 from kernels.layers.rms_norm import add_rms_norm
+from kernels.linear_attention.state_cells import CellView, StateRows
+
+
+class LateStates:
+    """The deferred state updates of one step. Forward stream only.
+
+    A captured graph has its own updates. They read the results of its newest replay.
+
+    Attributes:
+        guessed: whether the device has drawn the drafts of the step, so that a draft model has
+            their KV.
+    """
+
+    def __init__(self, *, guessed: bool = False) -> None:
+        self.guessed = guessed
+        self._layers: list[Callable[[StateRows, int], object]] = []
+        self._drafters: list[Callable[[Tensor], object]] = []
+
+    def add(self, write: Callable[[StateRows, int], object]) -> None:
+        """Add a layer's state update for the step's first tokens, which belong to rows with drafts.
+
+        Args:
+            write: updates the states as specified by its StateRows argument. Its second argument is
+                the number of these tokens.
+        """
+        self._layers.append(write)
+
+    def add_drafter(self, store: Callable[[Tensor], object]) -> None:
+        """Add an update of a drafter's state.
+
+        Args:
+            store: stores the state from which the rows continue. Its argument is int64 [num_rows],
+                places of the rows' last accepted tokens in the step.
+        """
+        self._drafters.append(store)
+
+    def write(self, rows: StateRows, num_tokens: int) -> None:
+        """Run the state updates of all layers once, after verification.
+
+        Args:
+            rows: see ForwardBatch.states_after.
+        """
+        for write in self._layers:
+            write(rows, num_tokens)
+
+    def continue_from(self, places: Tensor) -> None:
+        """Run the updates of drafters once, after verification.
+
+        Args:
+            places: see `add_drafter`.
+        """
+        for store in self._drafters:
+            store(places)
+
+
+T = TypeVar("T")
+
+
+class SharedStepState:
+    """Objects that several blocks share. The first block that needs an object creates it."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSite:
+    """The context in which a block is built.
+
+    Attributes:
+        shared: objects shared by all blocks of the model.
+    """
+
+    source: BlockWeights
+    hidden_size: int
+    shared: SharedStepState = field(default_factory=SharedStepState)
+
+    def within(self, prefix: str) -> "LayerSite":
+        return replace(self, source=self.source.within(prefix))
+
+
+class AdaptedLinear(Protocol):
+    """The contribution of LoRA adapters to products with the model's matrices."""
+
+    def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
+        """Add the adapters' contribution to a product. If no adapter changes `product`, y is
+        unchanged.
+
+        Args:
+            product: the model's own matrix.
+            x: [num_tokens, in], the input of the product.
+            y: contiguous [num_tokens, out], modified in place.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelStep:
+    """One forward, as blocks see it.
+
+    Attributes:
+        adapted: None if no row has an adapter.
+        late: collects the layers' state updates if rows have drafts. Otherwise None.
+        features: features of visible images, for models that add them.
+    """
+
+    batch: ForwardBatch
+    adapted: AdaptedLinear | None = None
+    late: LateStates | None = None
+    features: Sequence[ImageFeatures] = ()
+    shared: SharedStepState = field(default_factory=SharedStepState)
+
+    def product(self, linear: Linear, x: Tensor) -> Tensor:
+        """Return linear.apply(x), plus the contribution of adapters."""
+        y = linear.apply(x)
+        if self.adapted is not None:
+            self.adapted.add(linear, x, y)
+        return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptStates:
+    """The memory of a layer's KV and states.
+
+    Attributes:
+        view: the layer's view of the pool (KVLayout.view).
+        table: page table of the layer's pages.
+        cells: the layer's state cells, by name.
+    """
+
+    view: Tensor
+    table: int
+    cells: Mapping[str, CellView]
+
+
+def summed(x: Tensor, group: Group | None) -> Tensor:
+    """Return the sum of the ranks' parts of an output. None: there is only one rank."""
+    return x if group is None else group.all_reduce(x)
+
+
+class Mixer(Protocol):
+    """The part of a layer that mixes tokens, such as attention. It stores KV or states for later
+    tokens."""
+
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
+        """Mix the step's tokens. With several ranks, the output is the sum over the ranks.
+
+        Args:
+            x: [num_tokens, hidden].
+            kept: memory that the layer reads and writes.
+        Returns:
+            [num_tokens, hidden].
+        """
+        ...
+
+
+class KeepingMixer(Mixer, Protocol):
+    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> object:
+        """Write the KV of x [num_tokens, hidden] for later tokens, and compute nothing else."""
+        ...
+
+
+class Ffn(Protocol):
+    """The part of a layer that processes each token separately."""
+
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Return the output for x [num_tokens, hidden], of the same shape. With several ranks, the
+        output is the sum over the ranks."""
+        ...
+
+    def take_part(self, x: Tensor) -> None:
+        """Take part in the experts' computation in a step in which this node has no tokens.
+
+        Args:
+            x: [0, hidden], of the model's compute dtype.
+        """
+        ...
+
+
+class MixerSpec(Protocol):
+    @property
+    def keeps(self) -> LayerState: ...
+
+    def products(self, hidden_size: int) -> int:
+        """Return the number of multiplications with weights per token."""
+        ...
+
+    def build(self, site: LayerSite) -> Mixer: ...
+
+
+class KeepingMixerSpec(Protocol):
+    @property
+    def keeps(self) -> LayerState: ...
+
+    def build(self, site: LayerSite) -> KeepingMixer: ...
+
+
+class FfnSpec(Protocol):
+    def products(self, hidden_size: int) -> int:
+        """Return the number of multiplications with weights per token."""
+        ...
+
+    def build(self, site: LayerSite) -> Ffn: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.protocol import ModelStep
+from engine.models.blocks.layer import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG

@@ -13,7 +13,7 @@ import torch
 from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.protocol import LayerSite
+from engine.models.blocks.layer import LayerSite
 from engine.models.checkpoint import Checkpoint, content
 from engine.models.decoder import Decoder
 from engine.models.drafting import (

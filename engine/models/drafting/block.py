@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.layer import Norm, RmsNorm, normed
-from engine.models.blocks.protocol import (
+from engine.models.blocks.layer import (
     Ffn,
     FfnSpec,
     KeepingMixer,
@@ -23,6 +22,9 @@ from engine.models.blocks.protocol import (
     KeptStates,
     LayerSite,
     ModelStep,
+    Norm,
+    RmsNorm,
+    normed,
     summed,
 )
 from engine.models.drafting.protocol import DraftLayer

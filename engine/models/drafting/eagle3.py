@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.layer import RmsNorm
-from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep, RmsNorm
 from engine.models.drafting.block import Body, BodySpec
 from engine.models.drafting.protocol import DraftLayer
 from engine.models.linear import Linear

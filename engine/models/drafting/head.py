@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DRAFT_TABLE, DraftView
-from engine.models.blocks.protocol import KeptStates, ModelStep
+from engine.models.blocks.layer import KeptStates, ModelStep
 from engine.models.drafting.drawing import drawn, view_of
 from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw, ModelVectors
 from kernels.pages.store_kv import store_kv

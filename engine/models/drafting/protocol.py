@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep
 
 # Draws draft tokens, int32 [n], from logits [n, any] of the first n rows. The second argument is
 # the number of the draft. A draft is negative if its logits contain NaN or Inf.

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.layer import LayerSpec
-from engine.models.blocks.protocol import FfnSpec
+from engine.models.blocks.layer import FfnSpec, LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.families.qwen2 import windows

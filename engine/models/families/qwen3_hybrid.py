@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.delta_net import ByKeyHead, ByKind, DeltaNet, Projection
-from engine.models.blocks.layer import LayerSpec, Norm
-from engine.models.blocks.protocol import FfnSpec
+from engine.models.blocks.layer import FfnSpec, LayerSpec, Norm
 from engine.models.decoder import DecoderSpec
 from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from engine.models.families import common, moe

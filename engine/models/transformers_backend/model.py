@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.models.blocks.protocol import AdaptedLinear, LateStates
+from engine.models.blocks.layer import AdaptedLinear, LateStates
 from engine.models.model import Model
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep

@@ -25,7 +25,6 @@ from common.errors import EngineFault, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
-    Ints,
     PagePool,
     ReadMap,
     RemotePool,
@@ -174,7 +173,12 @@ _log = logging.getLogger(__name__)
 
 
 class NixlProducer:
-    """The producer of all one-sided paths that this machine supports. For one thread at a time."""
+    """The producer of all one-sided paths that this machine supports. For one thread at a time.
+
+    The consumer discards the data of late reads, because the producer cannot refuse them.
+    """
+
+    publications = None
 
     def __init__(self, memory: NixlMemory, kinds: Sequence[PathKind]) -> None:
         """Raises TransferError if this machine supports none of the paths."""
@@ -225,12 +229,6 @@ class NixlProducer:
     def dismiss(self, consumer: int) -> None:
         """Destroy the consumer's agents. On paths without keys the consumer can still read."""
         self._consumers.dismiss(consumer)
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        """No-op: reads do not involve the producer."""
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        """No-op: the consumer discards the data of late reads."""
 
     def poll(self) -> None:
         self._memory.use()

@@ -27,7 +27,14 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
 from common.logs import Throttle, ThrottledLog
-from kvtransfer.backends.base import CONNECT_S, Ints, PageCut, PagePool, first_outside, prepared
+from kvtransfer.backends.base import (
+    CONNECT_S,
+    PageCut,
+    PagePool,
+    PublishedPages,
+    first_outside,
+    prepared,
+)
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
 from kvtransfer.backends.tcp.consumers import TcpConsumers
@@ -44,65 +51,6 @@ from kvtransfer.backends.tcp.wire import (
     max_request_pages,
     set_options,
 )
-
-
-class PublishedPages:
-    """Counts how often each page is published to each consumer. Costs 4 bytes per page for each
-    consumer with publications.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self._counts: dict[int, Ints] = {}
-        self._totals: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        """Add one publication of each page. Pages are distinct within a call."""
-        with self._lock:
-            if consumer not in self._counts:
-                self._counts[consumer] = np.zeros(self._num_pages, np.int32)
-                self._totals[consumer] = 0
-            self._counts[consumer][pages] += 1
-            self._totals[consumer] += len(pages)
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        """Remove one publication of each page. Pages are distinct within a call.
-
-        Raises:
-            EngineFault: a page is not published to this consumer.
-        """
-        with self._lock:
-            if not len(pages):
-                return
-            counts = self._counts.get(consumer)
-            if counts is None or bool((counts[pages] < 1).any()):
-                raise EngineFault(f"withdrew pages that were not published to consumer {consumer}")
-            counts[pages] -= 1
-            self._totals[consumer] -= len(pages)
-            if not self._totals[consumer]:
-                del self._counts[consumer], self._totals[consumer]
-
-    def forget(self, consumer: int) -> None:
-        with self._lock:
-            self._counts.pop(consumer, None)
-            self._totals.pop(consumer, None)
-
-    def first_refused(self, consumer: int, pages: Ints) -> int | None:
-        """Return the first page that this consumer may not read now, or None."""
-        if not len(pages):
-            return None
-        if (outside := first_outside(pages, self._num_pages)) is not None:
-            return outside
-        with self._lock:
-            counts = self._counts.get(consumer)
-            if counts is None:
-                return int(pages[0])
-            counted = counts.take(pages)
-        if np.minimum.reduce(counted) > 0:
-            return None
-        return int(pages[counted < 1][0])
-
 
 _PATIENCE_S = 2.0
 _MAX_PENDING = 256
@@ -282,7 +230,7 @@ class TcpProducer:
         self._pool = pool
         self._memory = memory
         self._tls = tls
-        self._publications = PublishedPages(pool.num_pages)
+        self.publications = PublishedPages(pool.num_pages)
         self._consumers = TcpConsumers()
         self._acceptor = TcpAcceptor(host, port, self._admit)
         _log.info(
@@ -309,13 +257,7 @@ class TcpProducer:
 
     def dismiss(self, consumer: int) -> None:
         self._consumers.dismiss(consumer)
-        self._publications.forget(consumer)
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        self._publications.publish(consumer, pages)
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        self._publications.withdraw(consumer, pages)
+        self.publications.forget(consumer)
 
     def poll(self) -> None:
         """No-op: the producer's own threads serve consumers."""
@@ -399,7 +341,7 @@ class TcpProducer:
         pages = np.frombuffer(channel.receive(4 * num_pages), np.int32)
         match kind:
             case FrameKind.POOL:
-                refused = self._publications.first_refused(consumer, pages)
+                refused = self.publications.first_refused(consumer, pages)
             case FrameKind.SCRATCH:
                 refused = first_outside(pages, self._memory.scratch_pages)
             case _:

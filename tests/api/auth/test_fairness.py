@@ -5,8 +5,7 @@ from itertools import count
 
 import pytest
 
-from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, KeyUsage, by_address
+from api.auth.client import Client, by_address
 from api.auth.fair_slots import FairShareLimiter, FairShares
 from common.errors import NodeUnavailable, Overloaded
 
@@ -130,7 +129,7 @@ async def test_a_slot_that_comes_free_goes_to_who_has_least():
 async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
     slots = FairShareLimiter(8, longest_wait_s=LONG_S)
     light, heavy, other = (
-        Client(name, KeyUsage(KeyLimits()), weight=weight)
+        Client(name, weight=weight)
         for name, weight in (("light", 1.0), ("heavy", 3.0), ("other", 1.0))
     )
     for client, number in ((light, 2), (heavy, 3), (other, 3)):
@@ -241,3 +240,7 @@ async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert (slots.num_taken, slots.num_of(holder), slots.num_of(gone)) == (1, 1, 0)
+
+
+def test_nothing_is_counted_for_a_client_without_a_key():
+    assert by_address("10.0.0.1").usage is None

@@ -170,7 +170,7 @@ async def test_a_key_has_so_many_connections(model, tmp_path):
 
 # Seen failing with connections that are told apart by host:port: the second is let in.
 def test_connections_from_one_port_to_two_addresses_are_two():
-    client = Client("alice", KeyUsage(KeyLimits()), KeyLimits(connections=1))
+    client = Client("alice", KeyUsage(KeyLimits(connections=1)))
     first, second = HttpPeer("10.0.0.1", "10.0.0.1:5000"), HttpPeer("10.0.0.1", "10.0.0.1:5000")
     connections = KeyConnections()
     connections.admit(client, first)

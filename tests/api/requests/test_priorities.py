@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from grpc import StatusCode
 
-from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, KeyUsage
+from api.auth.client import Client
 from api.generation import PriorityLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
@@ -17,7 +16,7 @@ from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 
 def _client(priority: int | None) -> Client:
-    return Client("one", KeyUsage(KeyLimits()), priority=priority)
+    return Client("one", priority=priority)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ class _LyingProducer(KvTransferServicer):
         await anext(messages)
         consumer = next(self._consumers)
         path = kvtransfer_pb2.DataPath(backend="tcp", description=self._producer.admit(consumer))
-        self._producer.publish(consumer, np.arange(_NUM_PAGES, dtype=np.int32))
+        assert self._producer.publications is not None
+        self._producer.publications.publish(consumer, np.arange(_NUM_PAGES, dtype=np.int32))
         hello = kvtransfer_pb2.Hello(paths=[path])
         hello.MergeFrom(self._hello)
         await context.write(kvtransfer_pb2.FromProducer(hello=hello))

@@ -311,7 +311,8 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
             producer.prepare(_CONSUMER).result()
         descriptions = {name: producer.admit(_CONSUMER) for name, producer in producers.items()}
         for producer in producers.values():
-            producer.publish(_CONSUMER, np.arange(num_pages, dtype=np.int32))
+            if producer.publications is not None:
+                producer.publications.publish(_CONSUMER, np.arange(num_pages, dtype=np.int32))
         served = _Served(
             pages.pool.base, descriptions, bare.get_agent_metadata(), listener.getsockname()[1]
         )

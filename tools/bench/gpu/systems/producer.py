@@ -101,7 +101,8 @@ def main(device_name: str, page_bytes: str, num_pages: str) -> None:
         try:
             producers[name] = backend.serve(pool_of(pages), PRODUCER)
             producers[name].prepare(CONSUMER).result()
-            producers[name].publish(CONSUMER, np.arange(len(pages), dtype=np.int32))
+            if (publications := producers[name].publications) is not None:
+                publications.publish(CONSUMER, np.arange(len(pages), dtype=np.int32))
         except (TransferError, ModuleNotFoundError) as error:
             missing[name] = str(error)
     descriptions = {name: producer.admit(CONSUMER) for name, producer in producers.items()}
