@@ -69,7 +69,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
         EngineReady(
             model=config.model,
             fingerprint=engine.fingerprint,
-            tokenizer_hash=engine.tokenizer_hash,
+            tokenizer_hash=engine.loaded.tokenizer_hash,
             context_length=engine.shape.context_length,
             num_pages=engine.shape.num_pages,
             page_size=engine.shape.layout.page_size,
@@ -362,7 +362,7 @@ def _make_memory(
 
 def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
     """Yield functions that return the gauges of the parts that this engine has."""
-    yield partial(page_gauges, engine.table)
+    yield partial(page_gauges, engine.core.table)
     yield partial(adapter_gauges, engine.adapters)
     if engine.tiers is not None:
         yield partial(tier_gauges, engine.tiers, engine.pool.page_bytes)

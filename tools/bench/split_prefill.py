@@ -123,7 +123,7 @@ class Node:
     """An engine with its loop, and STREAMS running responses."""
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
-        self._vocabulary = engine.limits.vocabulary_size
+        self._vocabulary = engine.core.limits.vocabulary_size
         clock = StepClock(time.process_time)
         self._scheduler = engine.scheduler(config, lambda request, pages: None)
         self._role = Role(self._scheduler)
