@@ -25,8 +25,8 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
-from engine.loop.loop import StepClock
 from engine.loop.rebalancing import ExpertBalancer
+from engine.loop.step_clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.memory_release import PageMemory, memory_of
 from engine.models import (

@@ -17,8 +17,9 @@ from engine.batch.batch import BatchRunner
 from engine.build import Engine
 from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.loop.grouped import GroupedRole, GroupedRunner
-from engine.loop.loop import EngineRole, EventLoop, Lateness, StepClock
+from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.rebalancing import RebalancingRole
+from engine.loop.step_clock import Lateness, StepClock
 from engine.loop.watchdog import Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import (

@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
-from engine.loop.loop import EngineRole, StepClock
+from engine.loop.loop import EngineRole
+from engine.loop.step_clock import StepClock
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep, Stage, Turn
 from engine.runner.stream import StreamEvent

@@ -30,7 +30,8 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.batch.batch import BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
-from engine.loop.loop import EventLoop, StepClock
+from engine.loop.loop import EventLoop
+from engine.loop.step_clock import StepClock
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
