@@ -758,9 +758,9 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         assert answer(serving) == expected[0]
         weights.put(weights.prepare("b").result(PATIENCE_S)).result(PATIENCE_S)
         assert answer(serving) == expected[1]
-        weights.give_back().result(PATIENCE_S)
+        weights.release().result(PATIENCE_S)
         serving.engine.page_memory.release()
-        weights.bring_back().result(PATIENCE_S)
+        weights.restore().result(PATIENCE_S)
         assert answer(serving) == expected[1]
         received = weights.receive()
         file = (first / "model.safetensors").read_bytes()
