@@ -76,11 +76,11 @@ class RequestLimiter:
         self._num_here += 1
         self._none_left.clear()
         try:
-            await self._slots.take(client, priority)
+            await self._slots.acquire(client, priority)
             try:
                 yield
             finally:
-                self._slots.give_back(client)
+                self._slots.release(client)
         finally:
             self._num_here -= 1
             if not self._num_here:

@@ -62,7 +62,7 @@ class StepTimer:
         config = config.model_copy(update={"cache": cache})
         self.engine: Engine = build(config)
         tables = self.engine.core.shape.tables
-        if tables.num_tables > 1 or tables.state_pages or not self.engine.limits.generates:
+        if tables.num_tables > 1 or tables.state_pages or not self.engine.core.limits.generates:
             self.engine.close()
             raise ConfigError(
                 "model: steps of models with windows or states, or without a head for text, cannot "

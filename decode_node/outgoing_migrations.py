@@ -192,7 +192,7 @@ class OutgoingMigrations:
             self._cancel(migration, f"{num_kv} tokens of KV exceed the pages reserved for it")
             return
         prefix = migration.prefix_tokens
-        exported = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
+        exported = stopped.holding.pages_of(self._tables.handed_over(num_kv, prefix))
         self._pages.hold(exported, PageHolder.PUBLICATION)
         migration.exported = exported
         read_s = len(exported) * self._page_bytes / (_SHARE * migration.gib_per_s * _GIB)

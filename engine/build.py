@@ -16,9 +16,7 @@ from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
 from engine.batch.graph_shapes import max_tokens
 from engine.batch.holding import PageHolding
-from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
 from engine.core import EngineCore, InputEncoder
 from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
@@ -27,8 +25,8 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
-from engine.loop.loop import StepClock
 from engine.loop.rebalancing import ExpertBalancer
+from engine.loop.step_clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.memory_release import PageMemory, memory_of
 from engine.models import (
@@ -48,7 +46,6 @@ from engine.ranks import Share
 from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
 from engine.ranks.node_group import NodeGroup
 from engine.ranks.processes import Followers
-from engine.runner.copier import Copier
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import LeadingForwards, largest_step
@@ -102,32 +99,12 @@ class Engine:
         return self.loaded.model
 
     @property
-    def tokenizer_hash(self) -> str:
-        return self.loaded.tokenizer_hash
-
-    @property
     def pool(self) -> KVPool:
         return self.backend.pool
 
     @property
     def page_bytes(self) -> int:
         return self.pool.page_bytes
-
-    @property
-    def host_pool(self) -> HostPool:
-        return self.backend.host_pool
-
-    @property
-    def copier(self) -> Copier:
-        return self.backend.copier
-
-    @property
-    def stream(self) -> DeviceStream:
-        return self.backend.stream
-
-    @property
-    def table(self) -> SlotTable:
-        return self.core.table
 
     @property
     def pages(self) -> PageAllocator:
@@ -144,10 +121,6 @@ class Engine:
     @property
     def encoder(self) -> InputEncoder | None:
         return self.core.encoder
-
-    @property
-    def limits(self) -> RequestLimits:
-        return self.core.limits
 
     @property
     def follower_pids(self) -> tuple[int, ...]:
@@ -174,9 +147,11 @@ class Engine:
         """Return the memory of the pages of all ranks."""
         followers = self.loaded.followers
         if followers is None:
-            return memory_of(self.pool, self.host_pool)
+            return memory_of(self.pool, self.backend.host_pool)
         ranks_per_host = followers.parallel.ranks_per_host
-        return MemoryOfRanks(memory_of(self.pool, self.host_pool, ranks_per_host), followers)
+        return MemoryOfRanks(
+            memory_of(self.pool, self.backend.host_pool, ranks_per_host), followers
+        )
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -202,7 +177,7 @@ class Engine:
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
         name, device = f"baton-{role}", self.model.device
-        return Profiler(config.profile_dir, name, self.stream, device, num_steps)
+        return Profiler(config.profile_dir, name, self.backend.stream, device, num_steps)
 
     def equipped(self, config: EngineConfig) -> "Engine":
         """Return this engine with the host pages and the CUDA graphs of another role instead of its
@@ -240,16 +215,16 @@ class Engine:
     def equip_followers(self) -> None:
         """Make the other ranks allocate as many host pages as this rank, see `equipped`. No step
         may be in flight."""
-        followers, num_pages = self.loaded.followers, self.host_pool.num_pages
+        followers, num_pages = self.loaded.followers, self.backend.host_pool.num_pages
         if followers is not None and not self.shape.tier_pages:
             followers.ask(ReplaceHostPages(num_pages)).result(EQUIP_S)
 
     def close(self) -> None:
         """End the threads and processes of the engine and its parts, in order."""
-        self.stream.close()
+        self.backend.stream.close()
         self.guides.close()
         self.loader.close()
-        self.copier.close()
+        self.backend.copier.close()
         if self.tiers is not None:
             self.tiers.close()
         if self.core.encoder is not None:

@@ -21,7 +21,7 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
-from kernels.cpu.memory import give_back
+from kernels.cpu.memory import release_memory
 from kernels.cuda.driver import OutOfDeviceMemory
 from kernels.cuda.virtual_memory import Region
 
@@ -52,7 +52,7 @@ class HostMemory:
 
     def release(self) -> None:
         for pool in self._pools:
-            give_back(pool)
+            release_memory(pool)
 
     def restore(self) -> None:
         """Check that enough memory is free. The system allocates it when pages are written."""
@@ -148,25 +148,25 @@ class MemoryOccupation:
             self._weights.check_drainable()
 
     def isolate(self) -> Future[None]:
-        """End the access of other nodes to the pages, until `take_again`. Requires `isolates`. The
+        """End the access of other nodes to the pages, until `restore`. Requires `isolates`. The
         future fails with FailedPrecondition, without any change, if that takes too long."""
         assert self._peers is not None
         return self._begin(self._peers.close)
 
-    def give_back(self, tag: str) -> Future[Any]:
+    def release(self, tag: str) -> Future[Any]:
         """Release the memory. Requires `check`. Raise Overloaded during a weight update."""
         if tag == WEIGHTS:
-            return self._weights.give_back()
+            return self._weights.release()
         return self._begin(self._memory.release)
 
-    def take_again(self, tag: str) -> Future[Any]:
+    def restore(self, tag: str) -> Future[Any]:
         """Reallocate the memory. Raise Overloaded during a weight update.
 
         The future fails with FailedPrecondition, without any change, if there is not enough memory
         or the weights are no longer available.
         """
         if tag == WEIGHTS:
-            return self._weights.bring_back()
+            return self._weights.restore()
         return self._begin(self._restore)
 
     def close(self) -> None:

@@ -240,8 +240,8 @@ class WeightUpdater:
         if self._source is None:
             raise FailedPrecondition(_NOWHERE)
 
-    def give_back(self) -> Future[None]:
-        """Release the memory of the weights to the operating system, until `bring_back`. Requires
+    def release(self) -> Future[None]:
+        """Release the memory of the weights to the operating system, until `restore`. Requires
         `check_drainable`.
 
         Raises:
@@ -250,9 +250,9 @@ class WeightUpdater:
         self._check_idle()
         if not self.whole:
             raise Overloaded("weights: they are incomplete")
-        return self._begin(self._give_back)
+        return self._begin(self._release)
 
-    def bring_back(self) -> Future[None]:
+    def restore(self) -> Future[None]:
         """Read the weights again from their source. The future fails with FailedPrecondition if the
         source now has other weights, or none.
 
@@ -260,7 +260,7 @@ class WeightUpdater:
             Overloaded: another update is in progress.
         """
         self._check_idle()
-        return self._begin(self._bring_back)
+        return self._begin(self._restore)
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> Future[None] | None:
         """Make all ranks read the experts of other slots from the source of the current weights. No
@@ -392,7 +392,7 @@ class WeightUpdater:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.whole = False
         others = None if self._others is None else self._others.drain()
         self._served.drain(self._model)
@@ -401,7 +401,7 @@ class WeightUpdater:
         if others is not None:
             others.result(_RANKS_S)
 
-    def _bring_back(self) -> None:
+    def _restore(self) -> None:
         source = self._source
         if source is None:
             raise FailedPrecondition(_NOWHERE)
@@ -417,5 +417,5 @@ class WeightUpdater:
         except OutOfDeviceMemory as error:
             raise FailedPrecondition(f"weights: {error}") from error
         except FailedPrecondition:
-            self._give_back()
+            self._release()
             raise

@@ -59,7 +59,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
 def _notify(engine: Engine, wake: Callable[[], None]) -> None:
     """Make the parts of a role call `wake` when they have work for the engine thread."""
-    engine.copier.notify = wake
+    engine.backend.copier.notify = wake
     if engine.encoder is not None:
         engine.encoder.notify = wake
 

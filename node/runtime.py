@@ -17,8 +17,9 @@ from engine.batch.batch import BatchRunner
 from engine.build import Engine
 from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.loop.grouped import GroupedRole, GroupedRunner
-from engine.loop.loop import EngineRole, EventLoop, Lateness, StepClock
+from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.rebalancing import RebalancingRole
+from engine.loop.step_clock import Lateness, StepClock
 from engine.loop.watchdog import Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import (
@@ -68,7 +69,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
         EngineReady(
             model=config.model,
             fingerprint=engine.fingerprint,
-            tokenizer_hash=engine.tokenizer_hash,
+            tokenizer_hash=engine.loaded.tokenizer_hash,
             context_length=engine.shape.context_length,
             num_pages=engine.shape.num_pages,
             page_size=engine.shape.layout.page_size,
@@ -361,7 +362,7 @@ def _make_memory(
 
 def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
     """Yield functions that return the gauges of the parts that this engine has."""
-    yield engine.table.gauges
+    yield engine.core.table.gauges
     if engine.adapters.bank.num_slots:
         yield partial(adapter_gauges, engine.adapters)
     if engine.tiers is not None:

@@ -229,7 +229,7 @@ class OutgoingHandoffs:
         state = self._states[request.key]
         state.holding = holding
         num_tokens = len(request.token_ids)
-        exported = holding.take(self._tables.handed_over(num_tokens, state.prefix_tokens))
+        exported = holding.pages_of(self._tables.handed_over(num_tokens, state.prefix_tokens))
         state.claims.release(Claim.TOKENS)
         self._sharing.admitted(request)
         timings = state.timings
@@ -314,7 +314,7 @@ class OutgoingHandoffs:
             assert state.holding is not None  # the scheduler has admitted it
             num_tokens = len(state.request.token_ids)
             spans = self._tables.spans(num_tokens, state.prefix_tokens, start, end, last=last)
-            pages = state.holding.take(spans)
+            pages = state.holding.pages_of(spans)
         self._port.post(
             PublishCommand(
                 state.key,

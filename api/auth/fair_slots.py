@@ -43,17 +43,17 @@ class FairShares:
         """Return the client that holds the most places. There must be one."""
         return max(self._held, key=self._held.__getitem__)
 
-    def may_take(self, name: str, weight: float) -> bool:
+    def may_acquire(self, name: str, weight: float) -> bool:
         held = self.held(name)
         free = self.places - self.num_held
         return held < min(_PER_FREE_PLACE * weight * free, self._most)
 
-    def take(self, name: str) -> None:
-        """Take a place. Requires `may_take`."""
+    def acquire(self, name: str) -> None:
+        """Acquire a place. Requires `may_acquire`."""
         self._held[name] = self.held(name) + 1
         self.num_held += 1
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self.num_held -= 1
         left = self._held[name] - 1
         if left:
@@ -111,8 +111,8 @@ class FairShareLimiter:
         """Return the number of slots that a client has or waits for."""
         return self._slots.held(client.name) + self._places.held(client.name)
 
-    async def take(self, client: Client, priority: int = 0) -> None:
-        """Wait for a slot. Each call that returns must be followed by `give_back`.
+    async def acquire(self, client: Client, priority: int = 0) -> None:
+        """Wait for a slot. Each call that returns must be followed by `release`.
 
         Raises:
             Overloaded: immediately, if the client's queue is full of requests of at least this
@@ -120,15 +120,15 @@ class FairShareLimiter:
                 takes the place.
             ServingError: the error passed to `close`.
         """
-        if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
-            self._slots.take(client.name)
+        if client.name not in self._lines and self._slots.may_acquire(client.name, client.weight):
+            self._slots.acquire(client.name)
             return
         if not (self._longest_wait_s and self._has_place(client, priority)):
             raise self._overloaded(client)
         await self._wait(client, priority)
 
-    def give_back(self, client: Client) -> None:
-        self._slots.give_back(client.name)
+    def release(self, client: Client) -> None:
+        self._slots.release(client.name)
         self._serve()
 
     def close(self, because: ServingError) -> None:
@@ -140,7 +140,7 @@ class FairShareLimiter:
 
     def _has_place(self, client: Client, priority: int) -> bool:
         """Return whether a request may wait. May reject the client's request of lower priority."""
-        if self._places.may_take(client.name, client.weight):
+        if self._places.may_acquire(client.name, client.weight):
             return True
         line = self._lines.get(client.name)
         if line is None or line.waiting[-1].lateness <= -priority:
@@ -158,7 +158,7 @@ class FairShareLimiter:
             await asyncio.wait((turn,), timeout=self._longest_wait_s)
         except asyncio.CancelledError:
             if turn.done() and turn.result() is None:
-                self.give_back(client)
+                self.release(client)
             raise
         finally:
             if not turn.done():
@@ -172,24 +172,24 @@ class FairShareLimiter:
         if line is None:
             line = self._lines[client.name] = _Line(client.name, client.weight, next(self._turns))
         insort(line.waiting, waiter)
-        self._places.take(client.name)
+        self._places.acquire(client.name)
 
     def _leave(self, name: str, waiter: _Waiter) -> None:
         line = self._lines[name]
         line.waiting.remove(waiter)
-        self._places.give_back(name)
+        self._places.release(name)
         if not line.waiting:
             del self._lines[name]
 
     def _serve(self) -> None:
         """Give free slots to waiting requests."""
         while able := [
-            line for line in self._lines.values() if self._slots.may_take(line.name, line.weight)
+            line for line in self._lines.values() if self._slots.may_acquire(line.name, line.weight)
         ]:
             line = min(able, key=self._urgency)
             line.last = next(self._turns)
-            self._slots.take(line.name)
-            self._places.give_back(line.name)
+            self._slots.acquire(line.name)
+            self._places.release(line.name)
             line.waiting.pop(0).turn.set_result(None)
             if not line.waiting:
                 del self._lines[line.name]
@@ -242,7 +242,7 @@ class ConnectionSlot:
         if not self._left:
             self._left = True
             self.busy()
-            self._room.shares.give_back(self._network)
+            self._room.shares.release(self._network)
 
 
 class ConnectionLimit:
@@ -268,7 +268,7 @@ class ConnectionLimit:
             close: ends the connection. Called at most once, while the connection is idle.
         """
         network = network_of(host)
-        if not self.shares.may_take(network, 1.0):
+        if not self.shares.may_acquire(network, 1.0):
             full = self.shares.num_held >= self.shares.places
             longest_idle = self.idle.get(self.shares.largest() if full else network)
             if not longest_idle:
@@ -276,5 +276,5 @@ class ConnectionLimit:
             place = next(iter(longest_idle))
             place.leave()
             place.close()
-        self.shares.take(network)
+        self.shares.acquire(network)
         return ConnectionSlot(self, network, close)

@@ -55,7 +55,7 @@ class Decoding:
 
     def __init__(self) -> None:
         self.helper = Helper("api.images.decoder", [], num_lanes=LANES, deadline_s=_DEADLINE_S)
-        self._turns = FairShareLimiter(
+        self._slots = FairShareLimiter(
             LANES,
             longest_wait_s=_LONGEST_WAIT_S,
             max_waiting=MAX_WAITING,
@@ -72,7 +72,7 @@ class Decoding:
             Overloaded: the queue is full, or the job waited too long.
             NodeUnavailable: the helper process has failed.
         """
-        await self._turns.take(client)
+        await self._slots.acquire(client)
         # The client's turn lasts until the decoding ends, even if the request is cancelled.
         turn = asyncio.ensure_future(self._turn(job, client))
         turn.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -89,7 +89,7 @@ class Decoding:
             outcome = await run(self._threads, self._ask, lane, job)
         finally:
             self._lanes.append(lane)
-            self._turns.give_back(client)
+            self._slots.release(client)
         match outcome:
             case Refused(sentence):
                 raise InvalidRequest(sentence)

@@ -37,7 +37,7 @@ class LengthBatcher:
         self._waiting: list[_Waiting] = []  # a heap
         self._numbers = count()
 
-    async def take(self, num_bytes: int, arrived: float) -> None:
+    async def acquire(self, num_bytes: int, arrived: float) -> None:
         """Wait for a place, which the caller must give back.
 
         Cancelling removes the text from the queue.
@@ -70,7 +70,7 @@ class LengthBatcher:
         finally:
             self._num_waiting_bytes -= num_bytes
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Give the place to the next text."""
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
@@ -82,7 +82,7 @@ class LengthBatcher:
     def _leave(self, waiting: _Waiting) -> None:
         *_, turn = waiting
         if not turn.cancelled():
-            self.give_back()  # it got its place at the moment of its cancellation
+            self.release()  # it got its place at the moment of its cancellation
         elif waiting in self._waiting:
             self._waiting.remove(waiting)
             heapq.heapify(self._waiting)
@@ -247,10 +247,10 @@ class RouterTokenizer:
         self, total_bytes: int, arrived: float, start: Callable[[], "asyncio.Future[R]"]
     ) -> R:
         queue = self._long if total_bytes > _LONG_BYTES else self._brief
-        await queue.take(total_bytes, arrived)
+        await queue.acquire(total_bytes, arrived)
         running = start()
         # Cancelling the caller does not stop the library's thread, so its core stays in use.
-        running.add_done_callback(lambda _: queue.give_back())
+        running.add_done_callback(lambda _: queue.release())
         return await asyncio.shield(running)
 
 

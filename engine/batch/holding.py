@@ -62,7 +62,7 @@ class PageHolding:
         present = pages[pages >= 0]
         return np.concatenate((present, self.state)) if len(self.state) else present
 
-    def take(self, spans: Iterable[PageSpan]) -> Ints:
+    def pages_of(self, spans: Iterable[PageSpan]) -> Ints:
         """Return a copy of the pages of these spans, concatenated."""
         pages = [
             self.state[first:past] if table == len(self.tables) else self.tables[table, first:past]

@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
-from engine.loop.loop import EngineRole, StepClock
+from engine.loop.loop import EngineRole
+from engine.loop.step_clock import StepClock
 from engine.ranks.expert_exchange import ExpertExchange
-from engine.ranks.lockstep import Lockstep, Stage, Turn
+from engine.ranks.lockstep import Announcement, Lockstep, Stage
 from engine.runner.stream import StreamEvent
 from engine.scheduler.next_rows import PrefillCounts, PrefillGate, prefills_now
 from engine.scheduler.scheduler import Scheduler
@@ -56,17 +57,18 @@ class GroupedRole:
 
     def next_batch(self) -> ScheduleBatch | None:
         batch = self._role.next_batch()
-        launches = self._lockstep.meet(self._turn(batch))
-        turns = self._lockstep.turns
-        if self._on_drain is not None and any(turn.stage > Stage.SERVING for turn in turns):
+        launches = self._lockstep.meet(self._announcement(batch))
+        announced = self._lockstep.announcements
+        if self._on_drain is not None and any(each.stage > Stage.SERVING for each in announced):
             self._on_drain()
             self._on_drain = None
         if self._prompts is not None:
-            self._prompts.follow(turns)
+            self._prompts.follow(announced)
         if not launches:
             return None
         # The previous step may be in flight, too.
-        before_s, self._allowed_s = self._allowed_s, max(turn.allowed_ms for turn in turns) / 1000
+        before_s = self._allowed_s
+        self._allowed_s = max(each.allowed_ms for each in announced) / 1000
         self._clock.others_allow_s = max(before_s, self._allowed_s)
         if batch is None:
             self._lockstep.idle_batches += 1
@@ -81,18 +83,18 @@ class GroupedRole:
         if self._prompts is None or not self._prompts.may_continue:
             self._role.idle()
 
-    def _turn(self, batch: ScheduleBatch | None) -> Turn:
+    def _announcement(self, batch: ScheduleBatch | None) -> Announcement:
         scheduler = self._scheduler
         runs = not scheduler.paused
-        turn = Turn(
+        own = Announcement(
             wants_prefill=runs and scheduler.num_waiting > 0,
             has_room=runs and scheduler.has_prefill_room,
             chunks=runs and scheduler.is_chunking,
             stage=self._stage(),
         )
         if batch is None:
-            return turn
-        return turn._replace(
+            return own
+        return own._replace(
             num_tokens=batch.num_tokens,
             launches=True,
             decodes=batch.mode in _DECODES,
@@ -115,17 +117,17 @@ class DelayedPrompts:
         self.waited = 0
         self.may_continue = False
 
-    def follow(self, turns: Sequence[Turn]) -> None:
+    def follow(self, announced: Sequence[Announcement]) -> None:
         """Decide about the next step, based on the announcements in this one."""
         was_open = self._gate.is_open
         if not was_open and self._scheduler.num_waiting:
             self._lockstep.delayed_prefills += 1
-        with_room = [turn for turn in turns if turn.has_room]
+        with_room = [each for each in announced if each.has_room]
         counts = PrefillCounts(
             len(with_room),
-            sum(turn.wants_prefill for turn in with_room),
-            sum(turn.decodes for turn in turns),
-            sum(turn.chunks for turn in turns),
+            sum(each.wants_prefill for each in with_room),
+            sum(each.decodes for each in announced),
+            sum(each.chunks for each in announced),
         )
         self._gate.is_open = prefills_now(counts, self.waited)
         self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
@@ -166,7 +168,7 @@ class GroupedRunner:
         self._lockstep = lockstep
 
     def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
-        num_tokens = [turn.num_tokens for turn in self._lockstep.turns]
+        num_tokens = [each.num_tokens for each in self._lockstep.announcements]
 
         def begin() -> None:
             self._exchange.begin(num_tokens)

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 from common.logs import kv
 from common.process.standstill import StallMonitor
 from common.requests.timeline import RequestTrace
-from engine.loop.loop import StepClock
+from engine.loop.step_clock import StepClock
 
 _LOOKS = 8  # checks per limit
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import EngineFault
-from kernels.cpu.memory import give_back
+from kernels.cpu.memory import release_memory
 from kernels.cuda.virtual_memory import Region, VirtualMemory
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def drain(present: object) -> None:
     """Return the memory of all host tensors of `present` to the operating system. They keep their
     addresses, and `refill` fills them again. No forward may use them meanwhile."""
     if isinstance(present, Tensor) and present.device.type == "cpu":
-        give_back(present)
+        release_memory(present)
     elif isinstance(present, tuple | list):
         for part in present:
             drain(part)

@@ -93,7 +93,7 @@ class TierMatches:
             gained,
             keys[min(prefix, end - 1)],
             [each.kept for each in below[first:end] if each.kept is not None],
-            holding.take(spans),
+            holding.pages_of(spans),
             [below[at].stored(keys[at], place) for place, at in self._lacking(pages, spans)],
         )
 

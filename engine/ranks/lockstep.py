@@ -32,7 +32,7 @@ class Stage(IntEnum):
     DRAINED = 2  # no requests are left
 
 
-class Turn(NamedTuple):
+class Announcement(NamedTuple):
     """A node's announcement about the next step.
 
     Attributes:
@@ -64,7 +64,7 @@ class Lockstep:
         wakes: eventfds on which the other nodes sleep. Owned by this object.
 
     Attributes:
-        turns: announcements of all nodes for the newest step, by rank.
+        announcements: announcements of all nodes for the newest step, by rank.
         waited_s: total time spent waiting for the other nodes.
         idle_batches: number of steps in which this node had nothing to launch.
         delayed_prefills: number of steps in which its prompts waited for prompts of other nodes.
@@ -81,7 +81,7 @@ class Lockstep:
         self._ended = select.epoll()
         for pidfd in others:
             self._ended.register(pidfd, select.EPOLLIN)
-        self.turns: Sequence[Turn] = (Turn(),) * group.size
+        self.announcements: Sequence[Announcement] = (Announcement(),) * group.size
         self.waited_s = 0.0
         self.idle_batches = self.delayed_prefills = 0
 
@@ -97,9 +97,9 @@ class Lockstep:
     @property
     def is_drained(self) -> bool:
         """Return whether all nodes are drained. The group then makes no more steps."""
-        return all(turn.stage is Stage.DRAINED for turn in self.turns)
+        return all(each.stage is Stage.DRAINED for each in self.announcements)
 
-    def meet(self, own: Turn) -> bool:
+    def meet(self, own: Announcement) -> bool:
         """Announce this node's part of a step, and wait for the others.
 
         Returns:
@@ -116,9 +116,9 @@ class Lockstep:
             for wake in self._wakes:
                 os.eventfd_write(wake, 1)
         parts = self._group.collect(row, self._everyone)
-        self.turns = [_turn_of(part.tolist()) for part in parts]
+        self.announcements = [_announcement_of(part.tolist()) for part in parts]
         self.waited_s += time.monotonic() - began
-        self._asleep = not any(turn.launches for turn in self.turns)
+        self._asleep = not any(each.launches for each in self.announcements)
         if self.is_drained:  # the others may end from now on
             for pidfd in self._others:
                 self._ended.unregister(pidfd)
@@ -130,17 +130,18 @@ class Lockstep:
             os.close(descriptor)
         self._group.close()
 
-    def _begins(self, own: Turn) -> bool:
+    def _begins(self, own: Announcement) -> bool:
         """Return whether an idle group must begin a step."""
         if self.is_drained:
             return False
-        if own.launches or own.stage is not self.turns[self.rank].stage or self._group.is_awaited:
+        before = self.announcements[self.rank]
+        if own.launches or own.stage is not before.stage or self._group.is_awaited:
             return True
         if self._ended.poll(0):
             raise RankLost("another node of the group has ended")
         return False
 
 
-def _turn_of(numbers: Sequence[int]) -> Turn:
+def _announcement_of(numbers: Sequence[int]) -> Announcement:
     num_tokens, *flags, allowed_ms, stage = numbers
-    return Turn._make((num_tokens, *map(bool, flags), allowed_ms, Stage(stage)))
+    return Announcement._make((num_tokens, *map(bool, flags), allowed_ms, Stage(stage)))

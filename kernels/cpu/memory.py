@@ -46,7 +46,7 @@ def take(address: int, num_bytes: int) -> None:
     _libc.madvise(begin, address + num_bytes - begin, _POPULATE_WRITE)
 
 
-def give_back(tensor: Tensor) -> None:
+def release_memory(tensor: Tensor) -> None:
     """Return the memory of a tensor's storage to the system.
 
     The address stays valid. It reads as zero until it is written, which allocates memory again.

@@ -100,14 +100,14 @@ class MemoryCommands:
             yield None  # the role handles requests for pages that came before
             yield from self._until_unused(role)
         for tag in tags:
-            yield from awaited(self._memory.give_back(tag))
+            yield from awaited(self._memory.release(tag))
             self._set_away(tag, away=True)
 
     def resume(self, tags: tuple[str, ...], role: ControlledRole) -> CommandSteps:
         """Allocate memory again. Tags that are not released are ignored."""
         with self._alone():
             for tag in [tag for tag in tags if tag in self._away]:
-                yield from awaited(self._memory.take_again(tag))
+                yield from awaited(self._memory.restore(tag))
                 self._set_away(tag, away=False)
         self._end_pause(role)
         yield NodeCallResult()

@@ -181,7 +181,7 @@ class PrefixExports:
         if end <= prefix:
             return self._refuse(serial, f"only {end} tokens of the prefix are cached here")
         holding = PageHolding(match.holding.tables, match.state)
-        exported = holding.take(self._tables.handed_over(end, prefix))
+        exported = holding.pages_of(self._tables.handed_over(end, prefix))
         if not runs:
             if sum(self._at_a_loss.values()) + len(exported) > self._pages.num_pages // SHARE:
                 return self._refuse(serial, "busy: too many pages are exported already")

@@ -12,7 +12,8 @@ from common.config import NodeConfig
 from common.copy_map import ONE_RANK
 from common.process.ipc import FrameSocket, PeerGone
 from engine.kv_cache.kv_events import CacheEvents
-from engine.loop.loop import EventLoop, Lateness, StepClock
+from engine.loop.loop import EventLoop
+from engine.loop.step_clock import Lateness, StepClock
 from engine.offload.cache_tiers import tier_gauges
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion

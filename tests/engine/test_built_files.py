@@ -49,7 +49,7 @@ def kept(engine: Engine) -> int:
 def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
     """A turn of the tiers now, and whenever their threads have done something."""
     news = threading.Event()
-    engine.copier.notify = news.set
+    engine.backend.copier.notify = news.set
     engine.tiers.poll()
     while not condition():
         assert news.wait(PATIENCE_S)

@@ -41,7 +41,7 @@ def first_forward(directory: str) -> Iterator[First]:
     def of(chunk_tokens: int, lengths: list[int]) -> list[int]:
         config = _config(directory, chunk_tokens)
         engine = build(config)
-        exits.callback(engine.stream.close)
+        exits.callback(engine.backend.stream.close)
         scheduler = engine.scheduler(config, lambda request, pages: None)
         requests = Rig()
         for number, length in enumerate(lengths):

@@ -27,7 +27,7 @@ def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_p
         other = engine.equipped(wanting(5))
         assert (engine.shape.host_pages, other.shape.host_pages) == (0, 5)
         assert (other.pool, other.cache, other.pages) == (engine.pool, engine.cache, engine.pages)
-        assert other.host_pool.num_pages == 5
+        assert other.backend.host_pool.num_pages == 5
         assert other.equipped(config).shape == engine.shape
         with pytest.raises(ConfigError, match="swap_pages: 1000000000000 pages take"):
             engine.equipped(wanting(10**12))
@@ -48,6 +48,6 @@ def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: 
     try:
         without = CacheConfig(num_pages=16, swap_pages=0)
         other = engine.equipped(config.model_copy(update={"cache": without}))
-        assert (other.tiers, other.host_pool) == (engine.tiers, engine.host_pool)
+        assert (other.tiers, other.backend.host_pool) == (engine.tiers, engine.backend.host_pool)
     finally:
         engine.close()

@@ -87,7 +87,7 @@ def test_the_pool_takes_what_weights_graphs_and_the_largest_forward_leave(tmp_pa
     assert engine.model.dtype == torch.bfloat16
     assert 0.1 * total < engine.pool.num_bytes < 0.2 * total
     assert torch.cuda.memory_reserved(CUDA) < 0.2 * total
-    engine.stream.close()
+    engine.backend.stream.close()
 
 
 def test_a_model_that_does_not_fit_is_one_line_with_the_numbers(tmp_path):

@@ -21,7 +21,7 @@ from common.config import ParallelConfig
 from common.errors import ConfigError
 from engine.loop.grouped import DelayedPrompts
 from engine.ranks import node_group
-from engine.ranks.lockstep import Lockstep, Turn
+from engine.ranks.lockstep import Announcement, Lockstep
 from engine.ranks.node_group import join_group
 from engine.scheduler import next_rows
 from engine.scheduler.next_rows import MAX_PASSES, PrefillCounts, prefills_now
@@ -61,8 +61,8 @@ class Sleeper(threading.Thread):
     def run(self) -> None:
         while not self._ended:
             mine = self._work.popleft() if self._work else 0
-            if self._lockstep.meet(Turn(mine, launches=bool(mine))):
-                self.steps.append([turn.num_tokens for turn in self._lockstep.turns])
+            if self._lockstep.meet(Announcement(mine, launches=bool(mine))):
+                self.steps.append([each.num_tokens for each in self._lockstep.announcements])
                 if mine:
                     self._done.put(mine)
                 continue
@@ -253,7 +253,9 @@ def stepped(state: State, arrives: Sequence[bool], ends: Sequence[bool]) -> tupl
         assert age <= MAX_SEARCHED + 2  # it arrives, waits, and is computed
         prefills = bool(age) and is_open
         launches = prefills or decodes
-        turns.append(Turn(int(launches), launches, decodes, bool(age) and not prefills, True))
+        turns.append(
+            Announcement(int(launches), launches, decodes, bool(age) and not prefills, True)
+        )
         following.append((decodes or prefills, 0 if prefills else age))
     counted: Any = SimpleNamespace(delayed_prefills=0)
     for (_, age), turn in zip(following, turns, strict=True):

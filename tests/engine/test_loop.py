@@ -9,7 +9,8 @@ import triton
 
 from common.errors import EngineFault
 from engine.batch.batch import BatchResult, ForwardMode, LayerGroup, ScheduleBatch
-from engine.loop.loop import PATIENCE, EventLoop, Lateness, StepClock
+from engine.loop.loop import EventLoop
+from engine.loop.step_clock import PATIENCE, Lateness, StepClock
 from engine.loop.watchdog import Watchdog
 from tests.support.engine_rig import Rig, ints
 from tests.support.fake_clock import FakeClock

@@ -23,7 +23,7 @@ from engine.rank_jobs import MemoryOfRanks
 from engine.ranks.messages import ReleasePools, RestorePools
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
-from kernels.cpu.memory import empty_in_huge_pages, give_back, take
+from kernels.cpu.memory import empty_in_huge_pages, release_memory, take
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import CPU, SOME, TOKENS, int8
 from tests.engine.test_runner_kv import LAYOUT
@@ -51,7 +51,7 @@ def test_a_tensor_without_its_memory_keeps_its_place(make):
     tensor = make(96 * MIB)
     tensor.fill_(7)
     address, before = tensor.data_ptr(), own_bytes()
-    give_back(tensor)
+    release_memory(tensor)
     assert own_bytes() < before - 64 * MIB
     assert tensor.data_ptr() == address and not tensor[MIB : 2 * MIB].any()
     tensor.fill_(9)
@@ -71,7 +71,7 @@ def test_memory_is_there_before_anybody_writes_and_is_what_it_was():
 def test_the_ends_of_a_tensor_are_nobody_elses_memory():
     around = torch.full((4 * MIB,), 7, dtype=torch.uint8)
     inner = torch.frombuffer(memoryview(around.numpy())[100 : 2 * MIB + 100], dtype=torch.uint8)
-    give_back(inner)
+    release_memory(inner)
     assert bool((around[:100] == 7).all()) and bool((around[2 * MIB + 100 :] == 7).all())
 
 
@@ -245,22 +245,22 @@ def update(tmp_path):
 def test_weights_that_do_not_fit_come_back_later(update):
     weights, model, memory = update
     before = logits_of(model, TOKENS)
-    weights.give_back().result(60)
+    weights.release().result(60)
     assert memory.mapped_bytes == 0 and not weights.whole
     memory.driver.total = 0
     for _ in range(2):
         with pytest.raises(FailedPrecondition, match=r"weights: 0\.00 GiB are needed, 0\.00 GiB"):
-            weights.bring_back().result(60)
+            weights.restore().result(60)
         assert memory.mapped_bytes == 0 and not weights.whole
     memory.driver.total = 1 << 30
-    weights.bring_back().result(60)
+    weights.restore().result(60)
     assert weights.whole
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
 
 
 def test_memory_is_released_again_if_the_weights_cannot_be_read(update, monkeypatch):
     weights, _, memory = update
-    weights.give_back().result(60)
+    weights.release().result(60)
 
     def fail(*_: object) -> None:
         raise OSError("the disk has failed")
@@ -268,9 +268,9 @@ def test_memory_is_released_again_if_the_weights_cannot_be_read(update, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(weights._source.servable, "refill", fail)
         with pytest.raises(FailedPrecondition, match="the disk has failed"):
-            weights.bring_back().result(60)
+            weights.restore().result(60)
     assert memory.mapped_bytes == 0 and not weights.whole
-    weights.bring_back().result(60)
+    weights.restore().result(60)
     assert weights.whole and memory.mapped_bytes > 0
 
 
@@ -346,9 +346,9 @@ def test_peers_close_before_pages_go_and_open_when_they_are_back(occupation):
     made = occupation.made
     assert made.isolates
     made.isolate().result(60)
-    made.give_back("kv_cache").result(60)
+    made.release("kv_cache").result(60)
     assert occupation.log == ["close", "release of ranks", "unmap"]
-    made.take_again("kv_cache").result(60)
+    made.restore("kv_cache").result(60)
     assert occupation.log == ["map", "allow", "restore of ranks", "open"]
     occupation.pool.tensor.fill_(7)
 
@@ -357,18 +357,18 @@ def test_peers_close_before_pages_go_and_open_when_they_are_back(occupation):
 def test_pages_that_do_not_come_back_leave_nothing_behind(occupation, what):
     made, memory = occupation.made, occupation.memory
     made.isolate().result(60)
-    made.give_back("kv_cache").result(60)
+    made.release("kv_cache").result(60)
     others_fail, peers_fail = what == "others", what == "peers"
     for _ in range(2):
         occupation.others.fails, occupation.peers.fails = others_fail, peers_fail
         memory.driver.total = 0 if what == "memory" else 64 * UNIT
         with pytest.raises(FailedPrecondition, match=r"kv_cache: (0\.00|no memory|no data path)"):
-            made.take_again("kv_cache").result(60)
+            made.restore("kv_cache").result(60)
         assert memory.mapped_bytes == 0 and not memory.driver.handles
         assert occupation.log[-2 if what != "memory" else -1] == "release of ranks"
     occupation.others.fails = occupation.peers.fails = False
     memory.driver.total = 64 * UNIT
-    made.take_again("kv_cache").result(60)
+    made.restore("kv_cache").result(60)
     assert occupation.log == ["map", "allow", "restore of ranks", "open"]
 
 

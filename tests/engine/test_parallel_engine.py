@@ -486,12 +486,12 @@ def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
     try:
         expected, empty = answer(), NUM_PAGES + pages
         lose_pages = CopyPages(False, pages.tobytes(), empty.tobytes())
-        serving.engine.copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        serving.engine.backend.copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
         assert followers.ask(lose_pages).result(PATIENCE_S) == [b""]
         assert answer() != expected  # it continues from the prefix cache
         told = threading.Event()
-        serving.engine.copier.notify = told.set
-        copy = serving.engine.copier.bring(PageCopies(pages, pages))
+        serving.engine.backend.copier.notify = told.set
+        copy = serving.engine.backend.copier.bring(PageCopies(pages, pages))
         assert told.wait(PATIENCE_S) and copy.done
         assert answer() == expected
     finally:
@@ -758,9 +758,9 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         assert answer(serving) == expected[0]
         weights.put(weights.prepare("b").result(PATIENCE_S)).result(PATIENCE_S)
         assert answer(serving) == expected[1]
-        weights.give_back().result(PATIENCE_S)
+        weights.release().result(PATIENCE_S)
         serving.engine.page_memory.release()
-        weights.bring_back().result(PATIENCE_S)
+        weights.restore().result(PATIENCE_S)
         assert answer(serving) == expected[1]
         received = weights.receive()
         file = (first / "model.safetensors").read_bytes()
@@ -811,7 +811,7 @@ LONG_PROMPT = prompt(64)  # four pages
 def poll_until(serving: Serving, condition: Callable[[], object]) -> None:
     """Poll the tiers whenever one of their threads has done something."""
     news, tiers = threading.Event(), serving.engine.tiers
-    serving.engine.copier.notify = news.set
+    serving.engine.backend.copier.notify = news.set
     tiers.poll()
     while not condition():
         assert news.wait(PATIENCE_S)
@@ -848,7 +848,7 @@ def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> N
     offload = OffloadConfig(cpu_bytes=1 << 20)
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), offload=offload))
     pages = np.arange(NUM_PAGES, dtype=np.int32)
-    copier = serving.engine.copier
+    copier = serving.engine.backend.copier
 
     def answer() -> list[int]:
         serving.add(prompt(90), sampling=sampled())

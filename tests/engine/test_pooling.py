@@ -93,7 +93,7 @@ def pools():
     yield make
     for engine in made:
         engine.guides.close()
-        engine.stream.close()
+        engine.backend.stream.close()
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +214,12 @@ def test_a_model_of_transformers_is_pooled(pools, tmp_path):
 
 
 def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
-    limits = pools(generator).engine.limits
+    limits = pools(generator).engine.core.limits
     with pytest.raises(InvalidRequest, match="no classification head"):
         limits.check_pooling(PoolingParams(PoolingMode.LABELS))
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (VOCABULARY_SIZE,)))
-    limits = pools(classifier).engine.limits
+    limits = pools(classifier).engine.core.limits
     with pytest.raises(InvalidRequest, match="cannot generate"):
         limits.check_sampling(SamplingParams(max_tokens=1, seed=0))
     with pytest.raises(InvalidRequest, match="no language model head"):

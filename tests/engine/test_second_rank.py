@@ -277,7 +277,7 @@ class Serving:
             KVPool(layout, engine.shape.num_pages, device),
             HostPool(layout, engine.shape.num_host_pages, device),
         )
-        for pool in (engine.pool, engine.host_pool, *self.pools):
+        for pool in (engine.pool, engine.backend.host_pool, *self.pools):
             pool.tensor.fill_(0xFF)  # NaN
         model: Any = engine.model
         copied: Model = copy.copy(model)
@@ -286,7 +286,7 @@ class Serving:
         runner, self._stream = engine.runner, WorkerStream()
         bank = bank_of(config.lora, model, free=1 << 40)
         sizes = replace(runner.builder.sizes(model.spec), sampling_bytes=0)
-        first = runner.forwards.with_host_pool(engine.host_pool, recorder)
+        first = runner.forwards.with_host_pool(engine.backend.host_pool, recorder)
         second = Forwards(copied, *self.pools, bank, self._stream, sizes, recorder)
         self.ranks = TwoRanks(first, second, wire, engine)
         mine = ModelRunner(runner.builder, self.ranks)  # type: ignore[arg-type]
@@ -324,7 +324,9 @@ class Serving:
             in_flight = self.loop.step(in_flight)
         self.ranks.settle()
         assert self.ended == self.added
-        for ours, theirs in zip((self.engine.pool, self.engine.host_pool), self.pools, strict=True):
+        for ours, theirs in zip(
+            (self.engine.pool, self.engine.backend.host_pool), self.pools, strict=True
+        ):
             assert torch.equal(ours.tensor, theirs.tensor)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from common import logs
 from common.config import EngineConfig, SchedulerConfig
 from common.requests.timeline import RequestTrace, TimelineEvent
-from engine.loop.loop import StepClock
+from engine.loop.step_clock import StepClock
 from node.runtime import drive
 from tests.support import fork_server
 

@@ -134,7 +134,7 @@ def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path):
             model=str(directory), device="cpu", quantize=quantize, cache=CacheConfig(num_pages=8)
         )
         engine = build(config)
-        engine.stream.close()
+        engine.backend.stream.close()
         return engine.fingerprint
 
     plain = msgspec.structs.replace(OURS, fingerprint=fingerprint("none"))

@@ -10,7 +10,7 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.requests.timeline import RequestTrace
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.build import build
-from engine.loop.loop import StepClock
+from engine.loop.step_clock import StepClock
 from engine.scheduler.scheduler import Scheduler
 from node import runtime
 from node.runtime import drive

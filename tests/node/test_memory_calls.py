@@ -28,9 +28,9 @@ class Memory:
         self.log.append("isolate")
         return self.isolated
 
-    def give_back(self, tag: str) -> Future[None]:
+    def release(self, tag: str) -> Future[None]:
         assert self.unused
-        self.log.append(f"give back {tag}")
+        self.log.append(f"release {tag}")
         done: Future[None] = Future()
         if self.fault is None:
             done.set_result(None)
@@ -66,7 +66,7 @@ def test_pages_are_released_a_turn_after_others_lost_access_and_when_none_is_use
     assert not turns(steps) and memory.log == ["isolate"]
     memory.unused = True
     (answer,) = turns(steps)
-    assert not answer.error and memory.log == ["isolate", "give back kv_cache"]
+    assert not answer.error and memory.log == ["isolate", "release kv_cache"]
     assert gauges == {"away_kv_cache": 1.0, "away_weights": 0.0}
 
 
@@ -79,7 +79,7 @@ def test_weights_need_no_isolation_and_no_other_release_meanwhile(memory, role):
         with pytest.raises(FailedPrecondition, match="is being released"):
             turns(other)
     memory.unused = True
-    assert len(turns(steps)) == 1 and memory.log == ["give back weights"]
+    assert len(turns(steps)) == 1 and memory.log == ["release weights"]
     assert commands.why_paused == "its memory is released: allocate it again first"
 
 

@@ -317,7 +317,7 @@ class Node:
         assert self.holds_nothing, self.describe()
         assert held["free"] + held["cache"] == engine.pages.num_pages
         assert engine.pages.num_evictable == held["cache"]
-        assert engine.table.num_free == engine.table.num_slots
+        assert engine.core.table.num_free == engine.core.table.num_slots
         scheduler = self.role.scheduler
         assert scheduler.num_host_pages_used == 0
         assert (scheduler.kept.slots, scheduler.kept.pages) == (0, 0)
@@ -346,7 +346,7 @@ def make_node(
     start = EngineStart(role, config, instance, front.address, channel, transfer_socket)
     backends = {common.backend.name: common.backend}
     runtime = NodeRuntime.of(engine, start, lambda role: None, backends)
-    engine.guides.notify = engine.loader.notify = engine.copier.notify = channel.wake
+    engine.guides.notify = engine.loader.notify = engine.backend.copier.notify = channel.wake
     module = prefill_engine if role == "prefill" else decode_engine
     made = module.make_role(engine, runtime, config)
     return Node(engine, runtime, made, front, engine_config)

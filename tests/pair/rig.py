@@ -374,8 +374,8 @@ class PairRig:
     def __enter__(self) -> "PairRig":
         self._exits.callback(self.wires.close)
         for node in self.nodes:
-            self._exits.callback(node.engine.stream.close)
-            self._exits.callback(node.engine.copier.close)
+            self._exits.callback(node.engine.backend.stream.close)
+            self._exits.callback(node.engine.backend.copier.close)
             if node.engine.tiers is not None:
                 self._exits.callback(node.engine.tiers.close)
             if node.engine.encoder is not None:

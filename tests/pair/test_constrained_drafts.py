@@ -211,7 +211,7 @@ def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, 
     with PairRig(
         with_layer, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
     ) as rig:
-        recalling.table = rig.decode[0].engine.table
+        recalling.table = rig.decode[0].engine.core.table
         monkeypatch.setattr(drafter, "guess", recalling)
         reported = _asked(rig, list(FEATURES))
         accepted, rejected = rig.decode[0].drafts()

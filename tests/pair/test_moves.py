@@ -8,13 +8,14 @@ from grpc import StatusCode
 
 from common.config import PrefixSharingConfig
 from common.requests.sampling import GuidedDecoding, ReasoningTokens
-from engine.batch.batch import ScheduleBatch
-from engine.batch.request import FinishReason
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import GrantHandoff, PagesReady
 from node.messages import DrainNode, MigrateFrom
 from tests.pair.conftest import Known
 from tests.pair.rig import PATIENT, Asked, PairRig, Size
+from tests.support.drafters import recall, speculator
 
 PROMPT = tuple(range(5, 45))
 TWO = (Size(), Size())
@@ -126,6 +127,32 @@ def test_windows_and_states_go_along(model: Callable[[str], Known], architecture
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 40), 9)
         assert tokens == known.greedy(PROMPT, 40)
+
+
+def test_states_go_along_when_the_drafts_in_flight_are_wrong(
+    model: Callable[[str], Known],
+) -> None:
+    """The source stops while a step verifies drafts, all of which are rejected."""
+    known = model("qwen3_next")
+    answer = known.greedy(PROMPT, 40)
+    guesses = recall([[*PROMPT, *answer]])
+    sizes = [
+        Size(num_pages=160, speculator=speculator("wrong", guesses, known.vocabulary_size, 3))
+        for _ in range(2)
+    ]
+    with PairRig(known.loaded, decode=sizes, migrates=True) as rig:
+        source, in_flight = rig.decode[0], list[ForwardMode]()
+        pause = source.role.scheduler.pause
+
+        def note(request: Request) -> bool:
+            in_flight.append(source.in_flight.batch.mode)
+            return pause(request)
+
+        source.role.scheduler.pause = note
+        assert rig.moved_midway(rig.ask(PROMPT, 40), 9) == answer
+        assert in_flight == [ForwardMode.VERIFY]
+        accepted, rejected = source.drafts()
+        assert accepted == 0 and rejected > 0
 
 
 def test_a_cached_prefix_is_not_read_again(known: Known) -> None:

@@ -15,7 +15,8 @@ from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.request import Request
 from engine.build import build
 from engine.loop.grouped import GroupedRole, GroupedRunner
-from engine.loop.loop import EventLoop, StepClock
+from engine.loop.loop import EventLoop
+from engine.loop.step_clock import StepClock
 from engine.ranks.lockstep import Stage
 from engine.ranks.node_group import NodeGroup, join_group
 

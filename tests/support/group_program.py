@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.config import ParallelConfig
 from common.errors import ServingError
-from engine.ranks.lockstep import Lockstep, Stage, Turn
+from engine.ranks.lockstep import Announcement, Lockstep, Stage
 from engine.ranks.node_group import join_group
 
 
@@ -21,18 +21,19 @@ def serve(lockstep: Lockstep, wake: int) -> None:
     poll = select.poll()
     for descriptor in (0, wake, lockstep.ended):
         poll.register(descriptor, select.POLLIN)
-    turn = Turn()
+    own = Announcement()
     while not lockstep.is_drained:
-        steps = lockstep.meet(turn)
+        steps = lockstep.meet(own)
         if steps:
-            print(f"step {[each.num_tokens for each in lockstep.turns]}", flush=True)
-        turn = Turn(stage=turn.stage)
+            print(f"step {[each.num_tokens for each in lockstep.announcements]}", flush=True)
+        own = Announcement(stage=own.stage)
         ready = dict(poll.poll(0 if steps or lockstep.is_drained else None))
         if wake in ready:
             os.eventfd_read(wake)
         if 0 in ready:
             line = os.read(0, 64)
-            turn = Turn(1, launches=True) if line == b"work\n" else Turn(stage=Stage.DRAINED)
+            works = line == b"work\n"
+            own = Announcement(1, launches=True) if works else Announcement(stage=Stage.DRAINED)
     print("drained", flush=True)
     os.read(0, 64)
     ended, _, _ = select.select([lockstep.ended], [], [], 0)

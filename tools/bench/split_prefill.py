@@ -30,7 +30,8 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.batch.batch import BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
-from engine.loop.loop import EventLoop, StepClock
+from engine.loop.loop import EventLoop
+from engine.loop.step_clock import StepClock
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
@@ -123,7 +124,7 @@ class Node:
     """An engine with its loop, and STREAMS running responses."""
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
-        self._vocabulary = engine.limits.vocabulary_size
+        self._vocabulary = engine.core.limits.vocabulary_size
         clock = StepClock(time.process_time)
         self._scheduler = engine.scheduler(config, lambda request, pages: None)
         self._role = Role(self._scheduler)

@@ -98,7 +98,7 @@ class _States(BaseModelOutputWithPast):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-class _GivesBack(nn.Module):
+class _IdentityDecoder(nn.Module):
     """A module that replaces a decoder and returns its input embeddings as states. It has the other
     attributes of the decoder."""
 
@@ -117,5 +117,5 @@ def _without(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
     """Return `model`, changed to compute only logits."""
     place = next(name for name, module in model.named_modules() if module is decoder)
     parent, _, leaf = place.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, _GivesBack(decoder))
+    setattr(model.get_submodule(parent), leaf, _IdentityDecoder(decoder))
     return model

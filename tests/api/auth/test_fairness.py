@@ -14,7 +14,7 @@ LONG_S = 30.0  # for what must not be waited out
 
 async def waiting(slots, *clients):
     """One that waits for a slot for each of these, in this order."""
-    tasks = [asyncio.create_task(slots.take(client)) for client in clients]
+    tasks = [asyncio.create_task(slots.acquire(client)) for client in clients]
     await asyncio.sleep(0)
     return tasks
 
@@ -22,9 +22,9 @@ async def waiting(slots, *clients):
 def take_all(shares, name, weight=1.0):
     """Take shares until the client is refused. Returns their number."""
     for number in count():
-        if not shares.may_take(name, weight):
+        if not shares.may_acquire(name, weight):
             return number
-        shares.take(name)
+        shares.acquire(name)
 
 
 def test_one_client_alone_has_seven_eighths():
@@ -44,9 +44,9 @@ def test_a_newcomer_finds_a_place_however_many_others_take_all_they_can(others):
     for _ in range(1024):  # each gives one back when its request ends, and all want more
         for name in greedy:
             if shares.held(name):
-                shares.give_back(name)
+                shares.release(name)
             take_all(shares, name)
-    assert shares.may_take("new", 1.0)
+    assert shares.may_acquire("new", 1.0)
 
 
 def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
@@ -54,9 +54,9 @@ def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
     for name in "abcdefgh":
         take_all(shares, name)
     assert shares.num_held == 1024
-    shares.give_back("a")
-    assert not shares.may_take("a", 1.0)
-    assert shares.may_take("new", 1.0)
+    shares.release("a")
+    assert not shares.may_acquire("a", 1.0)
+    assert shares.may_acquire("new", 1.0)
 
 
 def test_shares_end_up_as_the_weights_are():
@@ -66,10 +66,10 @@ def test_shares_end_up_as_the_weights_are():
     for _ in range(2000):  # each gives one back and all want more
         for name, weight in weights.items():
             if shares.held(name):
-                shares.give_back(name)
+                shares.release(name)
             for _ in range(2):
-                if shares.may_take(name, weight):
-                    shares.take(name)
+                if shares.may_acquire(name, weight):
+                    shares.acquire(name)
     assert shares.held("a") == pytest.approx(1024 * 7 / 29, rel=0.05)
     assert shares.held("b") == pytest.approx(1024 * 7 / 29, rel=0.05)
     assert shares.held("c") == pytest.approx(1024 * 14 / 29, rel=0.05)
@@ -78,8 +78,8 @@ def test_shares_end_up_as_the_weights_are():
 def test_nothing_is_kept_of_a_client_that_has_left():
     shares = FairShares(8)
     for number in range(1000):
-        shares.take(f"client {number}")
-        shares.give_back(f"client {number}")
+        shares.acquire(f"client {number}")
+        shares.release(f"client {number}")
     assert (shares.num_held, shares._held) == (0, {})
 
 
@@ -104,7 +104,7 @@ async def test_2000_requests_of_one_client_leave_room_for_another_at_once():
     assert (slots.num_taken, slots.num_waiting) == (896, 224)
     assert len(refused) == 2000 - 896 - 224
     for _ in range(100):
-        await asyncio.wait_for(slots.take(other), LONG_S)
+        await asyncio.wait_for(slots.acquire(other), LONG_S)
     assert slots.num_of(other) == 100
     for task in asked:
         task.cancel()
@@ -116,12 +116,12 @@ async def test_a_slot_that_comes_free_goes_to_who_has_least():
     slots = FairShareLimiter(2, longest_wait_s=LONG_S)
     first, second = by_address("10.0.0.1"), by_address("10.0.0.2")
     for _ in range(2):
-        await slots.take(first)
+        await slots.acquire(first)
     again, other = await waiting(slots, first, second)
-    slots.give_back(first)
+    slots.release(first)
     await asyncio.wait_for(other, LONG_S)
     assert not again.done()
-    slots.give_back(second)
+    slots.release(second)
     await asyncio.wait_for(again, LONG_S)
 
 
@@ -134,13 +134,13 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
     )
     for client, number in ((light, 2), (heavy, 3), (other, 3)):
         for _ in range(number):
-            await slots.take(client)
+            await slots.acquire(client)
     of_light, of_heavy = await waiting(slots, light, heavy)
-    slots.give_back(other)
+    slots.release(other)
     assert (slots.num_of(light), slots.num_of(heavy), slots.num_waiting) == (3, 4, 1)
     await asyncio.wait_for(of_heavy, LONG_S)
     assert not of_light.done()
-    slots.give_back(other)
+    slots.release(other)
     await asyncio.wait_for(of_light, LONG_S)
 
 
@@ -156,18 +156,18 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
 async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_first(asked, order):
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder = by_address("holder")
-    await slots.take(holder)
+    await slots.acquire(holder)
     served = []
 
     async def one(name, priority):
         client = by_address(name)
-        await slots.take(client, priority)
+        await slots.acquire(client, priority)
         served.append(f"{name}{priority}")
-        slots.give_back(client)
+        slots.release(client)
 
     tasks = [asyncio.create_task(one(*each)) for each in asked]
     await asyncio.sleep(0)
-    slots.give_back(holder)
+    slots.release(holder)
     await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
     assert " ".join(served) == order
 
@@ -176,17 +176,17 @@ async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_fi
 async def test_of_a_full_line_the_least_urgent_is_refused():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
-    await slots.take(client)
-    low = asyncio.create_task(slots.take(client, -1))
+    await slots.acquire(client)
+    low = asyncio.create_task(slots.acquire(client, -1))
     rest = await waiting(slots, *[client] * 6)
     assert slots.num_waiting == 7  # as many as of one client may
     with pytest.raises(Overloaded):
-        await slots.take(client, -1)
-    urgent = asyncio.create_task(slots.take(client, 1))
+        await slots.acquire(client, -1)
+    urgent = asyncio.create_task(slots.acquire(client, 1))
     with pytest.raises(Overloaded):
         await asyncio.wait_for(low, LONG_S)
     assert slots.num_waiting == 7
-    slots.give_back(client)
+    slots.release(client)
     await asyncio.wait_for(urgent, LONG_S)
     assert not any(task.done() for task in rest)
     for task in rest:
@@ -198,20 +198,20 @@ async def test_of_a_full_line_the_least_urgent_is_refused():
 async def test_waiting_has_an_end():
     slots = FairShareLimiter(1, longest_wait_s=0.01)
     client = by_address("a")
-    await slots.take(client)
+    await slots.acquire(client)
     with pytest.raises(Overloaded, match="1 requests are live"):
-        await slots.take(client)
+        await slots.acquire(client)
     assert slots.num_waiting == 0
-    slots.give_back(client)
-    await slots.take(client)
+    slots.release(client)
+    await slots.acquire(client)
 
 
 async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone, next_one = (by_address(name) for name in ("holder", "gone", "next"))
-    await slots.take(holder)
+    await slots.acquire(holder)
     leaving, staying = await waiting(slots, gone, next_one)
-    slots.give_back(holder)
+    slots.release(holder)
     leaving.cancel()
     await asyncio.wait_for(staying, LONG_S)
     assert (slots.num_taken, slots.num_of(gone), slots.num_of(next_one)) == (1, 0, 1)
@@ -220,7 +220,7 @@ async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
 async def test_waiting_ends_when_no_more_are_taken():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
-    await slots.take(client)
+    await slots.acquire(client)
     tasks = await waiting(slots, client, client)
     slots.close(NodeUnavailable("over"))
     for task in tasks:
@@ -233,7 +233,7 @@ async def test_waiting_ends_when_no_more_are_taken():
 async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone = by_address("holder"), by_address("gone")
-    await slots.take(holder)
+    await slots.acquire(holder)
     (leaving,) = await waiting(slots, gone)
     slots.close(NodeUnavailable("over"))
     leaving.cancel()

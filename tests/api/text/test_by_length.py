@@ -16,14 +16,14 @@ class Queue:
         self.had: list[str] = []
 
     async def taken(self) -> "Queue":
-        await self.queue.take(1, 0.0)
+        await self.queue.acquire(1, 0.0)
         return self
 
     async def wait(self, name: str, num_bytes: int, arrived: float = 0.0) -> asyncio.Task[None]:
         async def use() -> None:
-            await self.queue.take(num_bytes, arrived)
+            await self.queue.acquire(num_bytes, arrived)
             self.had.append(name)
-            self.queue.give_back()
+            self.queue.release()
 
         task = asyncio.create_task(use())
         await asyncio.sleep(0)  # it waits now
@@ -34,7 +34,7 @@ async def test_the_shortest_that_waits_is_next():
     queue = await Queue().taken()
     waits = [await queue.wait(name, size) for name, size in (("c", 900), ("a", 20), ("b", 300))]
     assert queue.had == []
-    queue.queue.give_back()
+    queue.queue.release()
     await asyncio.gather(*waits)
     assert queue.had == ["a", "b", "c"]
 
@@ -44,7 +44,7 @@ async def test_a_long_text_is_not_passed_for_ever():
     long = await queue.wait("long", 1_000_000, arrived=0.0)
     soon = await queue.wait("soon", 1_000, arrived=1.0)
     late = await queue.wait("late", 1_000, arrived=10.0)
-    queue.queue.give_back()
+    queue.queue.release()
     await asyncio.gather(long, soon, late)
     assert queue.had == ["soon", "long", "late"]
 
@@ -53,9 +53,9 @@ async def test_more_text_than_may_wait_is_refused_and_takes_nothing():
     queue = await Queue(max_waiting_bytes=1000).taken()
     first = await queue.wait("first", 900)
     with pytest.raises(Overloaded, match="900 bytes of text wait to be tokenized, 1000 allowed"):
-        await queue.queue.take(101, 0.0)
+        await queue.queue.acquire(101, 0.0)
     second = await queue.wait("second", 100)
-    queue.queue.give_back()
+    queue.queue.release()
     await asyncio.gather(first, second)
     third = await queue.wait("third", 1000)
     await third
@@ -68,7 +68,7 @@ async def test_who_goes_away_waits_no_more():
     gone.cancel()
     await asyncio.wait([gone])
     stays = await queue.wait("stays", 1000)
-    queue.queue.give_back()
+    queue.queue.release()
     await stays
     assert queue.had == ["stays"]
 
@@ -76,7 +76,7 @@ async def test_who_goes_away_waits_no_more():
 async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next():
     queue = await Queue().taken()
     gone, next_ = await queue.wait("gone", 1), await queue.wait("next", 2)
-    queue.queue.give_back()
+    queue.queue.release()
     gone.cancel()
     async with asyncio.timeout(60.0):
         await next_

@@ -38,7 +38,7 @@ from engine.core import CoreShape, EngineCore
 from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv_events import CacheEvents
-from engine.loop.loop import StepClock
+from engine.loop.step_clock import StepClock
 from engine.memory_release import MemoryOccupation
 from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler

@@ -1,0 +1,253 @@
+"""Progress of the engine loop, and its lateness.
+
+StepClock measures progress: a turn of the loop, the beginning or end of a launch, or the end of a
+step. The engine is late if it makes no progress for longer than the current step may take. The
+limit is five times the average duration of such steps. Until a step of its kind has ended, it is
+`first_step_s`, since kernels may be compiled then. A kernel compilation may also take
+`first_step_s`, and its end is progress. Without a current step the limit is 0. The engine thread
+writes the clock by replacing one immutable record, so that any other thread may read it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from common.process.standstill import StallMonitor
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.loop.step_meter import Compiles, StepMeter
+
+_PROMPTS_ALONE = (ForwardMode.EXTEND, ForwardMode.SPLIT)
+
+
+class PrefillPace:
+    """Device time per token of prompts. Steps are weighted by their tokens, so that overhead of
+    short prompts hardly matters."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0  # through all layers
+
+    def took(self, work: float, seconds: float) -> None:
+        """Record a step.
+
+        Args:
+            work: see ScheduleBatch.
+        """
+        self._seconds += seconds - _NEWEST_WEIGHT * self._seconds
+        self._tokens += work - _NEWEST_WEIGHT * self._tokens
+
+    def token_s(self) -> float | None:
+        """Return the seconds per token through all layers. None: no step has ended yet."""
+        return self._seconds / self._tokens if self._tokens else None
+
+
+_NEWEST_WEIGHT = 0.2  # weight of a new duration in the running average
+PATIENCE = 5.0  # multiple of the expected duration
+
+
+class StepReading(NamedTuple):
+    """A snapshot of the progress. Between steps, `started_at` is None and `step` is the last
+    finished one."""
+
+    step: int
+    started_at: float | None  # time.monotonic()
+    expected_s: float  # 0.0 if unknown
+    finished: int  # finished steps so far
+    turns: int  # turns of the loop so far
+    moved_at: float  # time of the last progress
+    allowed_s: float  # seconds until the next progress is due, 0.0 without a current step
+
+    def late_s(self, now: float) -> float:
+        """Return the seconds by which the next progress is overdue."""
+        return max(0.0, now - self.moved_at - self.allowed_s)
+
+
+class _Moved(NamedTuple):
+    """The last progress and the current work. Readers compute a StepReading from it."""
+
+    at: float
+    under_way: ScheduleBatch | None  # the oldest launched batch
+    launching: ScheduleBatch | None
+    operates: bool
+    started_at: float | None
+    step: int
+    finished: int
+    turns: int
+
+
+class StepClock:
+    """Measures steps and progress. Durations are averaged per token for forwards with prompts, and
+    per step for others. The time of a decode step hardly depends on its rows.
+
+    Attributes:
+        others_allow_s: longest time that the current step may take on other nodes of a group.
+        prefill: device time per token of prompts.
+
+    Args:
+        first_step_s: maximum seconds of a step until a step of its kind has ended, of an operation,
+            and of a kernel compilation.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        first_step_s: float = 120.0,
+    ) -> None:
+        self.compiles = Compiles(now)
+        self._first_step_s = first_step_s
+        self._now = now
+        self._launching: ScheduleBatch | None = None
+        self._operates = False
+        self._launched: deque[ScheduleBatch] = deque()
+        self._started_at: float | None = None  # start of the oldest launched step
+        self._step = 0
+        self._finished = 0
+        self._turns = 0
+        self._per_token: float | None = None
+        self._per_step: dict[ForwardMode, float | None] = {
+            ForwardMode.DECODE: None,
+            ForwardMode.VERIFY: None,
+            ForwardMode.IDLE: 0.0,
+        }
+        self.others_allow_s = 0.0
+        self.prefill = PrefillPace()
+        self.meter = StepMeter()
+        self._free_at = now()  # when the last step or sleep ended
+        self._note(self._free_at)
+
+    def turned(self) -> None:
+        """Record that the loop begins a turn."""
+        self._turns += 1
+        self._note(self._now())
+
+    def launching(self, batch: ScheduleBatch) -> None:
+        """Record that a launch begins. It may have to compile kernels."""
+        self._launching = batch
+        self._note(self._now())
+
+    def launched(self, batch: ScheduleBatch) -> None:
+        now = self._now()
+        self._launching = None
+        self._launched.append(batch)
+        if len(self._launched) == 1:
+            self._started_at = now
+            self.meter.gap_s += now - self._free_at
+        self._note(now)
+
+    def rested(self) -> None:
+        """Record the end of a sleep. The time before it does not count as a gap."""
+        self._free_at = self._now()
+
+    def finished(self) -> None:
+        """Record that the oldest launched step is finished. The next one, if any, starts now."""
+        batch = self._launched.popleft()
+        assert self._started_at is not None
+        now = self._now()
+        elapsed = now - self._started_at
+        if not len(batch.slots):
+            pass  # copies do not show the duration of a forward
+        elif batch.mode is ForwardMode.DECODE:
+            self._note_step(batch.mode, elapsed)
+            self.meter.decoded(len(batch.slots), elapsed)
+        elif work := batch.work:  # 0 if the step drops a forward
+            if batch.mode is ForwardMode.VERIFY:
+                self._note_step(batch.mode, elapsed)
+            else:
+                self._per_token = _average(self._per_token, elapsed / work)
+            if batch.mode in _PROMPTS_ALONE:
+                self.prefill.took(work, elapsed)
+            self.meter.computed(batch.mode, len(batch.slots), batch.num_tokens, elapsed)
+        self._step = batch.step
+        self._finished += 1
+        self._started_at = now if self._launched else None
+        self._free_at = now
+        self._note(now)
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Allow `first_step_s` for work on the engine thread that is not a step."""
+        self._operates = True
+        self._note(self._now())
+        try:
+            yield
+        finally:
+            self._operates = False
+            self._note(self._now())
+
+    def _note_step(self, mode: ForwardMode, elapsed: float) -> None:
+        self._per_step[mode] = _average(self._per_step[mode], elapsed)
+
+    @property
+    def reading(self) -> StepReading:
+        """The current progress. Safe on any thread."""
+        moved = self._moved
+        allowed_s = self._first_step_s if moved.operates else 0.0
+        for batch in (moved.under_way, moved.launching):
+            if batch is not None:
+                allowed_s = max(allowed_s, self.allowed_s(batch), self.others_allow_s)
+        moved_at = max(moved.at, self.compiles.ended_at)
+        if (began := self.compiles.began) is not None:
+            allowed_s = max(allowed_s, began - moved_at + self._first_step_s)
+        under_way = moved.under_way
+        return StepReading(
+            step=moved.step if under_way is None else under_way.step,
+            started_at=moved.started_at,
+            expected_s=(self._expected(under_way) or 0.0) if under_way else 0.0,
+            finished=moved.finished,
+            turns=moved.turns,
+            moved_at=moved_at,
+            allowed_s=allowed_s,
+        )
+
+    def _note(self, now: float) -> None:
+        self._moved = _Moved(
+            now,
+            self._launched[0] if self._launched else None,
+            self._launching,
+            self._operates,
+            self._started_at,
+            self._step,
+            self._finished,
+            self._turns,
+        )
+
+    def allowed_s(self, batch: ScheduleBatch) -> float:
+        """Return the longest time that a step may take."""
+        expected_s = self._expected(batch)
+        return self._first_step_s if expected_s is None else PATIENCE * expected_s
+
+    def _expected(self, batch: ScheduleBatch) -> float | None:
+        """Return the expected seconds of a step, or None if no step of its kind has ended."""
+        if batch.mode in self._per_step:
+            return self._per_step[batch.mode]
+        return None if self._per_token is None else self._per_token * batch.work
+
+
+def _average(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _NEWEST_WEIGHT * (newest - before)
+
+
+class Lateness:
+    """Measures for one thread how late the engine is. The thread calls `look` at least every
+    `look_s` seconds.
+
+    Time in which this thread itself was suspended does not count, because the engine was probably
+    suspended too.
+    """
+
+    def __init__(
+        self, clock: StepClock, look_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._now = now
+        self._standstill = StallMonitor(look_s, now)
+
+    def look(self) -> float:
+        """Return the seconds without progress beyond what the current step may take."""
+        late_s = self._clock.reading.late_s(self._now())
+        if late_s == 0.0:
+            self._standstill.moved()
+        return min(late_s, self._standstill.look())
