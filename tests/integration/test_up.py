@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     started = []
 
     def run_up(*flags: str) -> Program:
-        program, _ = start_up(tmp_path, *flags)
+        program, _ = start_up(tmp_path, *flags, forked=False)  # as a terminal does
         started.append(program)
         return program
 

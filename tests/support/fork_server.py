@@ -7,8 +7,9 @@ Imports take most of the CPU time of a short cluster test. The server is a proce
 everything, has one thread, and forks. A program that it starts becomes a child of the calling
 process: its pid, exit code, signals, output, session and parent-death signal are the same as after
 exec. The engine process of a node is forked too, by its frontend. The followers of an engine are
-forked if the engine runs in the calling process (`for_followers`). All other commands and
-processes, such as `baton up`, are started by exec.
+forked if the engine runs in the calling process (`for_followers`). `baton up`, `baton bench` and a
+router with several processes fork a server of their own, which starts their processes. All other
+commands and processes are started by exec.
 
 `python -m tests.support.fork_server DESCRIPTOR` is the server. A worker of `--workers` forks its
 server from itself, because it has imported everything already.
@@ -49,7 +50,10 @@ _ENGINES = {
     "tests.support.stub_node": "tests.support.stub_engine",
 }
 _FOLLOWER = "node.follower"
-PROGRAMS = {"router", _FOLLOWER, *_ENGINES}
+_ROUTER_PROCESS = "api.program.serving"
+PROGRAMS = {"cli.up", "router", _ROUTER_PROCESS, _FOLLOWER, *_ENGINES}
+_PASSED_FILES = {_FOLLOWER, _ROUTER_PROCESS}  # the programs that may inherit further files
+_NAME = "fork server"  # of the process of a server
 # Variables that an interpreter or a library reads when it is loaded: each combination needs its own
 # server. A server has not loaded UCX, and engines of tests set HF_DEACTIVATE_ASYNC_LOAD.
 _EARLY = (
@@ -64,6 +68,7 @@ _EARLY = (
     "HF_HOME",
     "HF_HUB_",
 )
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 120.0  # seconds for the imports, on a busy machine
 _MESSAGE_BYTES = 1 << 17
@@ -137,10 +142,21 @@ class _Forked:
             return self._code
 
 
+def programs_below(pid: int) -> list[int]:
+    """Return the pids of the child processes of a program's first thread, without a server."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if Path(f"/proc/{child}/comm").read_text().strip() != _NAME:
+                found.append(int(child))
+    return found
+
+
 def run(
     module: str,
     *arguments: str,
     environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
     stdout: IO[bytes] | None = None,
     timeout_s: float = 120.0,
 ) -> "subprocess.CompletedProcess[str]":
@@ -150,13 +166,20 @@ def run(
 
     Args:
         environment: environment of the program. None: that of this process.
+        directory: working directory of the program. None: that of this process.
         stdout: file for the program's output, if it is not returned.
     """
     with contextlib.ExitStack() as files:
         nothing = files.enter_context(open(os.devnull, "rb"))
         output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         standard = (nothing.fileno(), (stdout or output).fileno(), errors.fileno())
-        program = start(module, arguments, environment or {**os.environ}, Path.cwd(), standard)
+        program = start(
+            module,
+            arguments,
+            environment or {**os.environ},
+            directory or Path.cwd(),
+            standard,
+        )
         try:
             code = program.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -173,7 +196,7 @@ def run(
 def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.Popen[bytes]":
     module, arguments, at_end = _of_leashed(command)
     passed = how.get("pass_fds", ())
-    if module not in PROGRAMS or (passed and module != _FOLLOWER):
+    if module not in PROGRAMS or (passed and module not in _PASSED_FILES):
         return subprocess.Popen(command, **how)
     environment = how.get("env") or {**os.environ}
     output = 1 if how.get("stdout") is None else how["stdout"].fileno()
@@ -220,9 +243,10 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str], int]:
     """Return module, arguments and signal of a command for leash.py, or empty values."""
     match list(command):
-        case [_, "-I", "-S", script, _, number, sys.executable, "-m", module, *rest]:
-            if script == leash.__file__:
-                return module, rest, int(number)
+        case [_, "-I", "-S", script, _, number, sys.executable, *rest] if script == leash.__file__:
+            match rest:
+                case ["-m", module, *arguments] | ["-P", "-m", module, *arguments]:
+                    return module, arguments, int(number)
     return "", [], 0
 
 
@@ -335,6 +359,8 @@ def main(descriptor: int) -> None:
     """Serve until the client closes its socket."""
     requests = socket.socket(fileno=descriptor)
     starter = os.getppid()
+    os.setsid()  # a signal to the starter's process group must not end it
+    _set_name(_NAME)
     while True:
         text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _MOST_FILES)
         if not text:
@@ -396,6 +422,18 @@ def _fork_for(starter: int, at_end: int) -> int | None:
     return pid
 
 
+def _set_name(name: str) -> None:
+    """Set the name that `ps` shows for this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _starts_others(module: str, arguments: Sequence[str]) -> bool:
+    """Return whether a program starts some of PROGRAMS, other than the engine of a node."""
+    return module in ("cli.up", "bench") or (
+        module == "router" and any(each.startswith("--processes") for each in arguments)
+    )
+
+
 def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.setsid()
     os.chdir(request["directory"])
@@ -404,8 +442,12 @@ def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.environ.update(request["environment"])
     _use_python_path()
     module = request["module"]
+    _set_name(module)
     if module in _ENGINES:
         _fork_engine(_ENGINES[module])
+    elif _starts_others(module, request["arguments"]):
+        fork_from_this_process()
+        children.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
     os.execv = _run_instead  # type: ignore[assignment]
     _run_module(module, request["arguments"])
 
