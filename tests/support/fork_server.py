@@ -268,6 +268,8 @@ class _Server:
         start: starts the server with one end of a socket.
     """
 
+    _asking = threading.Lock()  # of all servers, because adoption concerns the whole process
+
     @staticmethod
     def of(early: tuple[tuple[str, str], ...]) -> "_Server":
         if early not in _servers:
@@ -287,13 +289,15 @@ class _Server:
 
     def ask(self, request: Mapping[str, object], files: Sequence[int]) -> _Forked:
         """Start a program with these open files. Raises EOFError if the server ended."""
-        # The process that forked the program has ended before the reply, so it is now our child.
-        _adopt_orphans(True)
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            reply = self._socket.recv(64)
-        finally:
-            _adopt_orphans(False)
+        with self._asking:
+            # The process that forked the program has ended before the reply, so it is now our
+            # child.
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+                reply = self._socket.recv(64)
+            finally:
+                _adopt_orphans(False)
         if not reply:
             raise EOFError(f"the fork server ended with {self._process.wait()}")
         return _Forked(int(reply))
