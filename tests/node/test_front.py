@@ -163,11 +163,13 @@ def test_idle_threads_of_an_engine_soon_sleep_and_a_killed_front_takes_it_along_
     command = [sys.executable, "-c", FRONT, json.dumps(OF_USERS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=bare, text=True) as front:
         assert front.stdout is not None
-        said = [front.stdout.readline() for _ in range(2 * len(OF_USERS))]
-        assert said.count("importing\n") == len(OF_USERS)
-        engines = [int(line) for line in said if line != "importing\n"]
-        variables = [Path(f"/proc/{each}/environ").read_text().split("\0") for each in engines]
-        front.kill()
+        try:
+            said = [front.stdout.readline() for _ in range(2 * len(OF_USERS))]
+            assert said.count("importing\n") == len(OF_USERS)
+            engines = [int(line) for line in said if line != "importing\n"]
+            variables = [Path(f"/proc/{each}/environ").read_text().split("\0") for each in engines]
+        finally:
+            front.kill()
         for each in engines:
             await_end(each)
     of_waiting = [[one for one in each if one.startswith(WAITING)] for each in variables]

@@ -53,6 +53,7 @@ _FOLLOWER = "node.follower"
 _ROUTER_PROCESS = "api.program.serving"
 PROGRAMS = {"cli.up", "router", _ROUTER_PROCESS, _FOLLOWER, *_ENGINES}
 _PASSED_FILES = {_FOLLOWER, _ROUTER_PROCESS}  # the programs that may inherit further files
+_MODULE = "tests.support.fork_server"  # whose name is another one in a server
 _NAME = "fork server"  # of the process of a server
 # Variables that an interpreter or a library reads when it is loaded: each combination needs its own
 # server. A server has not loaded UCX, and engines of tests set HF_DEACTIVATE_ASYNC_LOAD.
@@ -144,9 +145,12 @@ class _Forked:
 
 def programs_below(pid: int) -> list[int]:
     """Return the pids of the child processes of a program's first thread, without a server."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+    ended = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+    found, listed = [], ""
+    with ended:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    for child in listed.split():
+        with ended:
             if Path(f"/proc/{child}/comm").read_text().strip() != _NAME:
                 found.append(int(child))
     return found
@@ -237,6 +241,7 @@ def start(
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     # Libraries start one thread per core when they are loaded. A process with threads cannot fork.
     single = {**environment, "OMP_NUM_THREADS": "1"}
+    single.pop("OMP_WAIT_POLICY", None)  # which `baton up` sets, and which changes only the speed
     return tuple(sorted((k, v) for k, v in single.items() if k.startswith(_EARLY)))
 
 
@@ -308,7 +313,7 @@ def _exec(early: Mapping[str, str], theirs: socket.socket) -> "subprocess.Popen[
     # Without leash.py, which would also end with the calling thread. The server ends when this
     # process, and so the other end of the socket, has ended.
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(theirs.fileno())],
+        [sys.executable, "-m", _MODULE, str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         env=kept | early,
         pass_fds=[theirs.fileno()],
