@@ -73,7 +73,7 @@ def run(directory, *flags):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     return ran.returncode, ran.stdout + ran.stderr
 

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from typing import Any
 
 import grpc
@@ -259,8 +260,9 @@ def _add_reflection(servicer: Any, server: Any) -> None:
     server.add_registered_method_handlers(_REFLECTION_NAMES[0], {"ServerReflectionInfo": handler})
 
 
+@cache
 def _describe_v1() -> None:
-    """Add v1 to protobuf's descriptors, which reflection returns. Idempotent."""
+    """Add v1 to protobuf's descriptors, which reflection returns."""
     alpha = FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     text = text_format.MessageToString(alpha).replace("v1alpha", "v1")

@@ -1,6 +1,7 @@
 """Routers in this process before stub nodes, and their clients."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -314,5 +315,9 @@ async def api_for(model: Path, **knobs: Any) -> AsyncIterator[Api]:
     """Ready. The client does not retry."""
     async with served(model, **knobs) as (grpc_client, node, router):
         url = f"http://127.0.0.1:{router.http_port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        # By default each client reads all certificates of this machine, and uses none of them here.
+        http = openai.DefaultAsyncHttpxClient(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="x", max_retries=0, http_client=http
+        ) as client:
             yield Api(client, node, router, grpc_client, str(model), Spoken(model))

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 
 import pytest
 
@@ -15,47 +14,51 @@ from bench.systems import Machine, Serving
 from cli.demo_model import write
 from tests.bench.pages import Page
 from tests.bench.stub_openai import Script, stub_openai
-from tests.support.cluster import children_of
+from tests.support import fork_server
 from tests.support.programs import runs
+
+WAIT_S = 500.0  # systems start and are measured on a busy machine
 
 
 class Bench:
     """One `baton bench ...` in a directory of its own."""
 
-    def __init__(self, process):
-        self.process = process
-        self.errors = ""
+    def __init__(self, directory, arguments):
+        self._output, self._errors = directory / "stdout", directory / "stderr"
+        with (
+            open(os.devnull, "rb") as nothing,
+            self._output.open("wb") as output,
+            self._errors.open("wb") as errors,
+        ):
+            files = (nothing.fileno(), output.fileno(), errors.fileno())
+            environment = {**os.environ, "PATH": ""}
+            self.process = fork_server.start("bench", arguments, environment, directory, files)
+
+    @property
+    def errors(self):
+        """What it has written to standard error."""
+        return self._errors.read_text()
 
     async def ended(self):
-        """Its exit code, and what the last line of standard output says."""
-        output, errors = await self.process.communicate()
-        self.errors = errors.decode()
+        """Return its exit code, and what the last line of standard output says."""
+        code = await asyncio.to_thread(self.process.wait, WAIT_S)
         assert "Traceback" not in self.errors, self.errors
-        lines = output.decode().splitlines()
-        return self.process.returncode, json.loads(lines[-1]) if lines else None
+        lines = self._output.read_text().splitlines()
+        return code, json.loads(lines[-1]) if lines else None
 
 
 @pytest.fixture
 async def bench(tmp_path):
     started = []
 
-    async def start(*arguments):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench", *arguments),
-            cwd=tmp_path,
-            env={**os.environ, "PATH": ""},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        started.append(process)
-        return Bench(process)
+    def start(*arguments):
+        started.append(Bench(tmp_path, arguments))
+        return started[-1]
 
     yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    for each in started:
+        each.process.kill()
+        each.process.wait()
 
 
 LOAD = ("load", "--prompt-tokens=20", "--output-tokens=3", "--warm-up=2", "--json=raw.json")
@@ -65,7 +68,7 @@ async def test_load_reports_what_the_server_did(bench, tmp_path):
     script = Script(chunks=(1, 1, 1), first_s=0.02, gap_s=0.01)
     async with stub_openai(lambda _: script) as stub:
         flags = ("--rate=20,40", "--requests=12", "--goodput=ttft=30,itl=30")
-        run = await bench(*LOAD, *flags, f"--url={stub.url}")
+        run = bench(*LOAD, *flags, f"--url={stub.url}")
         code, said = await run.ended()
     assert (code, said["complete"], said["bench"]) == (0, True, "load")
     assert len(stub.seen) == 2 + 12 + 12
@@ -97,7 +100,7 @@ async def test_a_trace_sets_lengths_and_times(bench, tmp_path):
     )
     async with stub_openai(lambda _: Script()) as stub:
         flags = ("--trace=trace", "--warm-up=0", "--json=raw.json", f"--url={stub.url}")
-        run = await bench("load", *flags)
+        run = bench("load", *flags)
         code, said = await run.ended()
     assert (code, said["summary"]["runs"][0]["completed"]) == (0, 3)
     assert [len(seen.body["prompt"]) for seen in stub.seen] == [30, 20, 25]
@@ -109,7 +112,7 @@ async def test_a_trace_sets_lengths_and_times(bench, tmp_path):
 
 async def test_a_server_that_dies_in_mid_run_is_errors_in_a_report(bench, tmp_path):
     async with stub_openai(lambda n: Script() if n < 6 else Script(cut=True)) as stub:
-        run = await bench(*LOAD, "--concurrency=2", "--requests=10", f"--url={stub.url}")
+        run = bench(*LOAD, "--concurrency=2", "--requests=10", f"--url={stub.url}")
         code, said = await run.ended()
     assert code == 0
     (row,) = said["summary"]["runs"]
@@ -127,7 +130,7 @@ async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
         return Script() if number < 8 else Script(first_s=60.0)
 
     async with stub_openai(script) as stub:
-        run = await bench(*LOAD, "--concurrency=2", f"--url={stub.url}")
+        run = bench(*LOAD, "--concurrency=2", f"--url={stub.url}")
         await enough.wait()
         run.process.send_signal(signal.SIGINT)
         code, said = await run.ended()
@@ -166,7 +169,7 @@ def test_wrong_input_is_one_line(capsys, arguments, words):
 
 
 async def test_a_server_that_is_not_there_is_one_line(bench):
-    run = await bench("load", "--rate=1", "--url=http://127.0.0.1:1")
+    run = bench("load", "--rate=1", "--url=http://127.0.0.1:1")
     assert await run.ended() == (1, None)
     (line,) = run.errors.splitlines()
     assert line == "baton bench load: http://127.0.0.1:1/v1/models: Connection refused"
@@ -174,7 +177,7 @@ async def test_a_server_that_is_not_there_is_one_line(bench):
 
 async def test_a_load_that_the_model_cannot_take_is_refused(bench):
     async with stub_openai(lambda _: Script()) as stub:
-        run = await bench("load", "--rate=1", "--prompt-tokens=20000", f"--url={stub.url}")
+        run = bench("load", "--rate=1", "--prompt-tokens=20000", f"--url={stub.url}")
         assert await run.ended() == (2, None)
     assert "10000 tokens" in run.errors
     assert stub.seen == []
@@ -191,7 +194,7 @@ def tiny(tmp_path):
 @pytest.mark.long  # without nodes: tests/bench/test_comparisons.py
 async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
     work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
-    run = await bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")
+    run = bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")
     code, said = await run.ended()
     assert code == 0, run.errors
     (row,) = said["summary"]["rows"]
@@ -246,21 +249,19 @@ async def test_break_even_sweeps_three_systems_with_the_same_probes(
 
 @pytest.mark.long
 async def test_break_even_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
-    run = await bench("break-even", *tiny, *SWEEP, "--json=raw.json")
+    run = bench("break-even", *tiny, *SWEEP, "--json=raw.json")
     code, said = await run.ended()
     assert code == 0, run.errors
     _assert_swept(said, tmp_path)
 
 
 async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tiny):
-    run = await bench("compare", *tiny, "--rate=1")
-    while b"starting colocated" not in await run.process.stderr.readline():
-        pass
-    while True:
-        children = _programs(run.process.pid)
-        if len(children) >= 3:
-            break
-        await asyncio.sleep(0.01)
+    run = bench("compare", *tiny, "--rate=1")
+    async with asyncio.timeout(WAIT_S):
+        while "starting colocated" not in run.errors:  # noqa: ASYNC110  (it is another process)
+            await asyncio.sleep(0.01)
+        while len(children := _programs(run.process.pid)) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     run.process.send_signal(signal.SIGINT)
     code, said = await run.ended()
     assert (code, said["complete"], said["summary"]["rows"]) == (130, False, [])
@@ -269,5 +270,5 @@ async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tin
 
 def _programs(pid):
     """Every process below `pid`."""
-    below = children_of(pid)
+    below = fork_server.programs_below(pid)
     return [*below, *(each for child in below for each in _programs(child))]

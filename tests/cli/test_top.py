@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -29,10 +30,11 @@ from protos.router_pb2 import (
     RecentRequests,
     RouterState,
 )
+from tests.support import fork_server
 from tests.support.programs import Program
 
 PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def node(role, address, at_s, **fields):
@@ -260,24 +262,19 @@ def router(tmp_path):
     program.close()
 
 
-def _top(*arguments, **streams):
-    return subprocess.Popen(
-        [sys.executable, "-m", "cli.top", *arguments],
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""},
-        **streams,
-    )
+def _environment():
+    return {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
 
 
-def _once(*arguments, **settings):
-    """The exit code of the program, and what it has said and complained of."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with _top("--once", "--interval=0.1", *arguments, **pipes, **settings) as program:
-        said, complaints = program.communicate(timeout=WAIT_S)
-    return program.returncode, said, complaints
+def _once(*arguments, directory=None):
+    """Return the exit code and the output of the command."""
+    flags = ("--once", "--interval=0.1", *arguments)
+    done = fork_server.run("cli.top", *flags, environment=_environment(), directory=directory)
+    return done.returncode, done.stdout
 
 
 def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
-    code, said, _ = _once(f"--router={router.address()}")
+    code, said = _once(f"--router={router.address()}")
     assert code == 0
     assert "\x1b" not in said
     assert said.startswith(f"baton top  {router.address()} not ready: no decode node")
@@ -290,14 +287,13 @@ def test_an_operator_needs_no_api_key(tmp_path):
 
     secret, keys = tmp_path / "secret", tmp_path / "keys.yaml"
     secret.write_text(new_secret())
-    alice = [sys.executable, "-m", "cli.main", "api-key", "alice"]
-    keys.write_bytes(subprocess.run(alice, check=True, capture_output=True).stdout)
+    keys.write_text(fork_server.run("cli.main", "api-key", "alice").stdout)
     flags = [f"--model={write_model(tmp_path)}", "--prefill=127.0.0.1:1", "--decode=127.0.0.1:2"]
     flags += ["--http-port=0", "--port=0", f"--secret-file={secret}", f"--api-keys={keys}"]
     router = Program("router", *flags)
     try:
         for given, code in (((), top.EXIT_NO_ANSWER), ((f"--secret-file={secret}",), 0)):
-            assert _once(f"--router={router.address()}", *given, cwd=tmp_path)[0] == code
+            assert _once(f"--router={router.address()}", *given, directory=tmp_path)[0] == code
     finally:
         router.close()
 
@@ -309,7 +305,9 @@ class Screen:
         self._end, end = pty.openpty()
         self.resize(100, 30)
         self.manners = termios.tcgetattr(self._end)
-        self.program = _top(*arguments, stdin=end, stdout=end, stderr=end, start_new_session=True)
+        self.program = fork_server.start(
+            "cli.top", arguments, _environment(), Path.cwd(), (end, end, end)
+        )
         os.close(end)
         self.text = ""
 
@@ -375,7 +373,9 @@ def test_a_signal_ends_it_with_0(router, screens, number):
 
 def test_where_there_is_no_terminal_it_prints_frame_after_frame(router):
     flags = ["--interval=0.1", f"--router={router.address()}"]
-    with _top(*flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    command = [sys.executable, "-m", "cli.top", *flags]  # its interpreter must end cleanly, too
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=_environment(), **pipes) as program:
         frames = 0
         for line in program.stdout:
             frames += line.startswith("baton top")

@@ -5,13 +5,14 @@ Everything else is rendered by kubectl or kustomize, whichever is on PATH.
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import yaml
 
 from common.config import DecodeConfig, EncodeConfig, NodeConfig, PrefillConfig, RouterConfig
 from common.settings import ENV_PREFIX, read
+from tests.support.isolation import CACHES
 from tests.support.programs import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -118,17 +120,29 @@ def num_bytes(quantity: str) -> int:
     return int(match[1]) << {"Ki": 10, "Mi": 20, "Gi": 30}[match[2]]
 
 
+# YAML -------------------------------------------------------------------------------------------
+
+
+def load(text: str) -> Any:
+    """Return the only document of a YAML text. The loader in C is ten times faster."""
+    return yaml.load(text, yaml.CSafeLoader)
+
+
+def load_all(text: str) -> list[Any]:
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
 # Rendering --------------------------------------------------------------------------------------
 
 
 def base() -> list[Object]:
     """The base, with the ConfigMaps that kustomize would generate, under their plain names."""
     directory = KUBERNETES / "base"
-    kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    kustomization = load((directory / "kustomization.yaml").read_text())
     objects = [
         each
         for name in kustomization["resources"]
-        for each in yaml.load_all((directory / name).read_text(), yaml.CSafeLoader)
+        for each in load_all((directory / name).read_text())
     ]
     for generator in kustomization["configMapGenerator"]:
         files = [directory / name for name in generator.get("files", ())]
@@ -173,11 +187,41 @@ def needs_kustomize() -> tuple[str, ...]:
 
 
 def rendered(directory: Path) -> list[Object]:
-    """Return the objects that `kubectl apply -k` would apply."""
-    command = [*needs_kustomize(), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    """Return the objects that `kubectl apply -k` would apply.
+
+    They are kept in CACHES, because several files of tests, which different processes run, need
+    them.
+
+    Args:
+        directory: below a directory of a copy of KUBERNETES.
+    """
+    command = needs_kustomize()
+    kept = CACHES / "manifests" / f"{_source_of(directory, command[0])}.json"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        made = kept.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps(_render(command, directory)))
+        made.replace(kept)
+    objects: list[Object] = json.loads(kept.read_text())
+    return objects
+
+
+def _render(command: Sequence[str], directory: Path) -> list[Object]:
+    done = subprocess.run([*command, str(directory)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return list(yaml.load_all(done.stdout, yaml.CSafeLoader))
+    return load_all(done.stdout)
+
+
+def _source_of(directory: Path, program: str) -> str:
+    """Return a name for what determines a rendering: the program, and the directory's files."""
+    found = Path(shutil.which(program) or program).stat()
+    digest = hashlib.sha256(f"{program} {found.st_size} {found.st_mtime_ns}".encode())
+    root = next(parent for parent in directory.parents if (parent / "base").is_dir())
+    digest.update(str(directory.relative_to(root)).encode())
+    for file in sorted(path for path in root.rglob("*") if path.is_file()):
+        for part in (str(file.relative_to(root)).encode(), file.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:32]
 
 
 # Reading ----------------------------------------------------------------------------------------

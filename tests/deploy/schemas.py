@@ -4,6 +4,8 @@ A field that is not listed here is no error in a cluster; it is one in a test, s
 uses it looks it up and adds it.
 """
 
+import functools
+import json
 from typing import Any
 
 import jsonschema
@@ -176,7 +178,16 @@ _OTHERS = {
 
 def check(manifest: dict[str, Any], version: str) -> None:
     """Raises jsonschema.ValidationError, or kubernetes_validate's own errors, for what a cluster
-    of that version would refuse or silently drop."""
+    of that version would refuse or silently drop.
+
+    Renderings have most objects in common, so each is checked once.
+    """
+    _check(json.dumps(manifest, sort_keys=True), version)
+
+
+@functools.cache
+def _check(text: str, version: str) -> None:
+    manifest = json.loads(text)
     kind = (manifest["apiVersion"], manifest["kind"])
     if kind not in _OTHERS:
         kubernetes_validate.validate(manifest, version, strict=True)

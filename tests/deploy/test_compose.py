@@ -1,5 +1,6 @@
 """deploy/compose.yaml: what it starts, as every program would read it, with each profile."""
 
+import functools
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from common.config import NodeConfig, RouterConfig
-from tests.deploy.manifests import settings
+from tests.deploy.manifests import load, settings
 from tests.support.programs import ROOT
 
 FILE = ROOT / "deploy" / "compose.yaml"
@@ -48,6 +49,7 @@ class Program:
         return {self.name, *self.service.get("networks", {}).get("default", {}).get("aliases", ())}
 
 
+@functools.cache
 def _compose(**variables):
     """The file with `${NAME:-default}` filled in."""
 
@@ -56,7 +58,7 @@ def _compose(**variables):
 
     text = re.sub(r"\$\{(\w+):-([^}]*)\}", value, FILE.read_text())
     assert "${" not in text
-    return yaml.safe_load(text)
+    return load(text)
 
 
 def _services(profile, **variables):
@@ -67,6 +69,7 @@ def _services(profile, **variables):
     }
 
 
+@functools.cache
 def _programs(profile, **variables):
     found = []
     for name, service in _services(profile, **variables).items():
@@ -125,7 +128,7 @@ def test_only_this_machine_reaches_the_router(programs):
             assert not ports
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     """Knows compose's tag for what replaces a list, where it would be added to it."""
 
 

@@ -1,9 +1,10 @@
 """The form of whatever is rendered, and that the parts of it find each other."""
 
+import copy
+import json
 import re
 
 import pytest
-import yaml
 from jsonschema import ValidationError
 
 from tests.deploy import manifests, schemas
@@ -56,7 +57,7 @@ def test_a_misspelt_field_is_found():
 )
 def test_a_misspelt_field_of_a_custom_kind_is_found(render, name, kind):
     manifest = of_kind(render(name), kind)[0]
-    wrong = yaml.safe_load(yaml.safe_dump(manifest))
+    wrong = copy.deepcopy(manifest)
     wrong["spec"]["replica"] = 1
     with pytest.raises(ValidationError, match="replica"):
         schemas.check(wrong, schemas.OLDEST_KUBERNETES)
@@ -64,7 +65,7 @@ def test_a_misspelt_field_of_a_custom_kind_is_found(render, name, kind):
 
 def test_a_misspelt_field_of_a_leader_is_found(render):
     (manifest,) = of_kind(render("multi-node-rdma"), "LeaderWorkerSet")
-    wrong = yaml.safe_load(yaml.safe_dump(manifest))
+    wrong = copy.deepcopy(manifest)
     wrong["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["hostname_"] = "x"
     with pytest.raises(ValidationError, match="hostname_"):
         schemas.check(wrong, schemas.OLDEST_KUBERNETES)
@@ -73,8 +74,8 @@ def test_a_misspelt_field_of_a_leader_is_found(render):
 def test_the_base_read_here_is_the_base_that_kubectl_renders():
     def plain(objects):
         """Without the ends of names that tell what a ConfigMap holds."""
-        text = re.sub(r"\b(baton-(?:config|nodes))-[a-z0-9]{10}\b", r"\1", yaml.safe_dump(objects))
-        return sorted(yaml.safe_load(text), key=lambda o: (o["kind"], o["metadata"]["name"]))
+        text = re.sub(r"\b(baton-(?:config|nodes))-[a-z0-9]{10}\b", r"\1", json.dumps(objects))
+        return sorted(json.loads(text), key=lambda o: (o["kind"], o["metadata"]["name"]))
 
     assert plain(manifests.base()) == plain(manifests.rendered(KUBERNETES / "base"))
 
@@ -82,7 +83,7 @@ def test_the_base_read_here_is_the_base_that_kubectl_renders():
 def test_every_file_is_yaml_and_part_of_a_kustomization():
     used = set()
     for file in KUBERNETES.glob("**/kustomization.yaml"):
-        kustomization = yaml.safe_load(file.read_text())
+        kustomization = manifests.load(file.read_text())
         used.add(file)
         names = [*kustomization.get("resources", ()), *kustomization.get("components", ())]
         names += kustomization.get("configurations", ())
@@ -98,7 +99,7 @@ def test_every_file_is_yaml_and_part_of_a_kustomization():
     assert files - used == set()
     for file in files:
         if file.suffix == ".yaml":
-            assert all(yaml.safe_load_all(file.read_text()))
+            assert all(manifests.load_all(file.read_text()))
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -112,7 +113,7 @@ def test_no_object_is_a_secret(objects):
 
 def test_no_file_has_the_content_of_a_secret():
     for file in KUBERNETES.glob("**/kustomization.yaml"):
-        assert "secretGenerator" not in yaml.safe_load(file.read_text())
+        assert "secretGenerator" not in manifests.load(file.read_text())
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/kubernetes.md"])

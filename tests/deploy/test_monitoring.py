@@ -7,7 +7,6 @@ from itertools import chain, pairwise
 
 import promql_parser
 import pytest
-import yaml
 from prometheus_client.utils import floatToGoString
 
 from common.metrics.declared import MetricDeclaration
@@ -15,7 +14,7 @@ from common.metrics.program import ROLES
 from docs.generate import rules as generated
 from node import metrics as node
 from router import metrics as router
-from tests.deploy.manifests import KUBERNETES, named, of_kind
+from tests.deploy.manifests import KUBERNETES, load, load_all, named, of_kind
 from tests.support.programs import ROOT
 
 MONITORING = KUBERNETES / "components" / "monitoring"
@@ -107,7 +106,7 @@ def parsed(expression: str, variables: frozenset[str] = frozenset()) -> Parsed:
 
 @pytest.fixture(scope="module")
 def rules() -> list[dict]:
-    (manifest,) = yaml.safe_load_all((MONITORING / "alerts.yaml").read_text())
+    (manifest,) = load_all((MONITORING / "alerts.yaml").read_text())
     return [rule for group in manifest["spec"]["groups"] for rule in group["rules"]]
 
 
@@ -142,7 +141,7 @@ def test_an_alert_says_how_bad_it_is_and_where_to_read_on(rules):
 def test_a_prometheus_without_the_operator_has_the_same_rules(rules):
     # `python -m docs.generate.rules` writes them anew.
     assert generated.FILE.read_text() == generated.rules(generated.MANIFEST.read_text())
-    groups = yaml.safe_load(generated.FILE.read_text())["groups"]
+    groups = load(generated.FILE.read_text())["groups"]
     assert [rule for group in groups for rule in group["rules"]] == rules
 
 
@@ -153,7 +152,7 @@ def test_links_to_the_runbook_can_lead_to_ones_own_site():
 
 
 def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
-    scrape = yaml.safe_load((generated.FILE.parent / "prometheus.yml").read_text())
+    scrape = load((generated.FILE.parent / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
     # Not everybody runs a planner or encode nodes, and a target that is not there is an alert.
     reported = {target["labels"]["role"] for target in job["static_configs"]}
@@ -161,7 +160,7 @@ def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
     assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
     assert all(len(target["targets"]) == 1 for target in job["static_configs"])  # a port a program
     assert scrape["rule_files"] == [generated.FILE.name]
-    (monitor,) = yaml.safe_load_all((MONITORING / "pod-monitor.yaml").read_text())
+    (monitor,) = load_all((MONITORING / "pod-monitor.yaml").read_text())
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert {each["targetLabel"] for each in endpoint["relabelings"]} == {"role", "instance"}
 

@@ -8,8 +8,8 @@ import re
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
 
+from tests.deploy import manifests
 from tests.deploy.conftest import GUIDE, OVERLAYS
 from tests.deploy.manifests import KUBERNETES, named_ports, of_kind, selects, workloads
 
@@ -183,4 +183,4 @@ def test_only_the_ranks_of_one_node_reach_the_ports_of_their_tensors(render):
 def test_every_overlay_has_network_policies(name):
     """Read without kustomize."""
     file = KUBERNETES / "overlays" / name / "kustomization.yaml"
-    assert "../../components/network-policy" in yaml.safe_load(file.read_text())["components"]
+    assert "../../components/network-policy" in manifests.load(file.read_text())["components"]

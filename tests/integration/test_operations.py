@@ -4,8 +4,6 @@ import asyncio
 import gzip
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle, oracle
+from tests.support import fork_server
 from tests.support.cluster import Cluster, slowed
 from tests.support.noise_model import write
 
@@ -38,14 +37,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
-    said = subprocess.run(
-        [
-            *(sys.executable, "-m", "cli.main", "nodes", command, *arguments),
-            *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    said = fork_server.run(
+        *("cli.main", "nodes", command, *arguments),
+        *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
+        timeout_s=300,
     )
     assert said.returncode == 0, said.stderr
     return said.stdout
@@ -68,7 +63,7 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
             answer = await cluster.generate(
                 prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
             )
-            assert answer.token_ids == of.tokens(prompt, NUM_TOKENS)
+            of.check(prompt, answer.token_ids, NUM_TOKENS)
             return answer.usage.cached_tokens
 
         async def ask_all(seed: int) -> list[int]:
@@ -127,9 +122,9 @@ async def test_an_answer_says_which_token_is_the_first_from_other_weights(
         assert new.weights == node.weights != old.weights
         assert 0 == old.first_token < new.first_token < num
         known = tokens[: new.first_token]
-        assert known == before.tokens(prompt, len(known))
+        before.check(prompt, known, len(known))
         after, left = oracle(shelf / str(NEXT)), num - len(known)
-        assert tokens[len(known) :] == after.tokens([*prompt, *known], left)
+        after.check([*prompt, *known], tokens[len(known) :], left)
 
 
 @pytest.mark.parametrize(("path", "again"), [("nixl", "prefill"), ("tcp", "decode")])
@@ -167,5 +162,5 @@ async def test_who_is_started_again_takes_the_weights_of_the_others(
             answer = await cluster.generate(
                 prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
             )
-            assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
+            known.check(prompt, answer.token_ids, NUM_TOKENS)
         await cluster.until_nothing_is_held()

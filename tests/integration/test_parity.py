@@ -26,7 +26,7 @@ from tests.support.cluster import RIGS, Cluster, Rig
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 CHUNK_TOKENS = 64
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 GROWTH = 130  # tokens: more pages than were reserved for it
 ROUNDS = 20  # whether requests meet on the pool is up to who else computes here
 NUM_CONCURRENT = 64
@@ -77,8 +77,10 @@ class System:
     oracle: Oracle
     prompts: list[list[int]]  # of all lengths that matter
 
-    def check(self, prompt: list[int], tokens: tuple[int, ...]) -> None:
-        assert tokens == self.oracle.tokens(prompt, NUM_TOKENS)[: len(tokens)]
+    def check(
+        self, prompt: list[int], tokens: tuple[int, ...], num_tokens: int = NUM_TOKENS
+    ) -> None:
+        self.oracle.check(prompt, tokens, num_tokens)
 
 
 @pytest_asyncio.fixture(
@@ -190,8 +192,7 @@ async def test_64_at_once(system: System):
     ]
     answers = await asyncio.gather(*(_ask(system, *question) for question in asked))
     for (prompt, num_tokens), answer in zip(asked, answers, strict=True):
-        assert len(answer.token_ids) == num_tokens
-        system.check(prompt, answer.token_ids)
+        system.check(prompt, answer.token_ids, num_tokens)
         assert answer.finish_reason == "length"
 
 
@@ -206,7 +207,7 @@ async def test_requests_that_outgrow_the_pool_together(system: System):
     for _ in range(ROUNDS):
         answers = await asyncio.gather(*(_ask(system, prompt, GROWTH) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == system.oracle.tokens(prompt, GROWTH)
+            system.oracle.check(prompt, answer.token_ids, GROWTH)
         if not system.axes.small_pool or await _total(system, "retractions"):
             return
     raise AssertionError(f"nobody had to leave the device in {ROUNDS} rounds")

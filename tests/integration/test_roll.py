@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from cli.demo_model import write
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import grpc_calls
+from tests.support import fork_server, grpc_calls
 from tests.support.cluster import Cluster, free_ports, slowed
 from tests.support.http_client import get
 from tests.support.programs import Program
@@ -31,11 +30,8 @@ REFUSED = ("tokens=0", "this node is draining")
 
 
 def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli.operating", command, f"--secret-file={secret}", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=START_S * 2,
+    return fork_server.run(
+        "cli.operating", command, f"--secret-file={secret}", *arguments, timeout_s=START_S * 2
     )
 
 

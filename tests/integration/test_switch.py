@@ -1,8 +1,6 @@
 """Nodes that leave their role under load, as real processes: no client notices."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import Oracle
+from tests.support import fork_server
 from tests.support.cluster import Cluster, Node, slowed
 
 # In one process: tests/node/test_role_switch.py.
@@ -65,12 +64,9 @@ async def _works(cluster: Cluster, node: Node) -> None:
 
 def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int, str]:
     """Run `baton nodes set-role` and return its exit code and output."""
-    command = ["-m", "cli.main", "nodes", "set-role", node.address, role]
-    said = subprocess.run(
-        [sys.executable, *command, f"--router={cluster.address}", f"--secret-file={secret}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    command = ("cli.main", "nodes", "set-role", node.address, role)
+    said = fork_server.run(
+        *command, f"--router={cluster.address}", f"--secret-file={secret}", timeout_s=300
     )
     return said.returncode, said.stdout + said.stderr
 

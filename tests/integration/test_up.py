@@ -45,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     started = []
 
-    def run_up(*flags: str) -> Program:
-        program, _ = start_up(tmp_path, *flags)
+    def run_up(*flags: str, forked: bool = False) -> Program:
+        program, _ = start_up(tmp_path, *flags, forked=forked)
         started.append(program)
         return program
 
@@ -186,7 +186,7 @@ async def _greedy(router: str, number: int = 0, begun: list[int] | None = None) 
 
 @pytest.mark.long  # without nodes: tests/cli/test_restarts.py
 async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_tell(run, model):
-    up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin")
+    up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin", forked=True)
     await asyncio.to_thread(up.line_with, "Ready.", START_S)
     router = (await asyncio.to_thread(up.line_with, "/Generate")).split()[-2]
     async with make_channel(router) as channel:

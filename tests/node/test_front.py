@@ -1,5 +1,6 @@
 """The life of a node's two processes: start, health, drain, deaths of either."""
 
+import json
 import os
 import signal
 import subprocess
@@ -138,54 +139,42 @@ def test_a_killed_front_takes_a_stopped_engine_along(start_node):
     await_end(engine)
 
 
-def _front_that_imports(environment):
-    """A frontend whose engine is never done with its imports. It prints the engine's process id."""
-    code = (
-        "import asyncio\n"
-        "from node.frontend.frontend import EngineProcess\n"
-        "async def main():\n"
-        "    print(EngineProcess('tests.node.slow_import').pid, flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-
-
+# A frontend with an engine for each of the given environments. Engines never finish their imports.
+FRONT = """
+import asyncio, json, os, sys
+from node.frontend.frontend import EngineProcess
+async def main():
+    for variables in json.loads(sys.argv[1]):
+        os.environ.update(variables)
+        print(EngineProcess('tests.node.slow_import').pid, flush=True)
+        for name in variables:
+            del os.environ[name]
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+OF_USERS = ({}, {"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"})
 
 
-def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
-    # Seen failing with the call of prctl after the engine's imports.
-    with _front_that_imports(os.environ) as front:
-        assert front.stdout is not None
-        engine = int(front.stdout.readline())
-        assert front.stdout.readline() == b"importing\n"
-        front.kill()
-        await_end(engine)
-
-
-@pytest.mark.parametrize(
-    "own, expected",
-    [
-        ({}, [b"GOMP_SPINCOUNT=20000"]),
-        ({"OMP_WAIT_POLICY": "passive"}, [b"OMP_WAIT_POLICY=passive"]),
-        ({"GOMP_SPINCOUNT": "7"}, [b"GOMP_SPINCOUNT=7"]),
-    ],
-    ids=["unset", "policy", "count"],
-)
-def test_idle_threads_of_an_engine_soon_sleep_unless_its_user_says_otherwise(own, expected):
-    # Seen failing with the frontends' environment as it is, and with that of the user overwritten.
+def test_idle_threads_of_an_engine_soon_sleep_and_a_killed_front_takes_it_along_while_it_imports():
+    """Seen failing with the frontends' environment as it is, with that of the user overwritten, and
+    with the call of prctl after the engine's imports."""
     bare = {name: value for name, value in os.environ.items() if name not in WAITING}
-    with _front_that_imports({**bare, **own}) as front:
+    command = [sys.executable, "-c", FRONT, json.dumps(OF_USERS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=bare, text=True) as front:
         assert front.stdout is not None
-        engine = int(front.stdout.readline())
-        assert front.stdout.readline() == b"importing\n"
-        variables = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
-        front.kill()
-        await_end(engine)
-    said = [one for one in variables if one.startswith(tuple(name.encode() for name in WAITING))]
-    assert said == expected
+        try:
+            said = [front.stdout.readline() for _ in range(2 * len(OF_USERS))]
+            assert said.count("importing\n") == len(OF_USERS)
+            engines = [int(line) for line in said if line != "importing\n"]
+            variables = [Path(f"/proc/{each}/environ").read_text().split("\0") for each in engines]
+        finally:
+            front.kill()
+        for each in engines:
+            await_end(each)
+    of_waiting = [[one for one in each if one.startswith(WAITING)] for each in variables]
+    given = [[f"{name}={value}" for name, value in each.items()] for each in OF_USERS]
+    assert of_waiting == [["GOMP_SPINCOUNT=20000"], *given[1:]]
 
 
 @pytest.mark.parametrize(

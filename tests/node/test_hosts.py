@@ -42,7 +42,7 @@ from node.hosts.packets import PacketSocket
 from protos import ranks_pb2, ranks_pb2_grpc
 from tests.support.cluster import free_ports
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 BLOCK_BYTES = 3 << 20  # several parts of a step
 encoder = msgspec.msgpack.Encoder()
 

@@ -259,6 +259,16 @@ def greedy_tokens(
     return generated
 
 
+def are_greedy(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Return whether `model` prefers each of `tokens` after `prompt` and the tokens before it.
+
+    This takes one forward pass. Its rounding differs from that of generation.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens][:-1]])).logits[0, len(prompt) - 1 :]
+    return bool(logits.argmax(-1).tolist() == list(tokens))
+
+
 def _byte_letters() -> list[str]:
     """Return the printable letter for each byte in byte-level tokenizers, in order of bytes."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]

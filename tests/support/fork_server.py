@@ -7,8 +7,9 @@ Imports take most of the CPU time of a short cluster test. The server is a proce
 everything, has one thread, and forks. A program that it starts becomes a child of the calling
 process: its pid, exit code, signals, output, session and parent-death signal are the same as after
 exec. The engine process of a node is forked too, by its frontend. The followers of an engine are
-forked if the engine runs in the calling process (`for_followers`). All other commands and
-processes, such as `baton up`, are started by exec.
+forked if the engine runs in the calling process (`for_followers`). `baton up`, `baton bench` and a
+router with several processes fork a server of their own, which starts their processes. All other
+commands and processes are started by exec.
 
 `python -m tests.support.fork_server DESCRIPTOR` is the server. A worker of `--workers` forks its
 server from itself, because it has imported everything already.
@@ -49,7 +50,11 @@ _ENGINES = {
     "tests.support.stub_node": "tests.support.stub_engine",
 }
 _FOLLOWER = "node.follower"
-PROGRAMS = {"router", _FOLLOWER, *_ENGINES}
+_ROUTER_PROCESS = "api.program.serving"
+PROGRAMS = {"cli.up", "router", _ROUTER_PROCESS, _FOLLOWER, *_ENGINES}
+_PASSED_FILES = {_FOLLOWER, _ROUTER_PROCESS}  # the programs that may inherit further files
+_MODULE = "tests.support.fork_server"  # whose name is another one in a server
+_NAME = "fork server"  # of the process of a server
 # Variables that an interpreter or a library reads when it is loaded: each combination needs its own
 # server. A server has not loaded UCX, and engines of tests set HF_DEACTIVATE_ASYNC_LOAD.
 _EARLY = (
@@ -64,6 +69,7 @@ _EARLY = (
     "HF_HOME",
     "HF_HUB_",
 )
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 120.0  # seconds for the imports, on a busy machine
 _MESSAGE_BYTES = 1 << 17
@@ -137,10 +143,24 @@ class _Forked:
             return self._code
 
 
+def programs_below(pid: int) -> list[int]:
+    """Return the pids of the child processes of a program's first thread, without a server."""
+    ended = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+    found, listed = [], ""
+    with ended:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    for child in listed.split():
+        with ended:
+            if Path(f"/proc/{child}/comm").read_text().strip() != _NAME:
+                found.append(int(child))
+    return found
+
+
 def run(
     module: str,
     *arguments: str,
     environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
     stdout: IO[bytes] | None = None,
     timeout_s: float = 120.0,
 ) -> "subprocess.CompletedProcess[str]":
@@ -150,13 +170,20 @@ def run(
 
     Args:
         environment: environment of the program. None: that of this process.
+        directory: working directory of the program. None: that of this process.
         stdout: file for the program's output, if it is not returned.
     """
     with contextlib.ExitStack() as files:
         nothing = files.enter_context(open(os.devnull, "rb"))
         output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         standard = (nothing.fileno(), (stdout or output).fileno(), errors.fileno())
-        program = start(module, arguments, environment or {**os.environ}, Path.cwd(), standard)
+        program = start(
+            module,
+            arguments,
+            environment or {**os.environ},
+            directory or Path.cwd(),
+            standard,
+        )
         try:
             code = program.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -173,7 +200,7 @@ def run(
 def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.Popen[bytes]":
     module, arguments, at_end = _of_leashed(command)
     passed = how.get("pass_fds", ())
-    if module not in PROGRAMS or (passed and module != _FOLLOWER):
+    if module not in PROGRAMS or (passed and module not in _PASSED_FILES):
         return subprocess.Popen(command, **how)
     environment = how.get("env") or {**os.environ}
     output = 1 if how.get("stdout") is None else how["stdout"].fileno()
@@ -214,15 +241,17 @@ def start(
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     # Libraries start one thread per core when they are loaded. A process with threads cannot fork.
     single = {**environment, "OMP_NUM_THREADS": "1"}
+    single.pop("OMP_WAIT_POLICY", None)  # which `baton up` sets, and which changes only the speed
     return tuple(sorted((k, v) for k, v in single.items() if k.startswith(_EARLY)))
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str], int]:
     """Return module, arguments and signal of a command for leash.py, or empty values."""
     match list(command):
-        case [_, "-I", "-S", script, _, number, sys.executable, "-m", module, *rest]:
-            if script == leash.__file__:
-                return module, rest, int(number)
+        case [_, "-I", "-S", script, _, number, sys.executable, *rest] if script == leash.__file__:
+            match rest:
+                case ["-m", module, *arguments] | ["-P", "-m", module, *arguments]:
+                    return module, arguments, int(number)
     return "", [], 0
 
 
@@ -244,6 +273,8 @@ class _Server:
         start: starts the server with one end of a socket.
     """
 
+    _asking = threading.Lock()  # of all servers, because adoption concerns the whole process
+
     @staticmethod
     def of(early: tuple[tuple[str, str], ...]) -> "_Server":
         if early not in _servers:
@@ -263,13 +294,15 @@ class _Server:
 
     def ask(self, request: Mapping[str, object], files: Sequence[int]) -> _Forked:
         """Start a program with these open files. Raises EOFError if the server ended."""
-        # The process that forked the program has ended before the reply, so it is now our child.
-        _adopt_orphans(True)
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            reply = self._socket.recv(64)
-        finally:
-            _adopt_orphans(False)
+        with self._asking:
+            # The process that forked the program has ended before the reply, so it is now our
+            # child.
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+                reply = self._socket.recv(64)
+            finally:
+                _adopt_orphans(False)
         if not reply:
             raise EOFError(f"the fork server ended with {self._process.wait()}")
         return _Forked(int(reply))
@@ -280,7 +313,7 @@ def _exec(early: Mapping[str, str], theirs: socket.socket) -> "subprocess.Popen[
     # Without leash.py, which would also end with the calling thread. The server ends when this
     # process, and so the other end of the socket, has ended.
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(theirs.fileno())],
+        [sys.executable, "-m", _MODULE, str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
         env=kept | early,
         pass_fds=[theirs.fileno()],
@@ -335,6 +368,8 @@ def main(descriptor: int) -> None:
     """Serve until the client closes its socket."""
     requests = socket.socket(fileno=descriptor)
     starter = os.getppid()
+    os.setsid()  # a signal to the starter's process group must not end it
+    _set_name(_NAME)
     while True:
         text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _MOST_FILES)
         if not text:
@@ -396,6 +431,18 @@ def _fork_for(starter: int, at_end: int) -> int | None:
     return pid
 
 
+def _set_name(name: str) -> None:
+    """Set the name that `ps` shows for this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def _starts_others(module: str, arguments: Sequence[str]) -> bool:
+    """Return whether a program starts some of PROGRAMS, other than the engine of a node."""
+    return module in ("cli.up", "bench") or (
+        module == "router" and any(each.startswith("--processes") for each in arguments)
+    )
+
+
 def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.setsid()
     os.chdir(request["directory"])
@@ -404,8 +451,12 @@ def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.environ.update(request["environment"])
     _use_python_path()
     module = request["module"]
+    _set_name(module)
     if module in _ENGINES:
         _fork_engine(_ENGINES[module])
+    elif _starts_others(module, request["arguments"]):
+        fork_from_this_process()
+        children.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
     os.execv = _run_instead  # type: ignore[assignment]
     _run_module(module, request["arguments"])
 

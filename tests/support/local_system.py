@@ -41,8 +41,12 @@ class Router:
         return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
 
 
-def start_up(var: Path, *flags: str) -> tuple[Program, int]:
-    """Start `baton up`, which the caller closes. Return it and its router's HTTP port."""
+def start_up(var: Path, *flags: str, forked: bool = True) -> tuple[Program, int]:
+    """Start `baton up`, which the caller closes. Return it and its router's HTTP port.
+
+    Args:
+        forked: start it and its processes from the fork server.
+    """
     router, http, prefill = free_ports(3)
     program = Program(
         "cli.up",
@@ -54,6 +58,7 @@ def start_up(var: Path, *flags: str) -> tuple[Program, int]:
         "--device=cpu",
         "--engine.cache.num-pages=64",
         *flags,
+        forked=forked,
     )
     return program, http
 

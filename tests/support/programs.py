@@ -19,7 +19,7 @@ WAIT_S = 180.0  # an engine's start takes seconds of a shared core
 class Program:
     """`python -m MODULE ARGUMENTS` in its own process group. The caller closes it.
 
-    The fork server starts routers and nodes, unless `forked` is False.
+    The fork server starts routers, nodes and `baton up`, unless `forked` is False.
     """
 
     def __init__(self, module: str, *arguments: str, forked: bool = True) -> None:

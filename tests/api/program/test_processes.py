@@ -21,6 +21,7 @@ from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from router.workers import ProcessSlot
 from tests.api.rig import ABSENT, ON_ANY_PORT, Client, collect, eventually
+from tests.support import fork_server
 from tests.support.http_client import post
 from tests.support.programs import Program
 from tests.support.stub_decode_node import StubDecodeNode, Submission
@@ -48,8 +49,7 @@ class Rig:
 
     def pids(self) -> list[int]:
         """Return the process ids of the worker processes."""
-        path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        return fork_server.programs_below(self.program.pid)
 
 
 async def test_two_processes_serve_one_port_and_end_together(start):

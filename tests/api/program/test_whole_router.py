@@ -20,6 +20,7 @@ from protos.router_pb2 import GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from router.metrics import DECLARED
 from tests.api.rig import eventually
+from tests.support import fork_server
 from tests.support.cluster import free_row
 from tests.support.http_client import Response, connected, get, post
 from tests.support.programs import Program
@@ -61,8 +62,7 @@ class Whole:
 
     @property
     def pids(self) -> list[int]:
-        path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        return fork_server.programs_below(self.program.pid)
 
     async def until_ready(self) -> None:
         """Every process can place requests."""
