@@ -246,8 +246,10 @@ class PrefixCache:
         Call it once per turn of the loop. O(evicted pages), plus O(leaves in use) if pages became
         free or evictable since the last call.
         """
+        if not self._max_pages:
+            return
         excess = min(self.num_pages - self._max_pages, self._pool.num_evictable)
-        if not self._max_pages or excess <= 0 or self._trimmed_at == self._pool.num_released:
+        if excess <= 0 or self._trimmed_at == self._pool.num_released:
             return
         enough = self._evict_oldest(excess) >= excess
         self._trimmed_at = -1 if enough else self._pool.num_released

@@ -33,6 +33,8 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 
 KEY_BYTES = 16
 PageKey = bytes
+NO_STATE = np.empty(0, np.int32)
+_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
 def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
@@ -84,7 +86,7 @@ class RadixNode:
         self.queued = False  # whether it has an entry in the heap of leaves
         self.passed = False  # whether it is in the queue of nodes that have a child
         self.resumed = False  # whether a request continued from within it
-        self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
+        self.state = NO_STATE  # pages of the state at its end, if one is kept
         # Names of its pages (namespace.py), set while the tree has a journal or an offload tier.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # keys of its pages, set while the tree has an offload tier
@@ -149,7 +151,7 @@ class TreePages:
 
 def present(pages: Ints) -> Ints:
     """Return the pages that are not NO_PAGE."""
-    return pages[pages >= 0]
+    return pages[pages >= _FIRST]
 
 
 class TreeWindows:
@@ -166,8 +168,10 @@ class TreeWindows:
         return bool(self._sliding)
 
     def within(self, pages: Ints, num_pages: int) -> Ints:
-        """Return a copy of pages [tables, n] with NO_PAGE outside the windows after `num_pages`
-        pages."""
+        """Return pages [tables, n] with NO_PAGE outside the windows after `num_pages` pages.
+        Returns a copy, or `pages` itself if there are no windows."""
+        if not self._sliding:
+            return pages
         kept = pages.copy()
         num_tokens = num_pages * self.tables.page_size
         for table, _ in self._sliding:
@@ -257,9 +261,6 @@ def _tokens_to_next_end(node: RadixNode) -> int:
         (node,) = node.children.values()
         num_tokens += len(node.tokens)
     return num_tokens
-
-
-NO_STATE = np.empty(0, np.int32)
 
 
 class TreeStates:

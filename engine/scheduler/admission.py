@@ -432,12 +432,14 @@ class PrefillAdmission:
     def _is_coming(self, request: Request) -> bool:
         """Return whether an offload tier is loading more of this request's prefix. Start the load
         if there is capacity."""
+        if self._tiers is None:
+            return False
 
         def over() -> None:
             request.brought = True
             request.note_brought(self._clock())
 
-        if self._tiers is not None and request.brought is None:
+        if request.brought is None:
             wanted = request.reusable_tokens, request.namespace
             if self._tiers.load(*wanted, self._cache.num_available, over):
                 request.brought = False
@@ -487,8 +489,9 @@ class PrefillAdmission:
         self, request: Request, match: PrefixMatch, end: int, adder: PrefillAdder
     ) -> ExtendRow:
         start = match.num_tokens
-        self._pages.hold(match.holding.flat(), PageHolder.REQUEST)
-        self._pages.hold(match.state, PageHolder.STEP)
+        if start:
+            self._pages.hold(match.holding.flat(), PageHolder.REQUEST)
+            self._pages.hold(match.state, PageHolder.STEP)
         fresh = self._cache.allocate(self._fresh_pages(request, match), PageHolder.REQUEST)
         assert fresh is not None
         holding = match.holding.and_behind(fresh, self._tables.state_pages)

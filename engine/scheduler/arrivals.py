@@ -495,7 +495,7 @@ class ActivePrefills:
         """Return whether the cache will soon have many more of these tokens than
         `cached_tokens`."""
         wanted = cached_tokens + WORTH_WAITING_TOKENS
-        if len(token_ids) < wanted:
+        if not self._left or len(token_ids) < wanted:
             return False
         under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
         return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())

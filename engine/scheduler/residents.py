@@ -145,7 +145,7 @@ class SlotOwners:
 
     def _release(self, request: Request, insert: bool) -> int:
         """Release the pages of a request on the device and in host memory. Return its slot, which
-        it keeps."""
+        it keeps until `_leave`."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -157,7 +157,6 @@ class SlotOwners:
         self._pages.drop(holding.flat(), PageHolder.REQUEST)
         self._running.leave(slot)
         self._admission.forget(request)
-        self._table.set_pages(slot, PageHolding.none(self._table.tables.num_tables))
         return slot
 
     def _leave(self, slot: int, request: Request) -> None:
