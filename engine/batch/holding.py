@@ -1,9 +1,9 @@
 """The pages of one request, as the parts of the engine pass them to each other."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from common.page_tables import PageSpan, PageTables
@@ -13,8 +13,7 @@ NO_PAGE = -1  # page 0 is valid
 _NO_PAGES = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageHolding:
+class PageHolding(msgspec.Struct, frozen=True, eq=False):
     """A request's pages. Immutable.
 
     tables: [tables, n]. Row t has the pages of page table t in order, and NO_PAGE for pages that
@@ -22,7 +21,7 @@ class PageHolding:
     """
 
     tables: Ints
-    state: Ints = field(default_factory=lambda: _NO_PAGES)
+    state: Ints = _NO_PAGES
 
     @classmethod
     def of(cls, *tables: Ints) -> Self:

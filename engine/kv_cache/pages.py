@@ -84,7 +84,8 @@ class AscendingRuns:
         return self._sorted
 
     def _sort(self) -> None:
-        self._sorted = np.sort(np.concatenate([self._sorted, *self._freed]))
+        self._sorted = np.concatenate([self._sorted, *self._freed])
+        self._sorted.sort()
         self._freed.clear()
 
 
@@ -190,13 +191,8 @@ class PageAllocator:
         if holder is not PageHolder.CACHE:
             users -= _ONE
             self._users[at] = users
-        if np.count_nonzero(users) == len(pages):
-            return
-        unused = at[users == _ZERO]
-        cached = self._cached[unused]
-        free = unused
-        if np.count_nonzero(cached):
-            free = unused[cached == _ZERO]
+        unused = _zeros(at, users)
+        free = _zeros(unused, self._cached[unused])
         if holder is PageHolder.CACHE:
             self.num_evictable -= len(free)
         else:
@@ -205,16 +201,18 @@ class PageAllocator:
         if len(free):
             self._free.put(free.astype(np.int32))
 
+    def unused(self, pages: Pages) -> NDArray[np.bool_]:
+        """Return for each page whether no kind of holder except CACHE has it."""
+        unused: NDArray[np.bool_] = self._users[pages.astype(np.intp)] == _ZERO
+        return unused
+
     def held_only_by(self, pages: Pages, holder: PageHolder) -> NDArray[np.bool_]:
         """Return for each page whether `holder` is its only kind of holder. False for free
         pages."""
         at = pages.astype(np.intp)
-        users, cached = self._users[at], self._cached[at]
-        only: NDArray[np.bool_]
-        if holder is PageHolder.CACHE:
-            only = (users == _ZERO) & (cached > _ZERO)
-        else:
-            only = (users > _ZERO) & (self._of[holder][at] == users + cached)
+        mine = self._of[holder][at]
+        all_holds = self._users[at] + self._cached[at]
+        only: NDArray[np.bool_] = (mine > _ZERO) & (mine == all_holds)
         return only
 
     def holds(self, holder: PageHolder) -> Ints:
@@ -259,3 +257,11 @@ class PageAllocator:
         ):
             if wrong:
                 raise EngineFault(f"pages: {sentence}; {self.by_holder()}")
+
+
+def _zeros(pages: NDArray[np.intp], counts: Ints) -> NDArray[np.intp]:
+    """Return the pages whose count is 0."""
+    num_others = np.count_nonzero(counts)
+    if not num_others:
+        return pages
+    return pages[counts == _ZERO] if num_others < len(pages) else pages[:0]

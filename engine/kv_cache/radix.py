@@ -483,6 +483,8 @@ class PrefixCache:
             self._queue(parent)
 
     def _record_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
+        if self._below is None and self._journal is None:
+            return
         lost: Iterable[int] = leaf.names[num_pages:]
         if self._below is not None:
             lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])

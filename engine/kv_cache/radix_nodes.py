@@ -136,15 +136,15 @@ class TreePages:
 
     def alone(self, node: RadixNode) -> NDArray[np.bool_]:
         """Return a mask of the pages that only the tree holds: [tables, n]."""
-        only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
-        return only.reshape(node.pages.shape) & (node.pages >= 0)
+        unused = self._pool.unused(node.pages.ravel())
+        return unused.reshape(node.pages.shape) & (node.pages >= _FIRST)
 
     def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at the node's end that have no other holder in any table."""
-        only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
-        if np.count_nonzero(only) == only.size:
+        unused = self._pool.unused(node.pages.ravel())
+        if np.count_nonzero(unused) == unused.size:
             return node.num_pages
-        in_use = (~only.reshape(node.pages.shape) & (node.pages >= 0)).any(axis=0)
+        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= _FIRST)).any(axis=0)
         (held,) = np.nonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
 
@@ -346,7 +346,7 @@ class TreeStates:
         return freed
 
     def _alone(self, node: RadixNode) -> bool:
-        return bool(self._pool.held_only_by(node.state, PageHolder.CACHE).all())
+        return bool(self._pool.unused(node.state).all())
 
 
 class ChunkRange(NamedTuple):

@@ -13,8 +13,9 @@ running requests), prompt tokens, and tokens of the chunk.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from common.config import SchedulerConfig
@@ -98,8 +99,7 @@ class PrefillAdder:
         return start + num_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtendRow:
+class ExtendRow(msgspec.Struct, frozen=True, eq=False):
     """A prompt row: the token indices [start, end) of a request that one forward computes.
 
     Attributes:
@@ -114,10 +114,10 @@ class ExtendRow:
     start: int
     end: int
     last: bool
-    resumed: Ints = field(default_factory=lambda: NO_STATE)
-    kept: Ints = field(default_factory=lambda: NO_STATE)
-    keep: int = 0
-    branch: int = 0
+    resumed: Ints
+    kept: Ints
+    keep: int
+    branch: int
 
     @property
     def states(self) -> tuple[Ints, ...]:
@@ -478,8 +478,8 @@ class PrefillAdmission:
         cached prefix."""
         if not match.num_tokens:
             return self._fresh_pages(request, match)
-        loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)
-        return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
+        evictable = self._pages.unused(match.pages)
+        return self._fresh_pages(request, match) + int(np.count_nonzero(evictable))
 
     def _fresh_pages(self, request: Request, match: PrefixMatch) -> int:
         num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages

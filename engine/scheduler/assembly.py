@@ -9,10 +9,11 @@ is read.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from common import distribution
@@ -45,8 +46,7 @@ _NO_SLOTS = np.empty(0, np.intp)
 _NO_CHECKPOINTS: tuple[StateCheckpoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True, eq=False):
     """The decode rows of a forward, by slot. Rows with more drafts come first.
 
     drafts, early: [num_rows]. None if all are 0.
@@ -262,8 +262,7 @@ class Speculation:
             self._matches[slot] = request.match
 
 
-@dataclass(slots=True, eq=False)
-class ScheduledStep:
+class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
     """One scheduling decision. From launch to result it holds its slots and the pages of `held`.
 
     Attributes:
@@ -277,7 +276,7 @@ class ScheduledStep:
     extends: Sequence[ExtendRow]
     slots: NDArray[np.intp]
     swaps: HostSwaps
-    orphans: list[Pages] = field(default_factory=list)
+    orphans: list[Pages] = msgspec.field(default_factory=list)
 
     def held(self) -> list[Pages]:
         """Return the pages that the step holds. Each page of each array has one hold. The pages of

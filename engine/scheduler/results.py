@@ -6,8 +6,8 @@ decides whether a token ends a request. The event loop reports the StepOutcome.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ from engine.scheduler.retraction import RetractedRequests
 _ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkDone:
+class ChunkDone(msgspec.Struct, frozen=True, eq=False):
     """A computed chunk. The KV of token indices [start, end) is final, in the request's own pages
     unless it has been retracted since.
 
@@ -54,8 +53,7 @@ class ChunkDone:
     pooled: NDArray[np.float32] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
+class FinishedRequest(msgspec.Struct, frozen=True):
     """A request that has ended.
 
     num_generated: number of tokens of the response, if its own last token ended it. Otherwise 0.
@@ -68,8 +66,7 @@ class FinishedRequest:
     corrupt_prefix: CorruptPrefix | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutcome:
+class StepOutcome(msgspec.Struct, frozen=True, eq=False):
     """The results of one step. New tokens come in columns with one entry per token, including the
     token that ends a request.
 
