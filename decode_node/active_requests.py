@@ -122,7 +122,8 @@ class TokenOutbox:
 
     def _post(self, stream: int, output: _StreamOutput) -> None:
         send = self._listeners.get(stream, self._channel.post)
-        _post_early(stream, output, send)
+        if output.logprobs or output.prompt_logprobs:
+            _post_early(stream, output, send)
         send(
             StepTokens(
                 stream,

@@ -11,6 +11,7 @@ from engine.batch.batch import Ints
 
 NO_PAGE = -1  # page 0 is valid
 _NO_PAGES = np.empty(0, np.int32)
+_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
 class PageHolding(msgspec.Struct, frozen=True, eq=False):
@@ -58,7 +59,7 @@ class PageHolding(msgspec.Struct, frozen=True, eq=False):
         """Return a copy of all present pages, table by table, then the state pages. All are
         distinct."""
         pages = self.tables.ravel()
-        present = pages[pages >= 0]
+        present = pages[pages >= _FIRST]
         return np.concatenate((present, self.state)) if len(self.state) else present
 
     def take(self, spans: Iterable[PageSpan]) -> Ints:

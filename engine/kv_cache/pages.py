@@ -25,7 +25,9 @@ class PageHolder(IntEnum):
     """The reason why a page must not be reused."""
 
     REQUEST = 0  # in the page table of a live request, which protects cached pages from eviction
-    STEP = 1  # a launched forward, or a copy before it, may still write or read it
+    # A launched forward may still write it although its request has released it, or a copy before
+    # the forward may still write or read it.
+    STEP = 1
     READ = 2  # bytes from a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
     COPY = 4  # copied to or from an offload tier, concurrent with steps

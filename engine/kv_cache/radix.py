@@ -112,7 +112,7 @@ class PrefixCache:
         self.enabled = enabled
         self._full = [window is None for window in windows]
         self._pool = pages
-        self._pages = TreePages(pages)
+        self._pages = TreePages(pages, has_gaps=not all(self._full))
         self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
         self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)

@@ -117,20 +117,25 @@ class RadixNode:
 
 
 class TreePages:
-    """The tree's holds in the pool, and its pages that have no other holder."""
+    """The tree's holds in the pool, and its pages that have no other holder.
 
-    def __init__(self, pool: PageAllocator) -> None:
+    Args:
+        has_gaps: whether entries may be NO_PAGE, because there are windows.
+    """
+
+    def __init__(self, pool: PageAllocator, *, has_gaps: bool) -> None:
         self._pool = pool
+        self._present = present if has_gaps else np.ndarray.ravel
         self.num_held = 0
 
     def hold(self, pages: Ints) -> None:
-        """Add a CACHE hold on pages. Entries may be NO_PAGE."""
-        there = present(pages)
+        """Add a CACHE hold on pages."""
+        there = self._present(pages)
         self._pool.hold(there, PageHolder.CACHE)
         self.num_held += len(there)
 
     def release(self, pages: Ints) -> None:
-        there = present(pages)
+        there = self._present(pages)
         self.num_held -= len(there)
         self._pool.drop(there, PageHolder.CACHE)
 

@@ -327,7 +327,8 @@ class LaunchedSteps:
         for step, start, end in self._rows(slot):
             first, past = start // self._table.page_size, self._table.tables.num_pages(end)
             pages = self._table.page_table[slot, :, first:past].flatten()
-            written = np.concatenate((pages, self._table.state[slot]))
+            pages = np.concatenate((pages, self._table.state[slot]))
+            written = pages[pages >= 0]  # a retracted request has released them before
             self._pages.hold(written, PageHolder.STEP)
             step.orphans.append(written)
 

@@ -5,9 +5,8 @@ next_rows.py decides which rows the next step has.
     join (KV is there already) ------------------------------>     |  ^
                                                         retracted <+--+
 
-It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots and the
-pages that it may write until `finish`. A request may therefore end, and its pages be released,
-while a forward still writes them.
+It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots until
+`finish`. A request may end while a forward still writes its pages. The step then holds them.
 """
 
 from collections import Counter
@@ -251,10 +250,9 @@ class Scheduler:
         assert request.slot is not None
         holding = self._table.holding_of(request.slot)
         num_pages = (len(tokens) - 1) // self._table.page_size
-        swapped = self._pages.holds(PageHolder.STEP)[
-            PageHolding(holding.tables[:, :num_pages]).flat()
-        ]
-        if swapped.any() or self._launched.compute(request.slot, num_pages * self._table.page_size):
+        whole = PageHolding(holding.tables[:, :num_pages]).flat()
+        swapped_in = self._pages.holds(PageHolder.STEP)[whole].any()
+        if swapped_in or self._launched.compute(request.slot, num_pages * self._table.page_size):
             return False
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
