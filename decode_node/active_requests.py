@@ -8,9 +8,9 @@ about queues or pages.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
@@ -49,17 +49,16 @@ _REASONS: Mapping[type[ServingError], str] = {QueueFull: "late", AdapterNotLoade
 MAX_LOGPROB_BYTES = 4 << 20  # per message or request. gRPC and frames have higher limits
 
 
-@dataclass(slots=True, eq=False)
-class _StreamOutput:
+class _StreamOutput(msgspec.Struct, eq=False):
     """The results for one router stream that are not sent yet. See StepTokens."""
 
-    requests: bytearray = field(default_factory=bytearray)
-    tokens: bytearray = field(default_factory=bytearray)
-    ended: list[RequestEnded] = field(default_factory=list)
-    begun: list[tuple[int, int]] = field(default_factory=list)
-    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-    predicted: list[tuple[int, PredictionUsage]] = field(default_factory=list)
+    requests: bytearray = msgspec.field(default_factory=bytearray)
+    tokens: bytearray = msgspec.field(default_factory=bytearray)
+    ended: list[RequestEnded] = msgspec.field(default_factory=list)
+    begun: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    logprobs: list[tuple[int, Logprobs]] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[tuple[int, Logprobs]] = msgspec.field(default_factory=list)
+    predicted: list[tuple[int, PredictionUsage]] = msgspec.field(default_factory=list)
 
 
 class TokenOutbox:
@@ -123,7 +122,8 @@ class TokenOutbox:
 
     def _post(self, stream: int, output: _StreamOutput) -> None:
         send = self._listeners.get(stream, self._channel.post)
-        _post_early(stream, output, send)
+        if output.logprobs or output.prompt_logprobs:
+            _post_early(stream, output, send)
         send(
             StepTokens(
                 stream,

@@ -182,9 +182,13 @@ class DecodeRole:
         if self._canary.unchecked or ProducerUp in map(type, events):
             events = self._canary.admitted(events, now)
         for event in events:
-            if self._sharing.take(event):
-                continue
             match event:
+                case HandoffAdmitted():
+                    self._handoffs.admitted(event)
+                case FirstTokenEvent():
+                    failed.append(self._handoffs.first_token(event))
+                case _ if self._sharing.take(event):
+                    continue
                 case ProducerUp():
                     self._queues.unpaired.producer_up(event)
                     self._active.counters.link(up=True)
@@ -195,10 +199,6 @@ class DecodeRole:
                     if self._queues.unpaired.producer_down(event, now):
                         self._active.counters.link(up=False)
                         self._control.links.pop(event.address, None)
-                case HandoffAdmitted():
-                    self._handoffs.admitted(event)
-                case FirstTokenEvent():
-                    failed.append(self._handoffs.first_token(event))
                 case CompletedEvent():
                     self._handoffs.completed(event)
                 case FailedEvent():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from common.errors import EngineFault
@@ -134,8 +135,7 @@ KEPT_LOGPROBS = 1024
 UNKNOWN_GIB_S = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class HandoffAttempt:
+class HandoffAttempt(msgspec.Struct, eq=False):
     """One attempt at a hand-off to this node.
 
     Attributes:

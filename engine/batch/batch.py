@@ -1,10 +1,11 @@
 """The interface between the scheduler and the runner: a batch, its launch, and its result."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,8 +64,7 @@ class StateCheckpoint:
     pages: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScheduleBatch:
+class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
     """The scheduler's decision for one step: plain integers in columns, one entry per row.
 
     Row i computes the token indices [starts[i], ends[i]) of the request in slots[i]. The KV before
@@ -165,8 +165,7 @@ class AcceptedRuns:
     counts: Ints  # [rows]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchResult:
+class BatchResult(msgspec.Struct, frozen=True, eq=False):
     """The result of one step, in host memory.
 
     tokens: [num_rows]. -1 if the row sampled no token. -2 if its logits contain NaN or Inf, even if
@@ -180,7 +179,7 @@ class BatchResult:
     tokens: Ints
     logprobs: RowLogprobRequest | None = None
     prompt_logprobs: RowLogprobRequest | None = None
-    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    pooled: Mapping[int, NDArray[np.float32]] = msgspec.field(default_factory=dict)
     runs: AcceptedRuns | None = None
 
 

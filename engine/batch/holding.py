@@ -1,9 +1,9 @@
 """The pages of one request, as the parts of the engine pass them to each other."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from common.page_tables import PageSpan, PageTables
@@ -11,10 +11,10 @@ from engine.batch.batch import Ints
 
 NO_PAGE = -1  # page 0 is valid
 _NO_PAGES = np.empty(0, np.int32)
+_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageHolding:
+class PageHolding(msgspec.Struct, frozen=True, eq=False):
     """A request's pages. Immutable.
 
     tables: [tables, n]. Row t has the pages of page table t in order, and NO_PAGE for pages that
@@ -22,7 +22,7 @@ class PageHolding:
     """
 
     tables: Ints
-    state: Ints = field(default_factory=lambda: _NO_PAGES)
+    state: Ints = _NO_PAGES
 
     @classmethod
     def of(cls, *tables: Ints) -> Self:
@@ -59,7 +59,7 @@ class PageHolding:
         """Return a copy of all present pages, table by table, then the state pages. All are
         distinct."""
         pages = self.tables.ravel()
-        present = pages[pages >= 0]
+        present = pages[pages >= _FIRST]
         return np.concatenate((present, self.state)) if len(self.state) else present
 
     def pages_of(self, spans: Iterable[PageSpan]) -> Ints:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
@@ -31,8 +32,7 @@ class FinishReason(IntEnum):
     MOVED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
+class RequestEnd(msgspec.Struct, frozen=True):
     """The reason why a request ended.
 
     Attributes:

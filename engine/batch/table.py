@@ -221,9 +221,9 @@ class SlotTable:
     def holding_of(self, slot: int) -> PageHolding:
         """Return a copy of the request's pages."""
         state = self.state[slot]
-        return PageHolding(
-            self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0]
-        )
+        if len(state):
+            state = state[state >= 0]
+        return PageHolding(self.page_table[slot, :, : self.num_pages[slot]].copy(), state)
 
     def pages_of(self, slot: int) -> Ints:
         """Return a copy of all pages of the request. They are distinct."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 
-# An array, because numpy would convert a Python int in every call, half the time of a short one.
-_ONE = np.array(1, np.int32)
+# Arrays, because numpy would convert a Python int in every call, half the time of a short one.
+_ZERO, _ONE = np.array(0, np.int32), np.array(1, np.int32)
 
 # numpy indexes several times faster with np.intp, so each call converts the pages once.
 Pages: TypeAlias = NDArray[np.integer[Any]]
@@ -25,11 +25,13 @@ class PageHolder(IntEnum):
     """The reason why a page must not be reused."""
 
     REQUEST = 0  # in the page table of a live request, which protects cached pages from eviction
-    STEP = 1  # a launched forward, or a copy before it, may still write or read it
+    # A launched forward may still write it although its request has released it, or a copy before
+    # the forward may still write or read it.
+    STEP = 1
     READ = 2  # bytes from a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
     COPY = 4  # copied to or from an offload tier, concurrent with steps
-    CACHE = 5  # in the prefix cache, or for a host page in the host cache
+    CACHE = 5  # in the prefix cache, or for a host page in the host cache. The last kind
 
 
 class FreeList(Protocol):
@@ -84,7 +86,8 @@ class AscendingRuns:
         return self._sorted
 
     def _sort(self) -> None:
-        self._sorted = np.sort(np.concatenate([self._sorted, *self._freed]))
+        self._sorted = np.concatenate([self._sorted, *self._freed])
+        self._sorted.sort()
         self._freed.clear()
 
 
@@ -113,7 +116,7 @@ class PageAllocator:
         self._holds = np.zeros((len(PageHolder), num_pages), np.int32)
         self._of = tuple(self._holds)  # views, by holder
         self._cached = self._of[PageHolder.CACHE]
-        self._total = np.zeros(num_pages, np.int32)  # column sums of _holds
+        self._users = np.zeros(num_pages, np.int32)  # holds of all kinds except CACHE
 
     @property
     def num_free(self) -> int:
@@ -131,9 +134,10 @@ class PageAllocator:
         pages = self._free.take(num_pages)
         at = pages.astype(np.intp)
         self._of[holder][at] = _ONE
-        self._total[at] = _ONE
         if holder is PageHolder.CACHE:
             self.num_evictable += num_pages
+        else:
+            self._users[at] = _ONE
         return pages
 
     def hold(self, pages: Pages, holder: PageHolder) -> None:
@@ -145,23 +149,29 @@ class PageAllocator:
         if not len(pages):
             return
         at, mine = pages.astype(np.intp), self._of[holder]
-        total = self._total[at]
-        if np.count_nonzero(total) < len(pages):
-            raise EngineFault(f"{holder.name} wants to hold free pages {pages[total == 0]}")
-        if self.num_evictable and holder is not PageHolder.CACHE:
-            self.num_evictable -= int(np.count_nonzero(total <= self._cached[at]))
+        users = self._users[at]
+        if np.count_nonzero(users) < len(pages):
+            unused = at[users == _ZERO]
+            cached = self._cached[unused]
+            if np.count_nonzero(cached) < len(unused):
+                free = unused[cached == _ZERO]
+                raise EngineFault(f"{holder.name} wants to hold free pages {free}")
+            if holder is not PageHolder.CACHE:
+                self.num_evictable -= len(unused)
         mine[at] = mine[at] + _ONE
-        self._total[at] = total + _ONE
+        if holder is not PageHolder.CACHE:
+            self._users[at] = users + _ONE
 
     def hold_even_free(self, pages: Pages, holder: PageHolder) -> None:
         """Add a hold as `hold` does, and remove free pages from the free list. O(free pages)."""
-        free = pages[self._total[pages] == 0].astype(np.int32)
+        free = pages[(self._users[pages] + self._cached[pages]) == 0].astype(np.int32)
         if len(free):
             self._free.remove(free)
             self._holds[holder, free] = 1
-            self._total[free] = 1
             if holder is PageHolder.CACHE:
                 self.num_evictable += len(free)
+            else:
+                self._users[free] = 1
         self.hold(pages[~np.isin(pages, free)], holder)
 
     def drop(self, pages: Pages, holder: PageHolder) -> None:
@@ -179,26 +189,32 @@ class PageAllocator:
                 f"{holder.name} drops pages that it does not hold: {pages[held == 0]}"
             )
         mine[at] = held - _ONE
-        total = self._total[at] - _ONE
-        self._total[at] = total
-        num_loose = int(np.count_nonzero(total <= self._cached[at]))  # only CACHE holds, or none
-        if not num_loose:
-            return
-        free = pages[total == 0].astype(np.int32)
+        users = self._users[at]
+        if holder is not PageHolder.CACHE:
+            users -= _ONE
+            self._users[at] = users
+        unused = _zeros(at, users)
+        free = _zeros(unused, self._cached[unused])
         if holder is PageHolder.CACHE:
             self.num_evictable -= len(free)
         else:
-            self.num_evictable += num_loose - len(free)
-            self.num_released += num_loose
+            self.num_evictable += len(unused) - len(free)
+            self.num_released += len(unused)
         if len(free):
-            self._free.put(free)
+            self._free.put(free.astype(np.int32))
+
+    def unused(self, pages: Pages) -> NDArray[np.bool_]:
+        """Return for each page whether no kind of holder except CACHE has it."""
+        unused: NDArray[np.bool_] = self._users[pages.astype(np.intp)] == _ZERO
+        return unused
 
     def held_only_by(self, pages: Pages, holder: PageHolder) -> NDArray[np.bool_]:
         """Return for each page whether `holder` is its only kind of holder. False for free
         pages."""
         at = pages.astype(np.intp)
-        total = self._total[at]
-        only: NDArray[np.bool_] = (total > 0) & (self._of[holder][at] == total)
+        mine = self._of[holder][at]
+        all_holds = self._users[at] + self._cached[at]
+        only: NDArray[np.bool_] = (mine > _ZERO) & (mine == all_holds)
         return only
 
     def holds(self, holder: PageHolder) -> Ints:
@@ -214,7 +230,7 @@ class PageAllocator:
         "cache" therefore counts the evictable pages.
         """
         counts = {"free": self.num_free}
-        left = self._total > 0
+        left = (self._users + self._cached) > 0
         for holder in PageHolder:
             mine = left & (self._of[holder] > 0)
             counts[holder.name.lower()] = int(np.count_nonzero(mine))
@@ -223,14 +239,15 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raise EngineFault if the counts are inconsistent. O(num_pages)."""
-        total = self._holds.sum(axis=0, dtype=np.int32)
+        users = self._holds[: PageHolder.CACHE].sum(axis=0, dtype=np.int32)
+        total = users + self._cached
         free = self._free.all()
         listed = np.zeros(self.num_pages, np.bool_)
         listed[free] = True
-        evictable = int(np.count_nonzero((total > 0) & (total == self._cached)))
+        evictable = int(np.count_nonzero((users == 0) & (self._cached > 0)))
         for sentence, wrong in (
             ("negative holds", bool((self._holds < 0).any())),
-            ("total is not the sum of the holds", not np.array_equal(total, self._total)),
+            ("users are not the sum of the holds", not np.array_equal(users, self._users)),
             ("a page is on the free list twice", np.count_nonzero(listed) != len(free)),
             ("a held page is on the free list", bool((total[listed] > 0).any())),
             (
@@ -242,3 +259,11 @@ class PageAllocator:
         ):
             if wrong:
                 raise EngineFault(f"pages: {sentence}; {self.by_holder()}")
+
+
+def _zeros(pages: NDArray[np.intp], counts: Ints) -> NDArray[np.intp]:
+    """Return the pages whose count is 0."""
+    num_others = np.count_nonzero(counts)
+    if not num_others:
+        return pages
+    return pages[counts == _ZERO] if num_others < len(pages) else pages[:0]

@@ -112,7 +112,7 @@ class PrefixCache:
         self.enabled = enabled
         self._full = [window is None for window in windows]
         self._pool = pages
-        self._pages = TreePages(pages)
+        self._pages = TreePages(pages, has_gaps=not all(self._full))
         self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
         self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
@@ -246,8 +246,10 @@ class PrefixCache:
         Call it once per turn of the loop. O(evicted pages), plus O(leaves in use) if pages became
         free or evictable since the last call.
         """
+        if not self._max_pages:
+            return
         excess = min(self.num_pages - self._max_pages, self._pool.num_evictable)
-        if not self._max_pages or excess <= 0 or self._trimmed_at == self._pool.num_released:
+        if excess <= 0 or self._trimmed_at == self._pool.num_released:
             return
         enough = self._evict_oldest(excess) >= excess
         self._trimmed_at = -1 if enough else self._pool.num_released
@@ -481,6 +483,8 @@ class PrefixCache:
             self._queue(parent)
 
     def _record_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
+        if self._below is None and self._journal is None:
+            return
         lost: Iterable[int] = leaf.names[num_pages:]
         if self._below is not None:
             lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])

@@ -33,6 +33,8 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 
 KEY_BYTES = 16
 PageKey = bytes
+NO_STATE = np.empty(0, np.int32)
+_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
 def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
@@ -84,7 +86,7 @@ class RadixNode:
         self.queued = False  # whether it has an entry in the heap of leaves
         self.passed = False  # whether it is in the queue of nodes that have a child
         self.resumed = False  # whether a request continued from within it
-        self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
+        self.state = NO_STATE  # pages of the state at its end, if one is kept
         # Names of its pages (namespace.py), set while the tree has a journal or an offload tier.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # keys of its pages, set while the tree has an offload tier
@@ -115,41 +117,46 @@ class RadixNode:
 
 
 class TreePages:
-    """The tree's holds in the pool, and its pages that have no other holder."""
+    """The tree's holds in the pool, and its pages that have no other holder.
 
-    def __init__(self, pool: PageAllocator) -> None:
+    Args:
+        has_gaps: whether entries may be NO_PAGE, because there are windows.
+    """
+
+    def __init__(self, pool: PageAllocator, *, has_gaps: bool) -> None:
         self._pool = pool
+        self._present = present if has_gaps else np.ndarray.ravel
         self.num_held = 0
 
     def hold(self, pages: Ints) -> None:
-        """Add a CACHE hold on pages. Entries may be NO_PAGE."""
-        there = present(pages)
+        """Add a CACHE hold on pages."""
+        there = self._present(pages)
         self._pool.hold(there, PageHolder.CACHE)
         self.num_held += len(there)
 
     def release(self, pages: Ints) -> None:
-        there = present(pages)
+        there = self._present(pages)
         self.num_held -= len(there)
         self._pool.drop(there, PageHolder.CACHE)
 
     def alone(self, node: RadixNode) -> NDArray[np.bool_]:
         """Return a mask of the pages that only the tree holds: [tables, n]."""
-        only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
-        return only.reshape(node.pages.shape) & (node.pages >= 0)
+        unused = self._pool.unused(node.pages.ravel())
+        return unused.reshape(node.pages.shape) & (node.pages >= _FIRST)
 
     def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at the node's end that have no other holder in any table."""
-        only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
-        if np.count_nonzero(only) == only.size:
+        unused = self._pool.unused(node.pages.ravel())
+        if np.count_nonzero(unused) == unused.size:
             return node.num_pages
-        in_use = (~only.reshape(node.pages.shape) & (node.pages >= 0)).any(axis=0)
+        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= _FIRST)).any(axis=0)
         (held,) = np.nonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
 
 
 def present(pages: Ints) -> Ints:
     """Return the pages that are not NO_PAGE."""
-    return pages[pages >= 0]
+    return pages[pages >= _FIRST]
 
 
 class TreeWindows:
@@ -166,8 +173,10 @@ class TreeWindows:
         return bool(self._sliding)
 
     def within(self, pages: Ints, num_pages: int) -> Ints:
-        """Return a copy of pages [tables, n] with NO_PAGE outside the windows after `num_pages`
-        pages."""
+        """Return pages [tables, n] with NO_PAGE outside the windows after `num_pages` pages.
+        Returns a copy, or `pages` itself if there are no windows."""
+        if not self._sliding:
+            return pages
         kept = pages.copy()
         num_tokens = num_pages * self.tables.page_size
         for table, _ in self._sliding:
@@ -259,9 +268,6 @@ def _tokens_to_next_end(node: RadixNode) -> int:
     return num_tokens
 
 
-NO_STATE = np.empty(0, np.int32)
-
-
 class TreeStates:
     """The recurrent states in the tree. Engine thread only. Does nothing for models without
     states."""
@@ -345,7 +351,7 @@ class TreeStates:
         return freed
 
     def _alone(self, node: RadixNode) -> bool:
-        return bool(self._pool.held_only_by(node.state, PageHolder.CACHE).all())
+        return bool(self._pool.unused(node.state).all())
 
 
 class ChunkRange(NamedTuple):

@@ -13,8 +13,9 @@ running requests), prompt tokens, and tokens of the chunk.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from common.config import SchedulerConfig
@@ -98,8 +99,7 @@ class PrefillAdder:
         return start + num_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtendRow:
+class ExtendRow(msgspec.Struct, frozen=True, eq=False):
     """A prompt row: the token indices [start, end) of a request that one forward computes.
 
     Attributes:
@@ -114,10 +114,10 @@ class ExtendRow:
     start: int
     end: int
     last: bool
-    resumed: Ints = field(default_factory=lambda: NO_STATE)
-    kept: Ints = field(default_factory=lambda: NO_STATE)
-    keep: int = 0
-    branch: int = 0
+    resumed: Ints
+    kept: Ints
+    keep: int
+    branch: int
 
     @property
     def states(self) -> tuple[Ints, ...]:
@@ -432,12 +432,14 @@ class PrefillAdmission:
     def _is_coming(self, request: Request) -> bool:
         """Return whether an offload tier is loading more of this request's prefix. Start the load
         if there is capacity."""
+        if self._tiers is None:
+            return False
 
         def over() -> None:
             request.brought = True
             request.note_brought(self._clock())
 
-        if self._tiers is not None and request.brought is None:
+        if request.brought is None:
             wanted = request.reusable_tokens, request.namespace
             if self._tiers.load(*wanted, self._cache.num_available, over):
                 request.brought = False
@@ -476,8 +478,8 @@ class PrefillAdmission:
         cached prefix."""
         if not match.num_tokens:
             return self._fresh_pages(request, match)
-        loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)
-        return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
+        evictable = self._pages.unused(match.pages)
+        return self._fresh_pages(request, match) + int(np.count_nonzero(evictable))
 
     def _fresh_pages(self, request: Request, match: PrefixMatch) -> int:
         num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages
@@ -487,8 +489,9 @@ class PrefillAdmission:
         self, request: Request, match: PrefixMatch, end: int, adder: PrefillAdder
     ) -> ExtendRow:
         start = match.num_tokens
-        self._pages.hold(match.holding.flat(), PageHolder.REQUEST)
-        self._pages.hold(match.state, PageHolder.STEP)
+        if start:
+            self._pages.hold(match.holding.flat(), PageHolder.REQUEST)
+            self._pages.hold(match.state, PageHolder.STEP)
         fresh = self._cache.allocate(self._fresh_pages(request, match), PageHolder.REQUEST)
         assert fresh is not None
         holding = match.holding.and_behind(fresh, self._tables.state_pages)

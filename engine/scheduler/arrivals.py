@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from common.queueing import STEP_S, PriorityClass, class_of, head_start_s
@@ -239,8 +240,7 @@ class FairQueue(Generic[_Key, _Owned]):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class PageClaim:
+class PageClaim(msgspec.Struct, frozen=True):
     """The pages and the slot that the first request of another queue needs."""
 
     arrived: float
@@ -252,8 +252,7 @@ class PageClaim:
         return self.arrived - head_start_s(self.priority)
 
 
-@dataclass(frozen=True, slots=True)
-class FreeCapacity:
+class FreeCapacity(msgspec.Struct, frozen=True):
     """Pages and slots that may be allocated now."""
 
     num_pages: int
@@ -495,7 +494,7 @@ class ActivePrefills:
         """Return whether the cache will soon have many more of these tokens than
         `cached_tokens`."""
         wanted = cached_tokens + WORTH_WAITING_TOKENS
-        if len(token_ids) < wanted:
+        if not self._left or len(token_ids) < wanted:
             return False
         under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
         return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())

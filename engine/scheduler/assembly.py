@@ -8,15 +8,17 @@ is read.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
+from common.errors import EngineFault
 from common.request import NOT_PREDICTED, PredictionUsage
 from engine.batch.batch import (
     TO_GUESS,
@@ -32,7 +34,7 @@ from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
 from engine.grammar.matching import Match
-from engine.kv_cache.pages import Pages
+from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
 from engine.kv_cache.radix_nodes import NO_STATE
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps
@@ -41,10 +43,10 @@ from engine.speculative import NOTHING, Speculator
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 _NO_SLOTS = np.empty(0, np.intp)
+_NO_CHECKPOINTS: tuple[StateCheckpoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True, eq=False):
     """The decode rows of a forward, by slot. Rows with more drafts come first.
 
     drafts, early: [num_rows]. None if all are 0.
@@ -260,25 +262,88 @@ class Speculation:
             self._matches[slot] = request.match
 
 
-@dataclass(slots=True, eq=False)
-class ScheduledStep:
-    """One scheduling decision. From launch to result it holds its slots and these pages."""
+class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
+    """One scheduling decision. From launch to result it holds its slots and the pages of `held`.
+
+    Attributes:
+        extends: the first rows.
+        slots: slots of the batch.
+        orphans: pages that the forward writes although their requests have released them, one array
+            per request. See LaunchedSteps.
+    """
 
     batch: ScheduleBatch
-    extends: Sequence[ExtendRow]  # the first rows
-    slots: NDArray[np.intp]  # batch.slots
-    # Pages that the forward writes. They are distinct, since rows share only whole pages of
-    # prefixes.
-    written: Pages
+    extends: Sequence[ExtendRow]
+    slots: NDArray[np.intp]
     swaps: HostSwaps
+    orphans: list[Pages] = msgspec.field(default_factory=list)
 
     def held(self) -> list[Pages]:
-        """Return the pages to hold. Each page of each array gets one hold. The pages of one array
-        are distinct."""
-        swap_in = self.swaps.swap_in
-        swapped = [swap_in.device_pages] if swap_in else []
-        states = [pages for row in self.extends for pages in row.states]
-        return [self.written, *self.swaps.saved, *swapped, *states]
+        """Return the pages that the step holds. Each page of each array has one hold. The pages of
+        one array are distinct."""
+        held = [*self.orphans, *self.swaps.saved]
+        if self.swaps.swap_in is not None:
+            held.append(self.swaps.swap_in.device_pages)
+        for row in self.extends:
+            held += row.states
+        return held
+
+
+class LaunchedSteps:
+    """The launched steps that are not finished, in the order of their launch.
+
+    A request holds its pages while a step writes them. If it releases them earlier, the step holds
+    the pages that it writes. Engine thread only.
+
+    Attributes:
+        split: the forward that is between two groups of its layers, if any.
+    """
+
+    def __init__(self, table: SlotTable, pages: PageAllocator) -> None:
+        self._table = table
+        self._pages = pages
+        self._steps: deque[ScheduledStep] = deque()
+        self.split: tuple[ScheduledStep, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[ScheduledStep]:
+        yield from self._steps
+        yield from self.split
+
+    def append(self, step: ScheduledStep) -> None:
+        self._steps.append(step)
+
+    def take(self, batch: ScheduleBatch) -> ScheduledStep:
+        """Remove and return the oldest step. Raises EngineFault if `batch` is not its batch."""
+        if not self._steps or self._steps[0].batch is not batch:
+            raise EngineFault(f"step {batch.step} is finished out of order")
+        return self._steps.popleft()
+
+    def hold_written(self, slot: int) -> None:
+        """Hold the pages that these steps write for the request in `slot`, which is about to
+        release them."""
+        for step, start, end in self._rows(slot):
+            first, past = start // self._table.page_size, self._table.tables.num_pages(end)
+            pages = self._table.page_table[slot, :, first:past].flatten()
+            pages = np.concatenate((pages, self._table.state[slot]))
+            written = pages[pages >= 0]  # a retracted request has released them before
+            self._pages.hold(written, PageHolder.STEP)
+            step.orphans.append(written)
+
+    def compute(self, slot: int, num_tokens: int) -> bool:
+        """Return whether these steps compute one of the first tokens of the request in `slot`."""
+        return any(start < num_tokens for _, start, _ in self._rows(slot))
+
+    def _rows(self, slot: int) -> Iterator[tuple[ScheduledStep, int, int]]:
+        """Yield the steps with this slot, and the token indices [start, end) that they compute,
+        wherever the row begins."""
+        for step in self if self._table.in_flight(slot) else ():
+            batch = step.batch
+            for row in (step.slots == slot).nonzero()[0].tolist():
+                early = 0 if batch.early is None else batch.early[row]
+                yield step, int(batch.starts[row] - early), int(batch.ends[row])
 
 
 class StepAssembler:
@@ -286,15 +351,12 @@ class StepAssembler:
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._page_bits = table.page_size.bit_length() - 1
-        # Arrays, because numpy would convert a Python int in every call.
-        self._one = np.array(1, np.int32)
-        self._shift = np.array(self._page_bits, np.int32)
+        self._one = np.array(1, np.int32)  # numpy would convert a Python int in every call
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
-        # Decode rows of the previous step, in both index types.
-        self._decodes = np.empty(0, np.intp)
-        self._decodes_in_batch = np.empty(0, np.int32)
+        # Rows of the previous step, in both index types.
+        self._slots = np.empty(0, np.intp)
+        self._slots_in_batch = np.empty(0, np.int32)
         # A slot is in flight if its step number is above `finished_step`. The numbers therefore
         # continue from the previous scheduler that used this table.
         self.num_steps = table.finished_step
@@ -306,41 +368,50 @@ class StepAssembler:
         swaps: HostSwaps,
     ) -> ScheduledStep:
         """Build a step: prompt rows first, then decode rows."""
-        table, decodes, early = self._table, rows.slots, rows.early
-        ends = table.length[decodes]
+        slots, early = rows.slots, rows.early
+        ends = self._table.length[slots]
         starts = ends - self._one
         if rows.drafts is not None:
             ends = ends + rows.drafts
-        if not len(decodes):
-            by_table = [_NO_SLOTS]
-        elif rows.drafts is None and early is None:
-            by_table = self._written(decodes, starts >> self._shift)
-        else:
-            by_table = self._written(*self._spans(decodes, starts, ends, early))
-        if table.tables.state_pages and len(decodes):
-            by_table.append(table.state[decodes].ravel().astype(np.intp))
-        written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
+        samples = self._all[: len(slots)]
+        mode = ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY
+        resumed = kept = _NO_CHECKPOINTS
+        if extends:
+            mode = ForwardMode.MIXED if len(slots) else ForwardMode.EXTEND
+            slots = _before([row.slot for row in extends], slots)
+            starts = _before([row.start for row in extends], starts)
+            ends = _before([row.end for row in extends], ends)
+            samples = _before([row.samples for row in extends], samples)
+            if early is not None:
+                early = _before([0] * len(extends), early)
+            if self._table.tables.state_pages:
+                resumed, kept = _checkpoints(extends)
         self.num_steps += 1
-        if decodes is not self._decodes:
-            self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
         batch = ScheduleBatch(
             self.num_steps,
-            ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY,
-            self._decodes_in_batch,
+            mode,
+            self._in_batch(slots),
             starts,
             ends,
-            self._all[: len(decodes)],
+            samples,
             swaps.swap_out,
             swaps.swap_in,
-            early=early,
+            resumed,
+            kept,
+            early,
         )
-        step = ScheduledStep(batch, (), decodes, written, swaps)
-        return self._with_prompts(extends, step) if extends else step
+        return ScheduledStep(batch, extends, slots, swaps)
+
+    def _in_batch(self, slots: NDArray[np.intp]) -> Ints:
+        """Return the slots in the type of a batch. Decode steps often have the same array."""
+        if slots is not self._slots:
+            self._slots, self._slots_in_batch = slots, slots.astype(np.int32)
+        return self._slots_in_batch
 
     def group(self, forward: ScheduledStep, layers: LayerGroup, swaps: HostSwaps) -> ScheduledStep:
         """Build the step of one group of layers of a split prefill.
 
-        The first group has the step number of the forward. The last group has its rows and pages.
+        The first group has the step number of the forward. The last group has its rows and holds.
         The other groups have no rows.
         """
         if layers.first:
@@ -357,63 +428,7 @@ class StepAssembler:
             return replace(forward, batch=batch, swaps=swaps)
         if layers.drops:
             return _without_tokens(forward, batch, swaps)
-        return ScheduledStep(batch, (), _NO_SLOTS, _NO_SLOTS, swaps)
-
-    def _with_prompts(
-        self, extends: Sequence[ExtendRow], of_decodes: ScheduledStep
-    ) -> ScheduledStep:
-        """Return the step with prompt rows inserted before its decode rows."""
-        decodes, early = of_decodes.batch, of_decodes.batch.early
-        if early is not None:
-            early = np.concatenate([np.zeros(len(extends), np.int32), early])
-        slots = _before([row.slot for row in extends], of_decodes.slots)
-        batch = ScheduleBatch(
-            decodes.step,
-            ForwardMode.MIXED if len(of_decodes.slots) else ForwardMode.EXTEND,
-            slots.astype(np.int32),
-            _before([row.start for row in extends], decodes.starts),
-            _before([row.end for row in extends], decodes.ends),
-            _before([row.samples for row in extends], decodes.samples),
-            decodes.swap_out,
-            decodes.swap_in,
-            resumed=tuple(
-                StateCheckpoint(place, 0, row.resumed)
-                for place, row in enumerate(extends)
-                if len(row.resumed)
-            ),
-            kept=tuple(
-                StateCheckpoint(place, row.keep - row.start, row.kept)
-                for place, row in enumerate(extends)
-                if len(row.kept)
-            ),
-            early=early,
-        )
-        prompts = [self._pages_of(row) for row in extends]
-        written: Pages = prompts[0]
-        if len(prompts) > 1 or len(of_decodes.written):
-            written = np.concatenate([of_decodes.written, *prompts])
-        return ScheduledStep(batch, extends, slots, written, of_decodes.swaps)
-
-    def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
-        """Return the page at each place of each slot, per page table."""
-        return [pages[slots, places].astype(np.intp) for pages in self._table.by_table]
-
-    def _spans(
-        self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
-    ) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Return slots and places of all pages that rows with several tokens may write, wherever
-        each row begins."""
-        firsts = (starts if early is None else starts - early) >> self._shift
-        counts = ((ends - self._one) >> self._shift) - firsts + self._one
-        behind = np.cumsum(counts) - counts
-        places = np.arange(int(counts.sum())) + np.repeat(firsts - behind, counts)
-        return np.repeat(slots, counts), places
-
-    def _pages_of(self, row: ExtendRow) -> Ints:
-        first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
-        pages: Ints = self._table.page_table[row.slot, :, first:past].flatten()  # a copy
-        state = self._table.state[row.slot]
-        return np.concatenate((pages, state)) if len(state) else pages
+        return ScheduledStep(batch, (), _NO_SLOTS, swaps)
 
 
 def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
@@ -422,16 +437,32 @@ def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate((prompts, decodes)) if len(decodes) else prompts
 
 
+def _checkpoints(
+    extends: Sequence[ExtendRow],
+) -> tuple[tuple[StateCheckpoint, ...], tuple[StateCheckpoint, ...]]:
+    """Return the states from which prompt rows continue, and those that they keep."""
+    resumed = tuple(
+        StateCheckpoint(place, 0, row.resumed)
+        for place, row in enumerate(extends)
+        if len(row.resumed)
+    )
+    kept = tuple(
+        StateCheckpoint(place, row.keep - row.start, row.kept)
+        for place, row in enumerate(extends)
+        if len(row.kept)
+    )
+    return resumed, kept
+
+
 def _without_tokens(
     forward: ScheduledStep, batch: ScheduleBatch, swaps: HostSwaps
 ) -> ScheduledStep:
-    """Return the step that ends a split prefill early. Its rows have no tokens. It holds all pages
-    of the forward."""
-    kept = [row.kept for row in forward.extends]
+    """Return the step that ends a split prefill early. Its rows have no tokens. It holds what the
+    forward holds."""
+    kept = [row.kept for row in forward.extends if len(row.kept)]
     rows = [
         replace(row, end=row.start, last=False, kept=NO_STATE, keep=0) for row in forward.extends
     ]
     none = np.zeros(len(rows), np.bool_)
     batch = replace(batch, ends=batch.starts, samples=none, resumed=(), kept=())
-    written = np.concatenate([forward.written, *kept])
-    return ScheduledStep(batch, rows, forward.slots, written, swaps)
+    return ScheduledStep(batch, rows, forward.slots, swaps, [*forward.orphans, *kept])

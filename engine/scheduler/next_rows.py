@@ -280,11 +280,12 @@ class RowSelector:
         """Return the decode rows that share a forward with a chunk: rows that need no page, or for
         which a page is available."""
         slots = self._quarantine.outside(self._running.ready())
+        if not len(slots):
+            return slots
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
             return slots[~np.isin(slots, full)]
-        if len(slots):
-            self._running.ratio.decay()
+        self._running.ratio.decay()
         return slots
 
     def _decodes(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -23,7 +23,7 @@ from engine.core import EngineCore
 from engine.grammar.matching import Match
 from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.assembly import ScheduledStep
+from engine.scheduler.assembly import LaunchedSteps, ScheduledStep
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import QuarantineQueue, RunningBatch
 
@@ -59,6 +59,7 @@ class SlotOwners:
         running: RunningBatch,
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
+        launched: LaunchedSteps,
     ) -> None:
         self._table = core.table
         self._pages = core.pages
@@ -68,6 +69,7 @@ class SlotOwners:
         self._running = running
         self._retracted = retracted
         self._quarantine = quarantine
+        self._launched = launched
         self._requests: dict[int, Request] = {}
         self.num_ended = 0
 
@@ -143,7 +145,7 @@ class SlotOwners:
 
     def _release(self, request: Request, insert: bool) -> int:
         """Release the pages of a request on the device and in host memory. Return its slot, which
-        it keeps."""
+        it keeps until `_leave`."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -151,10 +153,10 @@ class SlotOwners:
             self._retracted.forget(request)
         elif insert:
             self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
+        self._launched.hold_written(slot)
         self._pages.drop(holding.flat(), PageHolder.REQUEST)
         self._running.leave(slot)
         self._admission.forget(request)
-        self._table.set_pages(slot, PageHolding.none(self._table.tables.num_tables))
         return slot
 
     def _leave(self, slot: int, request: Request) -> None:

@@ -6,8 +6,8 @@ decides whether a token ends a request. The event loop reports the StepOutcome.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ from engine.scheduler.retraction import RetractedRequests
 _ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkDone:
+class ChunkDone(msgspec.Struct, frozen=True, eq=False):
     """A computed chunk. The KV of token indices [start, end) is final, in the request's own pages
     unless it has been retracted since.
 
@@ -54,8 +53,7 @@ class ChunkDone:
     pooled: NDArray[np.float32] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
+class FinishedRequest(msgspec.Struct, frozen=True):
     """A request that has ended.
 
     num_generated: number of tokens of the response, if its own last token ended it. Otherwise 0.
@@ -68,8 +66,7 @@ class FinishedRequest:
     corrupt_prefix: CorruptPrefix | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutcome:
+class StepOutcome(msgspec.Struct, frozen=True, eq=False):
     """The results of one step. New tokens come in columns with one entry per token, including the
     token that ends a request.
 
@@ -158,28 +155,43 @@ class StepResults:
         Args:
             predicted: as in StepOutcome.
         """
-        batch = step.batch
         chunks: list[ChunkDone] = []
         finished: list[FinishedRequest] = []
+        wanted = self._wanted_logprobs(step.batch, result.logprobs)
         slots, tokens = step.slots, result.tokens
         if step.extends:
-            self._finish_chunks(step.extends, result, chunks, finished)
-            sampled = batch.samples
-            slots, tokens = slots[sampled], tokens[sampled]
-        computed, places = slots, self._table.known[slots]
-        before = places
-        if result.runs is not None:
-            slots, places, tokens = self._in_order(slots, places, result.runs)
-        slots, places, tokens = self._chosen(slots, places, tokens)
-        wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
-        inserted = {row.slot: row.end for row in step.extends}
-        slots, tokens = self._finish_tokens(slots, places, tokens, inserted, finished)
-        if self._sliding:
-            self._free_behind(computed, before)
+            begun = self._finish_chunks(step.extends, result, chunks, finished)
+            num_prompts = len(step.extends)
+            decoded = slots[num_prompts:], tokens[num_prompts:]
+            slots, tokens = slots[begun], tokens[begun]
+            if len(decoded[0]):
+                decoded = self._finish_decodes(*decoded, None, finished)
+                slots = np.concatenate((slots, decoded[0]))
+                tokens = np.concatenate((tokens, decoded[1]))
+        else:
+            slots, tokens = self._finish_decodes(slots, tokens, result.runs, finished)
         self.num_tokens += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
         logprobs = self._reported_logprobs(slots, wanted) if wanted else ()
         return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
+
+    def _finish_decodes(
+        self,
+        slots: NDArray[np.intp],
+        tokens: Ints,
+        runs: AcceptedRuns | None,
+        finished: list[FinishedRequest],
+    ) -> tuple[NDArray[np.intp], Ints]:
+        """Append the tokens of decode rows. Return slot and token of all tokens to report."""
+        computed, places = slots, self._table.known[slots]
+        before = places
+        if runs is not None:
+            slots, places, tokens = self._in_order(slots, places, runs)
+        slots, places, tokens = self._chosen(slots, places, tokens)
+        reported = self._finish_tokens(slots, places, tokens, finished)
+        if self._sliding:
+            self._free_behind(computed, before)
+        return reported
 
     def _chosen(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints
@@ -199,9 +211,14 @@ class StepResults:
         result: BatchResult,
         chunks: list[ChunkDone],
         finished: list[FinishedRequest],
-    ) -> None:
-        """Insert computed chunks into the prefix cache. End requests that were aborted between two
-        chunks."""
+    ) -> list[int]:
+        """Insert computed chunks into the prefix cache, and append first tokens. End requests that
+        were aborted between two chunks.
+
+        Returns:
+            The rows whose token is to be reported.
+        """
+        begun = []
         tokens = result.tokens[: len(extends)].tolist()
         for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
             request = row.request
@@ -209,30 +226,45 @@ class StepResults:
                 continue  # the request ended in an earlier step
             self._admission.computed(row)
             if token == NOT_FINITE:  # no request may use its pages
-                if not row.samples:
-                    finish = self.rule.decide(request, token, at_limit=False)
-                    assert finish is not None
-                    corrupt = self._residents.end_at_fault(request)
-                    finished.append(FinishedRequest(request, finish, corrupt_prefix=corrupt))
+                finish = self.rule.decide(request, token, at_limit=False)
+                assert finish is not None
+                corrupt = self._residents.end_at_fault(request)
+                finished.append(FinishedRequest(request, finish, corrupt_prefix=corrupt))
                 continue
             if request not in self._retracted:  # retracted requests have no pages on the device
-                holding = self._table.holding_of(row.slot)
-                self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
-                if len(row.kept):
-                    self._cache.insert(
-                        request.token_ids[: row.keep], holding, request.namespace, state=row.kept
-                    )
-                if self._sliding:
-                    self._pages.drop(self._table.free_behind(row.slot, row.end), PageHolder.REQUEST)
-            if request.to_finish is None:
+                self._insert(row)
+            finish, num_generated = request.to_finish, 0
+            if finish is None:
                 chosen = row.samples and not self._table.unchosen[row.slot]
                 chunks.append(_chunk(row, place, token if chosen else None, result))
-                if row.last and not row.samples:
-                    finished.append(FinishedRequest(request, RequestEnd(FinishReason.STOP)))
-                    self._residents.end(request)
-            elif not row.samples:
-                finished.append(FinishedRequest(request, request.to_finish))
+                if chosen:
+                    num_tokens = row.end + 1
+                    if 0 <= token < self.rule.vocabulary_size:
+                        self._table.tokens[row.slot, row.end] = token
+                        self._table.known[row.slot] = num_tokens
+                        begun.append(place)
+                    at_limit = bool(num_tokens >= self._table.max_length[row.slot])
+                    finish = self.rule.decide(request, token, at_limit)
+                    num_generated = num_tokens - request.num_prompt
+                elif row.samples:  # as if it had not been in the step
+                    self._table.length[row.slot] -= 1
+                elif row.last:
+                    finish = RequestEnd(FinishReason.STOP)
+            if finish is not None:
+                finished.append(FinishedRequest(request, finish, num_generated))
                 self._residents.end(request)
+        return begun
+
+    def _insert(self, row: ExtendRow) -> None:
+        """Insert a computed chunk into the prefix cache."""
+        request, holding = row.request, self._table.holding_of(row.slot)
+        self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
+        if len(row.kept):
+            self._cache.insert(
+                request.token_ids[: row.keep], holding, request.namespace, state=row.kept
+            )
+        if self._sliding:
+            self._pages.drop(self._table.free_behind(row.slot, row.end), PageHolder.REQUEST)
 
     def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
         """Free the pages that left the attention window, for rows that filled a page.
@@ -249,10 +281,12 @@ class StepResults:
             self._pages.drop(self._table.free_behind(slot, past), PageHolder.REQUEST)
 
     def _wanted_logprobs(
-        self, batch: ScheduleBatch, found: RowLogprobRequest
+        self, batch: ScheduleBatch, found: RowLogprobRequest | None
     ) -> Mapping[int, Logprobs]:
         """Return the logprobs by slot, for requests that asked for them and still have a slot."""
-        wanted = {}
+        wanted: dict[int, Logprobs] = {}
+        if found is None:
+            return wanted
         for row in np.unique(found.rows).tolist():
             slot = int(batch.slots[row])
             request = self._residents.by_slot.get(slot)
@@ -306,16 +340,12 @@ class StepResults:
         slots: NDArray[np.intp],
         places: Ints,
         tokens: Ints,
-        inserted: Mapping[int, int],
         finished: list[FinishedRequest],
     ) -> tuple[NDArray[np.intp], Ints]:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
 
         Only the last of a row's tokens may end its request.
-
-        Args:
-            inserted: number of tokens that this step has inserted into the prefix cache, by slot.
         """
         table = self._table
         live = table.live[slots]
@@ -344,7 +374,7 @@ class StepResults:
             if token == NOT_FINITE:
                 corrupt = self._residents.end_at_fault(request)
             else:
-                self._residents.end(request, insert=inserted.get(slot) != num_computed)
+                self._residents.end(request, insert=True)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
         return reported[:2]
 

@@ -11,7 +11,7 @@ pages allocated until the step is finished.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -69,9 +69,14 @@ class HostSwaps:
 
 class RetractedRequests:
     """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
-    equal ones in the order in which they were retracted."""
+    equal ones in the order in which they were retracted.
 
-    def __init__(self, core: EngineCore) -> None:
+    Args:
+        hold_written: see LaunchedSteps.
+    """
+
+    def __init__(self, core: EngineCore, hold_written: Callable[[int], None]) -> None:
+        self._hold_written = hold_written
         self._table = core.table
         self._pages = core.pages
         self._host = core.host_pages
@@ -127,6 +132,7 @@ class RetractedRequests:
         now, had = self._clock(), self._saved_of(slot)
         holding = self._table.holding_of(slot)
         pages = holding.flat()
+        self._hold_written(slot)
         self._table.set_pages(slot, PageHolding.none(len(holding.tables)))
         self._pages.drop(pages, PageHolder.REQUEST)
         request.swapped_out(now)

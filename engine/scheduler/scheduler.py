@@ -5,12 +5,11 @@ next_rows.py decides which rows the next step has.
     join (KV is there already) ------------------------------>     |  ^
                                                         retracted <+--+
 
-It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots and the
-pages that it may write until `finish`. A request may therefore end, and its pages be released,
-while a forward still writes them.
+It knows no nodes, transfers or sockets, and never blocks. A launched step holds its slots until
+`finish`. A request may end while a forward still writes its pages. The step then holds them.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -26,7 +25,7 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, PageClaim
-from engine.scheduler.assembly import DecodeRows, ScheduledStep, Speculation, StepAssembler
+from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler
 from engine.scheduler.next_rows import (
     NO_ROWS,
     Preemption,
@@ -82,7 +81,8 @@ class Scheduler:
             config.schedule_conservativeness,
         )
         self._running = RunningBatch(core.table, core.cache, ratio)
-        self._retracted = RetractedRequests(core)
+        self._launched = LaunchedSteps(core.table, core.pages)
+        self._retracted = RetractedRequests(core, self._launched.hold_written)
         self._admission = PrefillAdmission(config, core, self._retracted, ratio, on_admit)
         self._speculation: Speculation | None = None
         if core.speculator is not None:
@@ -93,7 +93,12 @@ class Scheduler:
             config, core, self._running, self._retracted, self._quarantine
         )
         self._residents = SlotOwners(
-            core, self._admission, self._running, self._retracted, self._quarantine
+            core,
+            self._admission,
+            self._running,
+            self._retracted,
+            self._quarantine,
+            self._launched,
         )
         self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
@@ -112,8 +117,9 @@ class Scheduler:
         self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
-        self._split = SplitForwardState(core.table, core.pages, self._residents, self._assembler)
-        self._launched: deque[ScheduledStep] = deque()
+        self._split = SplitForwardState(
+            core.table, self._residents, self._assembler, self._launched
+        )
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -243,8 +249,10 @@ class Scheduler:
             return False
         assert request.slot is not None
         holding = self._table.holding_of(request.slot)
-        whole = PageHolding(holding.tables[:, : (len(tokens) - 1) // self._table.page_size])
-        if self._pages.holds(PageHolder.STEP)[whole.flat()].any():
+        num_pages = (len(tokens) - 1) // self._table.page_size
+        whole = PageHolding(holding.tables[:, :num_pages]).flat()
+        swapped_in = self._pages.holds(PageHolder.STEP)[whole].any()
+        if swapped_in or self._launched.compute(request.slot, num_pages * self._table.page_size):
             return False
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
@@ -291,7 +299,7 @@ class Scheduler:
     @property
     def computes(self) -> bool:
         """Return whether a launched step is unfinished."""
-        return bool(self._launched or self._split.forwards)
+        return bool(self._launched or self._launched.split)
 
     def requeue_all(self) -> None:
         """Release all KV of the requests, and queue them to be recomputed from their tokens.
@@ -438,13 +446,13 @@ class Scheduler:
         """
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
-        if may_help and self._admission.chunked is None and not self._split.forwards:
+        if may_help and self._admission.chunked is None and not self._launched.split:
             first = waiting.most_urgent()
             self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch_rest(self) -> ScheduleBatch | None:
         """Launch the remaining layers of a split prefill."""
-        if not self._split.forwards:
+        if not self._launched.split:
             return None
         assert isinstance(self._next_rows, SplitSelector)
         return self._launch(self._next_rows.choose_rest(), alone=False)
@@ -457,7 +465,6 @@ class Scheduler:
             decodes = self._speculation.rows(rows.decodes, verify=verify)
         if rows.layers is None:
             step = self._assembler.assemble(rows.extends, decodes, swaps)
-            self._pages.hold(step.written, PageHolder.STEP)
         else:
             step = self._split.step(rows, swaps)
         if swaps.swap_in is not None:  # the retraction has already added the holds of swap_out
@@ -489,9 +496,7 @@ class Scheduler:
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
         """Apply the result of the oldest launched step."""
-        if not self._launched or self._launched[0].batch is not batch:
-            raise EngineFault(f"step {batch.step} is finished out of order")
-        step = self._launched.popleft()
+        step = self._launched.take(batch)
         speculation = self._speculation
         predicted = () if speculation is None else speculation.finish(batch, result.runs)
         outcome = self._results.apply(step, result, predicted)
@@ -577,7 +582,6 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        held = [*self._launched, *self._split.forwards]
-        check_books(self._core, self._residents, self._retracted, held, elsewhere)
+        check_books(self._core, self._residents, self._retracted, [*self._launched], elsewhere)
         if not self.has_work:
             self._running.ratio.reset()

@@ -20,9 +20,8 @@ import numpy as np
 
 from engine.batch.batch import LayerGroup
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.assembly import DecodeRows, ScheduledStep, StepAssembler
+from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
 from engine.scheduler.next_rows import ReservedCapacity, RowSelector, SelectedRows
 from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retraction import HostSwaps
@@ -37,23 +36,26 @@ class SplitForwardState:
     """The forward that is between two groups of its layers, at most one. Engine thread only.
 
     Attributes:
-        forwards: the forward. Its slots and pages are held here until its last group is launched.
         next_layer: first layer of its next group.
     """
 
     def __init__(
         self,
         table: SlotTable,
-        pages: PageAllocator,
         residents: SlotOwners,
         assembler: StepAssembler,
+        launched: LaunchedSteps,
     ) -> None:
         self._table = table
-        self._pages = pages
         self._residents = residents
         self._assembler = assembler
-        self.forwards: tuple[ScheduledStep, ...] = ()
+        self._launched = launched
         self.next_layer = 0
+
+    @property
+    def forwards(self) -> tuple[ScheduledStep, ...]:
+        """Return the forward, until its last group is launched."""
+        return self._launched.split
 
     @property
     def num_tokens(self) -> int:
@@ -67,20 +69,19 @@ class SplitForwardState:
         )
 
     def step(self, rows: SelectedRows, swaps: HostSwaps) -> ScheduledStep:
-        """Return the step of one group of layers, and hold its pages."""
+        """Return the step of one group of layers."""
         layers = rows.layers
         assert layers is not None
         if not layers.first:
-            self.forwards = (self._begun(rows),)
+            self._launched.split = (self._begun(rows),)
         (forward,) = self.forwards
         self.next_layer = layers.past
         if layers.is_last or layers.drops:
-            self.forwards = ()
+            self._launched.split = ()
         return self._assembler.group(forward, layers, swaps)
 
     def _begun(self, rows: SelectedRows) -> ScheduledStep:
         forward = self._assembler.assemble(rows.extends, DecodeRows(rows.decodes), _NO_SWAPS)
-        self._pages.hold(forward.written, PageHolder.STEP)
         self._table.hold(forward.slots, _UNKNOWN_STEP)
         for row in rows.extends:
             self._residents.record(row.slot, row.request)

@@ -1,11 +1,12 @@
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import triton
+from msgspec.structs import replace
 
 from common.errors import EngineFault
 from engine.batch.batch import BatchResult, ForwardMode, LayerGroup, ScheduleBatch

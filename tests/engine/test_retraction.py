@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from common.errors import EngineFault
@@ -256,6 +257,26 @@ def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_sa
     rig.run()
     begun = {chunk.request.key for chunk in rig.chunks if chunk.first_token is not None}
     assert begun == rig.tokens.keys()
+
+
+def test_the_end_of_a_retracted_request_whose_step_is_in_flight_holds_no_more_pages():
+    rig = _rig(swap_pages=0)
+    requests = [rig.add([i] * 14, max_tokens=60) for i in range(3)]
+    choose, aborted = rig.scheduler.next_batch, []
+
+    def next_batch():
+        batch = choose()
+        if rig.scheduler.num_retracted and not aborted:
+            before = rig.pages.holds(PageHolder.STEP)
+            assert before.any()  # the step in flight writes a page that the request has released
+            aborted.extend(each for each in requests if not rig.table.num_pages[each.slot])
+            rig.abort(aborted[0])
+            assert np.array_equal(rig.pages.holds(PageHolder.STEP), before)
+        return batch
+
+    rig.scheduler.next_batch = next_batch
+    rig.run()
+    assert aborted
 
 
 # Seen failing, both ways, where nobody looks at what the launched step has yet to write.

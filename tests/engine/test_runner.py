@@ -2,12 +2,12 @@
 
 import threading
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from common.errors import InvalidRequest
 from common.requests.sampling import SamplingParams, check

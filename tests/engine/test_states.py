@@ -74,14 +74,16 @@ def test_of_a_row_whose_numbers_are_not_finite_nothing_is_kept(chunk, length):
     one.assert_at_rest()
 
 
-def test_a_launched_step_holds_the_states_that_it_writes():
+def test_a_launched_step_holds_the_state_that_it_writes_for_an_ended_request():
     one = rig(chunked_prefill_tokens=32)
-    request = one.add(prompt(100), 20)
+    fifth = one.expected(one.request(prompt(100), 20))[0][4]
+    request = one.add(prompt(100), 20, stop=(fifth,))
     while request.key not in one.finished:
+        if request.slot is not None:
+            state = one.table.state[request.slot].copy()
         one.step()
-        if one.in_flight is not None:
-            slots = one.in_flight.batch.slots
-            assert (one.pages.holds(PageHolder.STEP)[one.table.state[slots]] > 0).all()
+    assert one.in_flight is not None
+    assert (one.pages.holds(PageHolder.STEP)[state] == 1).all()
     one.run()
 
 
