@@ -82,13 +82,18 @@ def _derive_types_once() -> None:
             raise TypeError("0d block_type is forbidden")
         self.numel = numel(*self.shape)
 
+    def with_element_ty(self: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
+        made = object.__new__(tl.block_type)
+        made.element_ty, made.shape, made.numel = scalar_ty, self.shape, self.numel
+        return made
+
     def make_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_and_numel(*(type.shape if type.is_block() else ()))
 
     core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap_if_constexpr, get_np_dtype
     tl.dtype.__eq__, tl.tensor.__init__ = equal, make_tensor
-    tl.block_type.__init__ = make_block_type
+    tl.block_type.__init__, tl.block_type.with_element_ty = make_block_type, with_element_ty
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
 
 
