@@ -259,6 +259,25 @@ def greedy_tokens(
     return generated
 
 
+def confirmed_tokens(
+    model: PreTrainedModel, prompt: Sequence[int], guessed: Sequence[int]
+) -> list[int]:
+    """Return the tokens that `model` generates greedily, as many as are guessed.
+
+    A right guess costs one forward, where `greedy_tokens` needs one for each token.
+    """
+    tokens: list[int] = []
+    while len(tokens) < len(guessed):
+        text = [*prompt, *tokens, *guessed[len(tokens) : -1]]
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[0, len(prompt) + len(tokens) - 1 :]
+        for token, guess in zip(logits.argmax(-1).tolist(), guessed[len(tokens) :], strict=True):
+            tokens.append(token)
+            if token != guess:
+                break
+    return tokens
+
+
 def _byte_letters() -> list[str]:
     """Return the printable letter for each byte in byte-level tokenizers, in order of bytes."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
