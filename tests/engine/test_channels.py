@@ -15,6 +15,7 @@ from api.parsers.harmony import Channels
 from api.parsers.model_format import ModelFormat
 from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
+from engine.grammar.matching import allows, words_of
 
 MARKERS = (
     "<|start|>",
@@ -74,20 +75,41 @@ def _ids(text: str) -> list[int]:
     return ids
 
 
-def _may_come(matcher: Any) -> set[int]:
-    bits = np.full((1, (256 + len(MARKERS) + 31) // 32), -1, np.int32)
+def _mask(matcher: Any) -> Any:
+    bits = np.full((1, words_of(256 + len(MARKERS))), -1, np.int32)
     matcher.fill_next_token_bitmask(bits, 0)
-    return {token for token in range(256 + len(MARKERS)) if bits[0, token // 32] >> token % 32 & 1}
+    return bits[0]
+
+
+def _follow(made: GrammarCompilers, guide: GuidedDecoding, ids: list[int]) -> Any:
+    """Return a matcher behind these tokens, or None if a mask forbids one of them."""
+    matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
+    for token in ids:
+        if not allows(_mask(matcher), token):
+            return None
+        assert matcher.accept_token(token)
+    return matcher
 
 
 def _follows(made: GrammarCompilers, guide: GuidedDecoding, ids: list[int]) -> bool:
     """Return whether a response can consist of these tokens, each of which its mask allows."""
-    matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
-    for token in ids:
-        if token not in _may_come(matcher):
-            return False
-        assert matcher.accept_token(token)
-    return bool(matcher.is_terminated())
+    matcher = _follow(made, guide, ids)
+    return matcher is not None and bool(matcher.is_terminated())
+
+
+def _ends(made: GrammarCompilers, guide: GuidedDecoding, text: str) -> set[int]:
+    """Return the tokens with which a response of this text can end."""
+    matcher = _follow(made, guide, _ids(text))
+    if matcher is None:
+        return set()
+    mask, found = _mask(matcher), set()
+    for token in ENDS:
+        if allows(mask, token):
+            assert matcher.accept_token(token)
+            if matcher.is_terminated():
+                found.add(token)
+            matcher.rollback(1)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -99,8 +121,7 @@ def test_an_answer_that_must_call_may_think_first(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
-        for end in MARKERS[5:]:
-            assert _follows(made, guide, _ids(answer + end))
+        assert _ends(made, guide, answer) == ENDS
         assert not _follows(made, guide, _ids(answer))
     more = f"{answer}<|end|><|start|>assistant{PARIS}{CALL_ENDS}"
     assert _follows(made, calls[True], _ids(more))
@@ -136,8 +157,7 @@ def test_an_answer_that_must_call_can_be_nothing_else(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
-        for end in MARKERS[5:]:
-            assert not _follows(made, guide, _ids(answer + end))
+        assert not _ends(made, guide, answer)
 
 
 FINAL, PREAMBLE = (f"<|channel|>{each}<|message|>{{so: [TOOL" for each in ("final", "commentary"))
@@ -167,8 +187,7 @@ def test_an_answer_that_need_not_call_is_free(
     made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in free.values():
-        for end in MARKERS[5:]:
-            assert _follows(made, guide, _ids(answer + end))
+        assert _ends(made, guide, answer) == ENDS
 
 
 @pytest.mark.parametrize("before", ["", THOUGHT, f"{THOUGHT}{PREAMBLE}{AND}"])
@@ -203,8 +222,7 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(
     made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], before: str, bad: str
 ) -> None:
     for guide in free.values():
-        for end in MARKERS[5:]:
-            assert not _follows(made, guide, _ids(before + bad + end))
+        assert not _ends(made, guide, before + bad)
 
 
 def test_markers_that_are_spelt_are_no_markers(
@@ -223,7 +241,8 @@ def test_what_is_thought_ends_with_its_marker_alone(
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(calls[True])))
     for token in _ids("<|channel|>analysis<|message|>hm"):
         assert matcher.accept_token(token)
-    assert _may_come(matcher) & set(TOKENS.values()) == {TOKENS["<|end|>"]}
+    mask = _mask(matcher)
+    assert [marker for marker in MARKERS if allows(mask, TOKENS[marker])] == ["<|end|>"]
 
 
 def test_a_call_under_the_grammar_is_heard(made: GrammarCompilers) -> None:
@@ -261,18 +280,15 @@ def test_the_final_channel_keeps_to_a_form(
     assert form is not None
     held = tag(Channels(TOKENS).final(form))
     header = "<|channel|>final<|message|>"
+    more = f"<|end|><|start|>assistant{header}hello"
     for thought in ("", THOUGHT):
-        for end in MARKERS[5:]:
-            for text in good:
-                assert _follows(made, held, _ids(thought + header + text + end)), text
-                assert not _follows(made, held, _ids(thought + text + end))
-                assert not _follows(
-                    made, held, _ids(f"{thought}<|channel|>commentary<|message|>{text}{end}")
-                )
-                more = f"<|end|><|start|>assistant{header}hello"
-                assert not _follows(made, held, _ids(thought + header + text + more + end))
-            for text in bad:
-                assert not _follows(made, held, _ids(thought + header + text + end)), text
+        for text in good:
+            assert _ends(made, held, thought + header + text) == ENDS, text
+            assert not _ends(made, held, thought + text)
+            assert not _ends(made, held, f"{thought}<|channel|>commentary<|message|>{text}")
+            assert not _ends(made, held, thought + header + text + more)
+        for text in bad:
+            assert not _ends(made, held, thought + header + text), text
 
 
 def test_what_is_no_form_by_itself_is_none() -> None:

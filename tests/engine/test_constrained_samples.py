@@ -79,19 +79,26 @@ def _edited(works: Sequence[Any], logits: Tensor) -> Tensor:
     return logits
 
 
-def _step_by_step(row: Row, tokens: list[int], logits: Tensor) -> Tensor:
-    """Return the logits after these tokens, edited for a request that comes with all of them."""
-    table = SlotTable(1, 512, 16)
-    features = _features(table)
-    request = make_request(
-        tokens, key=1, num_generated=len(tokens) - row.num_prompt, sampling=row.sampling
-    )
-    table.acquire(request)
-    ends = np.array([len(tokens)], np.int32)
-    rows = np.zeros(1, np.int32), ends - 1, ends, np.ones(1, np.bool_)
-    inputs = features.build(ScheduleBatch(1, ForwardMode.DECODE, *rows))
-    assert not inputs.late
-    return _edited(inputs.works, logits.clone()[None])[0]
+class StepByStep:
+    """Edits logits for one request at a time, which comes with all its tokens."""
+
+    def __init__(self) -> None:
+        self._table = SlotTable(1, 512, 16)
+        self._features = _features(self._table)
+
+    def edited(self, row: Row, tokens: list[int], logits: Tensor) -> Tensor:
+        """Return the logits after these tokens."""
+        request = make_request(
+            tokens, key=1, num_generated=len(tokens) - row.num_prompt, sampling=row.sampling
+        )
+        self._table.acquire(request)
+        ends = np.array([len(tokens)], np.int32)
+        rows = np.zeros(1, np.int32), ends - 1, ends, np.ones(1, np.bool_)
+        inputs = self._features.build(ScheduleBatch(1, ForwardMode.DECODE, *rows))
+        assert not inputs.late
+        edited = _edited(inputs.works, logits.clone()[None])[0]
+        self._table.release(request)
+        return edited
 
 
 @dataclass
@@ -110,6 +117,7 @@ class Simulation:
         self._overlap = overlap
         self._table = SlotTable(NUM_SLOTS, 512, 16)
         self._features = _features(self._table)
+        self._oracle = StepByStep()
         self._logits = torch.Generator().manual_seed(source.randrange(1 << 30))
         self._rows: list[Row] = []
         self._in_flight: Launched | None = None
@@ -178,7 +186,7 @@ class Simulation:
         by_place = {}
         for place, (before, (number, after)) in enumerate(zip(befores, places, strict=True)):
             row, count = launched.rows[number], launched.drafts[number]
-            expected = _step_by_step(row, before, copies[place])
+            expected = self._oracle.edited(row, before, copies[place])
             torch.testing.assert_close(told[place], expected, atol=1e-5, rtol=1e-5)
             self.num_compared += 1
             by_place[number, count if after < 0 else after] = place

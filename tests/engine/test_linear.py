@@ -1,5 +1,7 @@
 """Every form of a matrix computes the product it stands for, within bounds stated here."""
 
+import functools
+
 import pytest
 import torch
 
@@ -278,6 +280,18 @@ def taken_by(decoder):
     return nbytes((ends.embedding, ends.norm, *decoder.layers, *([] if shared else [ends.head])))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Return a function that opens the checkpoint of an architecture. All tests share the files."""
+
+    @functools.cache
+    def made(architecture, tied):
+        directory = tmp_path_factory.mktemp(architecture)
+        return make_checkpoint(directory, architecture, tie_word_embeddings=tied)
+
+    return lambda *how: open_checkpoint(made(*how))
+
+
 @pytest.mark.parametrize(
     "dtype, quantize",
     [(F32, "none"), (BF16, "none"), pytest.param(BF16, "int8", marks=multiplies_int8)],
@@ -288,9 +302,9 @@ def taken_by(decoder):
     "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES]
 )
 def test_weights_take_what_is_said_before_they_are_loaded(
-    tmp_path, monkeypatch, architecture, tied, products, dtype, quantize
+    checkpoint, monkeypatch, architecture, tied, products, dtype, quantize
 ):
     test_devices.use(products, monkeypatch)
-    checkpoint = open_checkpoint(make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied))
-    decoder = checkpoint.load(CPU, dtype, quantize)
-    assert checkpoint.weight_bytes(CPU, dtype, quantize) == taken_by(decoder)
+    servable = checkpoint(architecture, tied)
+    decoder = servable.load(CPU, dtype, quantize)
+    assert servable.weight_bytes(CPU, dtype, quantize) == taken_by(decoder)

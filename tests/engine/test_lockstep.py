@@ -145,10 +145,10 @@ def test_a_killed_node_ends_a_sleeping_group(tmp_path: Path) -> None:
 
 
 def test_a_frozen_node_ends_the_group_at_the_next_step(tmp_path: Path) -> None:
-    with processes(tmp_path, 2, timeout_s=1.5) as nodes:
+    with processes(tmp_path, 2, timeout_s=5.0) as nodes:
         os.kill(nodes[1].process.pid, signal.SIGSTOP)
         nodes[0].give("work")
-        assert nodes[0].says() == "rank 1 is 1.5 s late in a collective"
+        assert nodes[0].says() == "rank 1 is 5 s late in a collective"
         assert nodes[0].process.wait(PATIENCE_S) == 0
         os.kill(nodes[1].process.pid, signal.SIGCONT)
         said = nodes[1].says()

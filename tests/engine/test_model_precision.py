@@ -41,7 +41,7 @@ def exact_logits(architecture: str) -> torch.Tensor:
 
 def drawn_tokens() -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    tokens: list[int] = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()
+    tokens: list[int] = torch.randint(0, VOCABULARY_SIZE, (120,), generator=generator).tolist()
     return tokens
 
 

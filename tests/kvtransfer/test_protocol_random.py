@@ -60,7 +60,7 @@ def _settle(simulation: Simulation, rng: random.Random, world: World) -> World:
 # those of rules 5 and 11, where time heals.
 @pytest.mark.parametrize(
     "first_seed",
-    [0, 10, *(pytest.param(seed, marks=pytest.mark.long) for seed in (20, 30, 40, 50))],
+    [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (10, 20, 30, 40))],
 )
 def test_no_long_history_breaks_an_invariant(first_seed):
     for seed in range(first_seed, first_seed + 10):

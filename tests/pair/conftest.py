@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from common.config import CacheConfig, EngineConfig
 from common.page_tables import PageTables
 from engine.kv_cache.layout import KVLayout
 from engine.sizing import kept_in
 from tests.pair.rig import Asked, Loaded
-from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.checkpoints import confirmed_tokens, make_checkpoint, reference_model
 from tests.support.noise_model import write
+from tests.support.steps import Steps
 
 
 @dataclass(eq=False)
@@ -21,7 +23,7 @@ class Known:
     """A model, and its greedy tokens by prompt."""
 
     loaded: Loaded
-    reference: object
+    reference: PreTrainedModel
     remembered: dict[tuple[int, ...], list[int]]
 
     @property
@@ -39,9 +41,16 @@ class Known:
         """The first `count` tokens that transformers generates after `prompt`, EOS or not."""
         tokens = self.remembered.get(tuple(prompt), [])
         if len(tokens) < count:
-            (tokens,) = greedy_tokens(self.reference, [prompt], count)
+            tokens = confirmed_tokens(self.reference, prompt, self._guessed(prompt, count))
             self.remembered[tuple(prompt)] = tokens
         return tokens[:count]
+
+    def _guessed(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the tokens of the engine's model, without a scheduler."""
+        steps = Steps(self.loaded.model, num_slots=1, context_length=len(prompt) + count)
+        (tokens,) = steps.generate([prompt], count)
+        steps.close()
+        return tokens
 
     def check(self, *asked: Asked) -> None:
         """Check that these requests have the tokens of transformers, as many as they asked for."""

@@ -65,6 +65,7 @@ from node.messages import (
 from node.runtime import NodeRuntime
 from prefill_node import engine as prefill_engine
 from tests.pair.wires import FrontEnd
+from tests.support.devices import compute_as_a_node
 from tests.support.lifo_pages import LifoFreeList
 from tests.support.loopback import LoopbackBackend
 
@@ -91,6 +92,7 @@ class Loaded:
     @classmethod
     def from_directory(cls, directory: Path, **options: Any) -> "Loaded":
         """Args: options: of `load`."""
+        compute_as_a_node()
         return cls(directory, load(directory, torch.device("cpu"), torch.float32, **options))
 
 

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import torch
 
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
 from common.process.ipc import socket_pair
@@ -40,6 +39,7 @@ from node.messages import (
 from tests.pair import timeline_laws
 from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
 from tests.pair.wires import Wires
+from tests.support.devices import compute_as_a_node
 from tests.support.loopback import LoopbackBackend
 
 TIMEOUT_S = 60.0  # of every wait of a test
@@ -105,7 +105,7 @@ class PairRig:
         paired: bool = True,
         **settings: Any,
     ) -> None:
-        torch.set_num_threads(1)
+        compute_as_a_node()
         self._wake = WakeUp()
         settings = {"chunked_prefill_tokens": 64, "reconnect_wait_s": 0.0, **settings}
         if "new_token_ratio" in settings:

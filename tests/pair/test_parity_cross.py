@@ -9,7 +9,12 @@ import pytest
 
 from kvtransfer.messages import PagesReady
 from tests.pair.rig import PairRig, Size
-from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES
+from tests.support.checkpoints import (
+    ARCHITECTURES,
+    EXPERT_ARCHITECTURES,
+    confirmed_tokens,
+    greedy_tokens,
+)
 
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64
@@ -166,3 +171,11 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
     with_retractions = sampled(decode=[Size(num_pages=least)], new_token_ratio=0.1)
     assert with_retractions == colocated
     assert colocated[0] != known.greedy(prompts[0], NUM_TOKENS)
+
+
+@pytest.mark.parametrize("wrong", [(), (0,), (3, 4), (7,), range(8)], ids=str)
+def test_tokens_are_those_of_transformers_whatever_is_guessed(known, wrong):
+    asked = [5, 6, 7]
+    (expected,) = greedy_tokens(known.reference, [asked], 8)
+    guessed = [token + (place in wrong) for place, token in enumerate(expected)]
+    assert confirmed_tokens(known.reference, asked, guessed) == expected

@@ -24,10 +24,17 @@ from tests.pair.test_memory import ALL, released, taken_again
 from tests.pair.test_pauses import call_node, computes_nothing, one_runs, resumed
 from tests.pair.test_prefixes import prompt
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, shelf
+from tests.support.devices import use
 from tests.support.loopback import LoopbackBackend, LoopbackConnection
 from tests.support.virtual_memory import host_memory
 
 __all__ = ["greedy", "shelf"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """Operations compiled for a CPU keep weights in a form of their own, and not in regions."""
+    use("torch", monkeypatch)
 
 
 @pytest.fixture

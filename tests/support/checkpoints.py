@@ -259,14 +259,23 @@ def greedy_tokens(
     return generated
 
 
-def are_greedy(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Return whether `model` prefers each of `tokens` after `prompt` and the tokens before it.
+def confirmed_tokens(
+    model: PreTrainedModel, prompt: Sequence[int], guessed: Sequence[int]
+) -> list[int]:
+    """Return the tokens that `model` generates greedily, as many as are guessed.
 
-    This takes one forward pass. Its rounding differs from that of generation.
+    A right guess costs one forward, where `greedy_tokens` needs one for each token.
     """
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *tokens][:-1]])).logits[0, len(prompt) - 1 :]
-    return bool(logits.argmax(-1).tolist() == list(tokens))
+    tokens: list[int] = []
+    while len(tokens) < len(guessed):
+        text = [*prompt, *tokens, *guessed[len(tokens) : -1]]
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[0, len(prompt) + len(tokens) - 1 :]
+        for token, guess in zip(logits.argmax(-1).tolist(), guessed[len(tokens) :], strict=True):
+            tokens.append(token)
+            if token != guess:
+                break
+    return tokens
 
 
 def _byte_letters() -> list[str]:

@@ -15,12 +15,21 @@ CPU_AND_CUDA = (pytest.param(CPU, id="cpu"), ON_CUDA)
 
 
 @functools.cache
-def operators_here() -> Operators | None:
+def operators_here(threads: int = 2) -> Operators | None:
     """Return operations compiled for this machine, cached. None without a compiler."""
     try:
-        return Operators(library(cache_directory(), lambda: None), threads=2)
+        return Operators(library(cache_directory(), lambda: None), threads)
     except NotCompiled:
         return None
+
+
+def compute_as_a_node() -> None:
+    """Compute with one thread and with compiled operations, as a node does, until the test ends.
+
+    With the references of torch a step takes several times as long.
+    """
+    torch.set_num_threads(1)
+    device.use_compiled(operators_here(threads=1))
 
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
