@@ -115,6 +115,9 @@ class SettledDrafts:
         return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]
 
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
+
+
 @dataclass(slots=True, eq=False)
 class StepOutput:
     """The result of a step, in host memory. Written by the forward stream. Valid after its event.
@@ -125,7 +128,7 @@ class StepOutput:
         runs: tokens and counts of a step with drafts, see AcceptedRuns.
     """
 
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    tokens: Tensor = _NO_TOKENS
     logprobs: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
