@@ -93,7 +93,7 @@ class _PinnedBlock:
 
     def _allocate(self, num_bytes: int) -> None:
         self._source = _staged(num_bytes, self._target.device)
-        self._memory = memoryview(self._source.numpy())
+        self._memory = self._source.numpy().data
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}  # target and source by size
 
     def send(self, packed: bytes) -> None:

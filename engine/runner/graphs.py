@@ -409,10 +409,13 @@ class StepGraphs:
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy tensors of the step that changed since `upload` to the inputs of the graph. Return
         the step over these inputs."""
+        self._write(batch)
+        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
+
+    def _write(self, batch: ForwardBatch) -> None:
         for view, tensor in zip(self._views, batch.columns(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)
-        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
 
     def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
         """Return the forwards of the drafter before a step of a shape with drafts.
@@ -472,10 +475,10 @@ class StepGraphs:
         updates. Both are valid until the next `replay`.
 
         Args:
-            batch: result of `settle`.
+            batch: the uploaded step, or a newer state of it. See `settle`.
         """
         recorded = self._graphs[shape]
-        self.settle(batch)
+        self._write(batch)
         recorded.graph.replay()
         return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
 

@@ -19,7 +19,7 @@ from engine.batch.batch import (
 )
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
-from engine.batch.verified_rows import standing
+from engine.batch.verified_rows import runs_of, standing
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.runner.forwards import BeginLayers, Forwards, GroupedForward
@@ -65,13 +65,14 @@ class LaunchedStep:
     def result(self) -> BatchResult:
         for event in self._events:
             event.wait()
-        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        tokens, samples, runs = self._output.tokens.numpy(), self._batch.samples, None
+        if self._output.verified is not None:
+            columns = self._output.verified.numpy()
+            tokens, runs = columns[1], runs_of(columns)
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
         logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)
-        runs = None
-        if self._output.runs is not None:
-            runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
+        if runs is not None:
             logprobs = logprobs and _that_stand(logprobs, self._batch, runs)
         return BatchResult(tokens, logprobs, prompt, of_rows(self._output.pooled), runs)
 

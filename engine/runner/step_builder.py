@@ -13,6 +13,7 @@ from engine.batch.forward import BatchBuilder, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
+from engine.batch.verified_rows import places_of
 from engine.models.spec import ModelSpec
 from engine.runner.forwards import ForwardSizes
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
@@ -72,7 +73,7 @@ class StepBuilder:
         speculated = SpeculativeStep.of(batch, self._table)
         if places := sampling.places:
             rows = rows.wanting(places)
-        late, adapted = bool(speculated.verified), adapters.tokens is not None
+        late, adapted = speculated.most > 0, adapters.tokens is not None
         graph = None if graph_of is None else graph_of(rows, late=late, adapted=adapted)
         copies = batch.swap_out, batch.swap_in
         return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
@@ -117,7 +118,8 @@ class StepBuilder:
             )
             speculated = SpeculativeStep.of(batch, self._table)
             if spec.draft is not None:
-                speculated = replace(speculated, to_guess=(len(batch.slots),))
+                places = (places_of(batch),)
+                speculated = replace(speculated, places=places, to_guess=(len(batch.slots),))
             for sampling in self._features.rehearsals(batch.num_tokens, 0, spec):
                 yield _rehearsal(verify, sampling, speculated), sampling
         adapters = self._adapters.rehearsal(num_tokens)
