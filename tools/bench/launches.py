@@ -12,9 +12,9 @@ alone. Only steps without a graph pay them.
 
 The second table has the time of whole steps, whose graphs replay in no time: the host builds the
 inputs, packs them, copies them in one piece, and copies the tokens back. Steps with drafts also
-compare drafts and samples, in operations of torch on 64 numbers. Their dispatch takes most of that
-time, and a GPU has it too. The scheduler and the reading of results are not included. Nor are the
-calls of the real driver: two graph launches, two copies, pinned memory and an event.
+launch the kernel that compares drafts and samples. The scheduler and the reading of results are not
+included. Nor are the calls of the real driver: two graph launches, two copies, two events, and
+pinned memory for the tokens.
 
 The figures are minima, because other processes only add to them.
 """
