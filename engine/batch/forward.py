@@ -217,9 +217,9 @@ class BatchBuilder:
             guessed = None
             if batch.mode is ForwardMode.VERIFY:
                 guessed = positions > starts[rows]
-                others, indices = batch.before_last()
-                drafted = query_starts[others] + (indices - starts[others])
-                sampled = np.concatenate((sampled, drafted))
+                before_last = np.ones(len(rows), np.bool_)
+                before_last[sampled] = False
+                sampled = np.concatenate((sampled, before_last.nonzero()[0]))
             token_ids, locations = self._tokens(slots[rows], positions, guessed)
             long_rows = (counts != 1).nonzero()[0]
             past = 1 + int(long_rows[-1]) if len(long_rows) else 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
+_WORDS = (torch.int32,) * 5
 _LANES = 32  # one warp. Rows with more tokens take several passes of the same kernel
 
 
@@ -44,11 +45,21 @@ def verify_drafts(rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Te
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
-    if len(rows.starts) != len(rows.slots) + 1 or rows.slots.dtype != torch.int64:
-        raise ValueError(f"{len(rows.slots)} slots, int64, and {len(rows.starts)} starts")
-    words = (rows.starts, rows.token_ids, sampled, newest, rejected)
-    if any(each.dtype != torch.int32 or not each.is_contiguous() for each in words):
-        raise ValueError("contiguous int32 starts, tokens and results expected")
+    starts, token_ids, slots, _ = rows
+    if starts.shape[0] != slots.shape[0] + 1 or slots.dtype != torch.int64:
+        raise ValueError(f"{len(slots)} slots, int64, and {len(starts)} starts")
+    dtypes = starts.dtype, token_ids.dtype, sampled.dtype, newest.dtype, rejected.dtype
+    if dtypes != _WORDS:
+        raise ValueError(f"int32 starts, tokens and results expected, got {dtypes}")
+    if not (
+        starts.is_contiguous()
+        and token_ids.is_contiguous()
+        and slots.is_contiguous()
+        and sampled.is_contiguous()
+        and newest.is_contiguous()
+        and rejected.is_contiguous()
+    ):
+        raise ValueError("contiguous starts, tokens, slots and results expected")
     if device.uses_triton(sampled):
         return verify_drafts_triton(rows, sampled, newest, rejected)
     return verify_drafts_reference(rows, sampled, newest, rejected)

@@ -114,8 +114,9 @@ class LaunchTime:
 def no_launches() -> Iterator[None]:
     with (
         mock.patch.object(onednn, "packs_bfloat16", return_value=False),
-        mock.patch.object(device, "uses_triton", return_value=True),
-        mock.patch.object(device, "num_multiprocessors", return_value=132),
+        # Functions, because a call of a Mock takes microseconds.
+        mock.patch.object(device, "uses_triton", lambda *tensors: True),
+        mock.patch.object(device, "num_multiprocessors", lambda *devices: 132),
         mock.patch("engine.backend.open_stream", InlineStream),
     ):
         driver.set_active(LaunchesNothing(ARCH))
