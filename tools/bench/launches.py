@@ -110,13 +110,21 @@ class LaunchTime:
             yield
 
 
+def _uses_triton(tensor: Tensor) -> bool:
+    return True
+
+
+def _num_multiprocessors(of: torch.device) -> int:
+    return 132
+
+
 @contextmanager
 def no_launches() -> Iterator[None]:
     with (
         mock.patch.object(onednn, "packs_bfloat16", return_value=False),
         # Functions, because a call of a Mock takes microseconds.
-        mock.patch.object(device, "uses_triton", lambda *tensors: True),
-        mock.patch.object(device, "num_multiprocessors", lambda *devices: 132),
+        mock.patch.object(device, "uses_triton", _uses_triton),
+        mock.patch.object(device, "num_multiprocessors", _num_multiprocessors),
         mock.patch("engine.backend.open_stream", InlineStream),
     ):
         driver.set_active(LaunchesNothing(ARCH))
