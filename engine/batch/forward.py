@@ -180,6 +180,8 @@ class BatchBuilder:
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._places_32 = self._places.astype(np.int32)
+        # Where rows of `_num_pages` pages start, as in the newest step of such rows.
+        self._num_pages, self._row_starts = 1, self._places_32
         self._stateless: dict[int, dict[str, HostColumn]] = {}  # by number of rows
 
     def build(self, batch: ScheduleBatch) -> HostBatch:
@@ -222,9 +224,9 @@ class BatchBuilder:
             guessed = None
             if batch.mode is ForwardMode.VERIFY:
                 guessed = positions > starts[rows]
-                others, indices = batch.before_last()
-                drafted = query_starts[others] + (indices - starts[others])
-                sampled = np.concatenate((sampled, drafted))
+                before_last = np.ones(len(rows), np.bool_)
+                before_last[sampled] = False
+                sampled = np.concatenate((sampled, before_last.nonzero()[0]))
             token_ids, locations = self._tokens(slots[rows], positions, guessed)
             long_rows = (counts != 1).nonzero()[0]
             past = 1 + int(long_rows[-1]) if len(long_rows) else 0
@@ -289,7 +291,9 @@ class BatchBuilder:
         if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
             num_pages = -(-longest // self._table.page_size)
             page_ids = self._table.by_table[table][slots, :num_pages].reshape(-1)
-            return page_ids, self._places_32[: len(slots)] * np.int32(num_pages)
+            if num_pages != self._num_pages:
+                self._num_pages, self._row_starts = num_pages, self._places_32 * np.int32(num_pages)
+            return page_ids, self._row_starts[: len(slots)]
         return self._row_by_row(table, slots, -(-ends // self._page_size_32))
 
     def _seen_pages(
@@ -321,14 +325,13 @@ class BatchBuilder:
         unknown = positions >= table.known[slots]
         if guessed is not None:
             unknown &= ~guessed
-        num_unknown = np.count_nonzero(unknown)
+        num_unknown, places = np.count_nonzero(unknown), positions.astype(np.intp)
         if num_unknown == len(slots):  # the case of most steps with overlap
-            token_ids = (-1 - slots).astype(np.int32)
+            token_ids = np.invert(slots, dtype=np.int32)  # -(slot + 1)
         else:
-            token_ids = table.tokens[slots, positions]
+            token_ids = table.tokens[slots, places]
             if num_unknown:
-                token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
-        places = positions.astype(np.intp)
+                token_ids = np.where(unknown, np.invert(slots, dtype=np.int32), token_ids)
         pages = places // self._page_size
         locations = [
             (mine[slots, pages] - pages) * self._page_size + places for mine in table.by_table

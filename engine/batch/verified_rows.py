@@ -1,37 +1,41 @@
 """Verification of drafts in a VERIFY step, on the forward stream, where the next step needs the
 result.
 
-A token is sampled after each token of a row. A draft is accepted if it equals the token sampled at
-its index and all drafts before it are accepted. The next sample is then the request's own token,
-however the draft was made.
+A token is sampled after each token of a row, see kernels/sampling/verify. The next sample is then
+the request's own token, however the draft was made.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import AcceptedRuns, ForwardMode, ScheduleBatch
+from engine.batch.batch import AcceptedRuns, ScheduleBatch
+from engine.batch.forward import ForwardBatch
 from engine.batch.upload import HostColumn
+from kernels.sampling.verify import DraftRows, verify_drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedDrafts:
     """The tokens of a VERIFY step after verification.
 
-    tokens: int32 [num_rows, most tokens of a row]. The first counts[i] of row i are new. newest,
-    rejected: int32 [num_rows], the last new token and the number of rejected drafts. last: int64
-    [num_rows], the index of the last accepted token among the step's samples.
+    Attributes:
+        columns: int32 [2 + most tokens of a row, num_rows], see `verify_drafts`.
     """
 
-    tokens: Tensor
-    counts: Tensor
-    newest: Tensor
-    rejected: Tensor
-    last: Tensor
+    columns: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of new tokens of each row, int32 [num_rows]."""
+        return self.columns[0]
+
+    def last_places(self, batch: ForwardBatch) -> Tensor:
+        """Return the place of each row's last accepted token among the step's tokens, int64
+        [num_rows]."""
+        return (batch.query_starts[:-1] + self.counts).long() - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,36 +44,40 @@ class VerifiedRows:
 
     The step's samples begin with one after each row's last token. The others follow, row by row
     (ForwardBatch.sampled).
+
+    Attributes:
+        most: maximum number of tokens of a row.
+        places: int64 [most - 1, num_rows], place among the samples of the token that is sampled
+            after each row's first token, second token, and so on. Only valid for rows that have a
+            draft there. None: the device draws no drafts.
     """
 
-    counts: Tensor  # int32 [num_rows], number of tokens
-    samples: Tensor  # int64 [num_rows, most]: index of the sample after each token
-    drafts: Tensor  # int64 [num_rows, most - 1]: index of the draft after each token, or -1
+    most: int
+    places: Tensor | None = None
 
-    def judge(self, token_ids: Tensor, sampled: Tensor) -> VerifiedDrafts:
+    def judge(
+        self, batch: ForwardBatch, sampled: Tensor, newest: Tensor, rejected: Tensor
+    ) -> VerifiedDrafts:
         """Compare drafts with samples. Runs on the forward stream with all tensors on the device.
 
         Args:
-            token_ids: int32 [num_tokens], the computed tokens.
+            batch: the computed step.
             sampled: int32 [num_tokens], the sampled tokens.
+            newest, rejected: by slot, see `verify_drafts`.
         """
-        tokens = sampled[self.samples]
-        drafts = token_ids[self.drafts.clamp(min=0)]
-        stand = (drafts == tokens[:, :-1]) & (self.drafts >= 0)
-        accepted = stand.int().cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
-        ends = accepted[:, None].long()
-        newest, last = tokens.gather(1, ends).squeeze(1), self.samples.gather(1, ends).squeeze(1)
-        return VerifiedDrafts(tokens, accepted + 1, newest, self.counts - 1 - accepted, last)
+        rows = DraftRows(batch.query_starts, batch.token_ids, batch.slots, self.most)
+        return VerifiedDrafts(verify_drafts(rows, sampled, newest, rejected))
 
 
-def verified_columns(batch: ScheduleBatch) -> Sequence[HostColumn]:
-    """Return the columns of VerifiedRows when a step is launched. Empty if no row has drafts."""
-    if batch.mode is not ForwardMode.VERIFY:
-        return ()
+def runs_of(columns: NDArray[np.int32]) -> AcceptedRuns:
+    """Return the new tokens of rows, from `VerifiedDrafts.columns` in host memory."""
+    return AcceptedRuns(columns[2:].T, columns[0])
+
+
+def places_of(batch: ScheduleBatch) -> HostColumn:
+    """Return VerifiedRows.places of a step."""
     counts = (batch.ends - batch.starts).astype(np.int64)
-    firsts, each = np.cumsum(counts) - counts, np.arange(counts.max())
-    drafts = np.where(each[1:] < counts[:, None], firsts[:, None] + each[1:], -1)
-    return counts.astype(np.int32), _samples(counts), drafts
+    return np.ascontiguousarray(_samples(counts)[:, :-1].T)
 
 
 def standing(
@@ -82,7 +90,8 @@ def standing(
 
 
 def _samples(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `VerifiedRows.samples` for rows with these token counts."""
+    """Return the index of the sample after each token of rows with these token counts, int64
+    [num_rows, most]."""
     firsts = np.cumsum(counts) - counts
     each, rows = np.arange(counts.max()), np.arange(len(counts))[:, None]
     others = len(counts) + (firsts[:, None] - rows) + each  # each earlier row has one sample less

@@ -15,6 +15,7 @@ from engine.adapters.adapters import AdapterBank, AdapterStep
 from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import HostColumn, divided, upload
+from engine.batch.verified_rows import VerifiedRows
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.layer import LateStates
@@ -95,15 +96,13 @@ class FutureMap:
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.rejected = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
-    def store(self, slots: Tensor, tokens: Tensor, rejected: Tensor | None = None) -> None:
+    def store(self, slots: Tensor, tokens: Tensor) -> None:
         """Store tokens[i] as the last token of slots[i] (int64, distinct except for padding).
 
         A row without a valid token (a negative one) is still part of the next step, because that is
         launched before the CPU knows. The row gets token 0, and its result is discarded.
         """
         self.tokens.index_copy_(0, slots, tokens.clamp(min=0))
-        if rejected is not None:
-            self.rejected.index_copy_(0, slots, rejected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,7 +275,7 @@ class Forwards:
     ) -> bool:
         """Run a step by graphs alone, including the choice of its tokens. Return False, without any
         effect, if that is not possible."""
-        if step.graph is None or step.speculated.columns():
+        if step.graph is None or step.speculated.is_needed:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
@@ -469,9 +468,11 @@ class Forwards:
         """Return the step with drafts that the device has drawn."""
         drafter, verified, batch = self._model.drafter, settled.verified, settled.batch
         assert drafter is not None and verified is not None
+        places = verified.places
+        assert places is not None
 
         def draw_of(logits: Tensor, number: int) -> Tensor:
-            return draw(logits, verified.samples[: len(logits), number])
+            return draw(logits, places[number, : len(logits)])
 
         forwards: DraftSteps
         if step.graph is None:
@@ -492,7 +493,8 @@ class Forwards:
         return self._model.forward(uploaded, self._pool, self._future.tokens, adapted, late)
 
     def _sample(self, forward: _Forward, sampling: TokenSampling, output: StepOutput) -> None:
-        """Choose the tokens, store them for the next step, and copy them to the host."""
+        """Choose the tokens, verify drafts, store the newest tokens for the next step, and copy
+        everything to the host."""
         states, to_host = forward.states, _to_host
         if forward.chooses:
             assert self._graphs is not None
@@ -500,28 +502,30 @@ class Forwards:
             to_host = _copied_to_host
         else:
             sampled = sampling.sample(states, forward.sent)
-        tokens = sampled.tokens
-        if states.inputs.chosen:
-            tokens = self._keep(forward, tokens, output)
-        output.tokens = to_host(tokens)
+        tokens, verified = sampled.tokens, forward.step.verified
+        if verified is not None:
+            self._verify(forward, verified, tokens, output)
+        else:
+            if states.inputs.chosen:
+                self._future.store(forward.step.batch.slots, tokens)
+            output.tokens = to_host(tokens)
         output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
         output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]
 
-    def _keep(self, forward: _Forward, tokens: Tensor, output: StepOutput) -> Tensor:
-        """Store the tokens for the next step, and return the newest one of each row."""
-        step, rejected = forward.step, None
-        if step.verified is not None:
-            verified = step.verified.judge(step.batch.token_ids, tokens)
-            tokens, rejected = verified.newest, verified.rejected
-            output.runs = _to_host(verified.tokens), _to_host(verified.counts)
-            if (late := forward.late) is not None:
-                batch = step.batch
-                num_drafted = len(batch.token_ids) - batch.num_decodes
-                late.write(batch.states_after(verified.counts), num_drafted)
-                late.continue_from(batch.sampled[verified.last])
-        self._future.store(step.batch.slots, tokens, rejected)
-        return tokens
+    def _verify(
+        self, forward: _Forward, rows: VerifiedRows, sampled: Tensor, output: StepOutput
+    ) -> None:
+        """Verify drafts, and store the newest token of each row for the next step."""
+        batch, future = forward.step.batch, self._future
+        verified = rows.judge(batch, sampled, future.tokens, future.rejected)
+        output.verified = _to_host(verified.columns)
+        late = forward.late
+        if late is not None and late.has_layers:
+            num_drafted = len(batch.token_ids) - batch.num_decodes
+            late.write(batch.states_after(verified.counts), num_drafted)
+        if late is not None and late.has_drafters:
+            late.continue_from(verified.last_places(batch))
 
 
 def _all_to_host(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:

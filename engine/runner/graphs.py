@@ -27,7 +27,14 @@ from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
 from engine.batch.forward import NUM_VARYING, ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
-from engine.batch.upload import ONLY_PADDING, HostColumn, PaddedBlock, packed_bytes, upload
+from engine.batch.upload import (
+    ONLY_PADDING,
+    HostColumn,
+    InputBlock,
+    PaddedBlock,
+    packed_bytes,
+    upload,
+)
 from engine.models.blocks.layer import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
@@ -250,11 +257,11 @@ class StepGraphs:
         # Every graph reads its inputs here. The inputs of every step are copied here.
         num_bytes = max(packed_bytes(self._columns(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
-        self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._block = InputBlock(num_bytes, device)
         self._hidden = torch.zeros(
             max_tokens(sizes.max_rows), sizes.hidden_size, dtype=model.dtype, device=device
         )
-        inputs = upload(self._choice_padding, device, self._block)
+        inputs = upload(self._choice_padding, device, self._block.memory)
         self._choice = ChoiceGraphs(model.choose, recorder, self._hidden, inputs)
         self._views: list[Tensor] = []  # tensors of the step that was uploaded last
 
@@ -325,7 +332,7 @@ class StepGraphs:
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph on the device, filled with padding."""
         columns = self._columns(shape)
-        sent = upload(columns, self._device, self._block)[NUM_INPUTS:]
+        sent = upload(columns, self._device, self._block.memory)[NUM_INPUTS:]
         adapted = None
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
@@ -368,8 +375,10 @@ class StepGraphs:
         if batch.seen:  # a graph has no images or embeddings
             return None
         shapes = self._captured[not batch.is_decode, late and self._sizes.late, adapted]
-        first = bisect_left(shapes, (len(batch.token_ids),))
-        return next((shape for shape in shapes[first:] if shape.fits(batch)), None)
+        for place in range(bisect_left(shapes, (len(batch.token_ids),)), len(shapes)):
+            if shapes[place].fits(batch):
+                return shapes[place]
+        return None
 
     def upload(
         self,
@@ -400,10 +409,13 @@ class StepGraphs:
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy tensors of the step that changed since `upload` to the inputs of the graph. Return
         the step over these inputs."""
+        self._write(batch)
+        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
+
+    def _write(self, batch: ForwardBatch) -> None:
         for view, tensor in zip(self._views, batch.columns(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)
-        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
 
     def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
         """Return the forwards of the drafter before a step of a shape with drafts.
@@ -463,10 +475,10 @@ class StepGraphs:
         updates. Both are valid until the next `replay`.
 
         Args:
-            batch: result of `settle`.
+            batch: the uploaded step, or a newer state of it. See `settle`.
         """
         recorded = self._graphs[shape]
-        self.settle(batch)
+        self._write(batch)
         recorded.graph.replay()
         return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
 

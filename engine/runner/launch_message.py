@@ -34,7 +34,7 @@ class StepParts(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     given: int
     early: int
-    verified: int
+    places: int
     adapters: int
     scored: int
     swap_out: int
@@ -50,7 +50,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         given: token positions in the step at which input embeddings begin.
         chosen, num_prompt: see HeadInputs.
         fills: adapter slots to fill.
-        graph, num_decodes, to_guess: see Step and its parts.
+        graph, num_decodes, most, to_guess: see Step and its parts.
         extends: see ForwardBatch.
     """
 
@@ -59,6 +59,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_decodes: int
     extends: tuple[tuple[int, int], ...]
     graph: GraphShape | None
+    most: int
     to_guess: tuple[int, ...]
     seen: tuple[tuple[int, int, int, int], ...]
     given: tuple[int, ...]
@@ -88,6 +89,7 @@ def encode(step: Step, block: Block) -> Launch:
         0 if rows is None else rows.num_decodes,
         () if rows is None else rows.extends,
         step.graph,
+        speculated.most,
         speculated.to_guess,
         tuple((one.last - one.first, one.place, one.row, one.at) for one in _images(rows)),
         tuple(one.place for one in _given(rows)),
@@ -104,7 +106,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
         adapter: returns this rank's part of an adapter.
     """
     views = iter([_view(block, *each) for each in launch.columns])
-    rows, given, early, verified, adapters, scored, swap_out, swap_in = (
+    rows, given, early, places, adapters, scored, swap_out, swap_in = (
         [*islice(views, count)] for count in msgspec.structs.astuple(launch.parts)
     )
     images = (VisibleImage(None, 0, *one) for one in launch.seen)
@@ -115,7 +117,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     seen: tuple[VisibleImage | VisibleEmbeddings, ...] = (*images, *embeddings)
     return Step(
         HostBatch.of(rows, launch.num_decodes, seen, launch.extends) if rows else None,
-        SpeculativeStep(early, verified, launch.to_guess),
+        SpeculativeStep(early, launch.most, places, launch.to_guess),
         AdapterBatch(
             TokensBySlot(*map(torch.from_numpy, adapters)) if adapters else None,
             tuple((slot, adapter(identity)) for slot, identity in launch.fills),
@@ -135,7 +137,7 @@ def _parts(step: Step) -> Sequence[Sequence[HostColumn]]:
         () if step.rows is None else step.rows.columns(),
         [one.values.numpy() for one in _given(step.rows)],
         step.speculated.early,
-        step.speculated.verified,
+        step.speculated.places,
         step.adapter_columns,
         step.heads.columns(),
         _pages(step.swap_out),

@@ -24,7 +24,7 @@ from engine.batch.forward import BatchBuilder, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
-from engine.batch.verified_rows import standing
+from engine.batch.verified_rows import places_of, runs_of, standing
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.models.spec import ModelSpec
@@ -91,7 +91,7 @@ class StepBuilder:
         speculated = SpeculativeStep.of(batch, self._table)
         if places := sampling.places:
             rows = rows.wanting(places)
-        late = bool(speculated.verified)
+        late = speculated.most > 0
         adapted = adapters is not None and adapters.tokens is not None
         graph = None if graph_of is None else graph_of(rows, late=late, adapted=adapted)
         copies = batch.swap_out, batch.swap_in
@@ -137,7 +137,8 @@ class StepBuilder:
             )
             speculated = SpeculativeStep.of(batch, self._table)
             if spec.draft is not None:
-                speculated = replace(speculated, to_guess=(len(batch.slots),))
+                places = (places_of(batch),)
+                speculated = replace(speculated, places=places, to_guess=(len(batch.slots),))
             for sampling in self._features.rehearsals(batch.num_tokens, 0, spec):
                 yield _rehearsal(verify, sampling, speculated), sampling
         adapters = None if self._adapters is None else self._adapters.rehearsal(num_tokens)
@@ -176,13 +177,14 @@ class LaunchedStep:
     def result(self) -> BatchResult:
         for event in self._events:
             event.wait()
-        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        tokens, samples, runs = self._output.tokens.numpy(), self._batch.samples, None
+        if self._output.verified is not None:
+            columns = self._output.verified.numpy()
+            tokens, runs = columns[1], runs_of(columns)
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
         logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)
-        runs = None
-        if self._output.runs is not None:
-            runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
+        if runs is not None:
             logprobs = logprobs and _that_stand(logprobs, self._batch, runs)
         pooled = of_rows(self._output.pooled) if self._output.pooled else {}
         return BatchResult(tokens, logprobs, prompt, pooled, runs)

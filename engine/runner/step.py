@@ -19,7 +19,7 @@ from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn
-from engine.batch.verified_rows import VerifiedRows, verified_columns
+from engine.batch.verified_rows import VerifiedRows, places_of
 from engine.sampling.heads import SAMPLES, HeadInputs
 from engine.sampling.pooling import Pooled
 
@@ -30,13 +30,15 @@ class SpeculativeStep:
 
     Attributes:
         early: columns of PrestagedRows. Empty: no row may begin early.
-        verified: columns of VerifiedRows. Empty: no row has drafts.
+        most: maximum number of tokens of a row that are verified. 0: no row has drafts.
+        places: VerifiedRows.places. Empty: the device draws no drafts.
         to_guess: if the device drafts: number of rows with at least one draft, with at least two,
             and so on.
     """
 
     early: Sequence[HostColumn] = ()
-    verified: Sequence[HostColumn] = ()
+    most: int = 0
+    places: Sequence[HostColumn] = ()
     to_guess: tuple[int, ...] = ()
 
     @classmethod
@@ -44,12 +46,19 @@ class SpeculativeStep:
         """Return the data when a step is launched."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
-        verified = verified_columns(batch)
-        to_guess = _to_guess(batch, table) if verified else ()
-        return cls(early_columns(batch, table), verified, to_guess)
+        early, most = early_columns(batch, table), 0
+        if batch.mode is ForwardMode.VERIFY:
+            most = int(np.maximum.reduce(batch.ends - batch.starts))
+        to_guess = _to_guess(batch, table) if most else ()
+        return cls(early, most, (places_of(batch),) if to_guess else (), to_guess)
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether the step depends on drafts."""
+        return bool(self.most or self.early)
 
     def columns(self) -> Sequence[HostColumn]:
-        return (*self.early, *self.verified)
+        return (*self.early, *self.places)
 
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
@@ -65,7 +74,7 @@ class SpeculativeStep:
         num_early, early = len(self.early), None
         if self.early:
             batch, early = PrestagedRows(*sent[:num_early]).moved(batch, rejected, page_size)
-        verified = VerifiedRows(*sent[num_early:]) if self.verified else None
+        verified = VerifiedRows(self.most, *sent[num_early:]) if self.most else None
         return SettledDrafts(batch, early, verified)
 
 
@@ -119,6 +128,9 @@ class SettledDrafts:
         return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]
 
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
+
+
 @dataclass(slots=True, eq=False)
 class StepOutput:
     """The result of a step, in host memory. Written by the forward stream. Valid after its event.
@@ -126,14 +138,14 @@ class StepOutput:
     Attributes:
         logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: vectors of the rows that generate no token.
-        runs: tokens and counts of a step with drafts, see AcceptedRuns.
+        verified: columns of VerifiedDrafts, in place of `tokens`. None: no row had drafts.
     """
 
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    tokens: Tensor = _NO_TOKENS
     logprobs: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
-    runs: tuple[Tensor, Tensor] | None = None
+    verified: Tensor | None = None
 
 
 def _to_guess(batch: ScheduleBatch, table: SlotTable) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.batch.upload import PaddedBlock, packed_bytes, upload
+from engine.batch.upload import InputBlock, PaddedBlock, packed_bytes, upload
 
 CPU = torch.device("cpu")
 
@@ -39,8 +40,8 @@ def test_padding_follows_what_a_step_has_and_the_rest_lies_behind_it():
     mine = [np.arange(2), np.arange(1, 2, dtype=np.int32)]
     others = columns(40)
     for room in (4000, packed_bytes(whole)):
-        into, padding = torch.zeros(room, dtype=torch.uint8), PaddedBlock(whole)
-        fixed = upload(whole, CPU, into)
+        into, padding = InputBlock(room, CPU), PaddedBlock(whole)
+        fixed = upload(whole, CPU, into.memory)
         for given, expected in ((mine, ([0, 1, -1, -1], [1, 0, 0])), (whole, ([-1] * 4, [0] * 3))):
             sent = padding.upload(given, others, into)
             assert all(map(np.array_equal, sent, others))
@@ -53,3 +54,44 @@ def test_a_cpu_needs_no_copy():
     assert all(
         np.shares_memory(a.numpy(), b) or not b.size for a, b in zip(sent, given, strict=True)
     )
+
+
+def test_pinned_memory_grows_with_the_steps():
+    into = InputBlock(100_000, CPU)
+    for size in (1, 40, 3000, 99_999, 100_000, 5):
+        packed = np.random.default_rng(size).bytes(size)
+        into.send(packed)
+        assert into.memory[:size].numpy().tobytes() == packed
+
+
+def test_pinned_memory_is_written_again_only_after_its_copy(monkeypatch):
+    """Seen failing without the wait, and with a wait after the write."""
+    copies: list[tuple[Tensor, bytes]] = []
+    pending: dict[int, tuple[Tensor, bytes]] = {}
+
+    def unchanged(source: Tensor, packed: bytes) -> bool:
+        return bytes(memoryview(source.numpy())[: len(packed)]) == packed
+
+    class Event:
+        """torch.cuda.Event of one pinned block."""
+
+        def record(self) -> None:
+            pending[id(self)] = copies[-1]
+
+        def synchronize(self) -> None:
+            if id(self) in pending:
+                assert unchanged(*pending.pop(id(self)))
+
+    def copy(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+        copies.append((source, packed))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Tensor, "copy_", copy)
+    into = InputBlock(100, torch.device("meta"))
+    for number in range(10):
+        packed = bytes([number]) * 50
+        into.send(packed)
+        assert all(unchanged(*each) for each in pending.values())
+    assert len(copies) == 10
+    assert len(pending) > 2  # the host has at most two steps in flight

@@ -344,6 +344,7 @@ IN_TORCH: dict[str, Operation | str] = {
     "pack_pages": MOVES,
     "unpack_pages": MOVES,
     "count_tokens": MOVES,
+    "verify_drafts": MOVES,
     "grouped_mlp": grouped_mlp,
 }
 # Combinations of operations, which torch completes.

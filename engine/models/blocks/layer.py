@@ -60,6 +60,16 @@ class LateStates:
         """
         self._drafters.append(store)
 
+    @property
+    def has_layers(self) -> bool:
+        """Return whether `write` has any effect."""
+        return bool(self._layers)
+
+    @property
+    def has_drafters(self) -> bool:
+        """Return whether `continue_from` has any effect."""
+        return bool(self._drafters)
+
     def write(self, rows: StateRows, num_tokens: int) -> None:
         """Run the state updates of all layers once, after verification.
 

@@ -39,6 +39,7 @@ from kernels.sampling.bitmask import apply_bitmask
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties, count_tokens
 from kernels.sampling.sample import SamplingColumns, sample
+from kernels.sampling.verify import DraftRows, verify_drafts
 from tools.bench.resources.latent_variants import LatentModel
 from tools.bench.resources.state_variants import HybridModel
 
@@ -319,6 +320,11 @@ class _Model:
         logprobs(logits, _ints(n), NUM_TOP)
         sample(logits, None)
 
+    def verified(self, n: int) -> None:
+        """Verify as many drafts as other steps have rows, which needs no other code."""
+        tokens, by_slot = _ints(n * (1 + n)), _ints(NUM_SLOTS)
+        verify_drafts(DraftRows(_ints(n + 1), tokens, _longs(n), 1 + n), tokens, by_slot, by_slot)
+
     def narrow(self, n: int) -> None:
         """Run all operations that write or read keys and values."""
         self.store(n)
@@ -344,7 +350,7 @@ class _Model:
 
 _BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "pack")
 _BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
-_BY_VOCABULARY = ("restricted",)
+_BY_VOCABULARY = ("restricted", "verified")
 _BF16 = torch.bfloat16
 
 

@@ -1,4 +1,5 @@
-"""Operations on rows of logits: sampling compared with the usual sort, logprobs, penalties.
+"""Operations on rows of logits: sampling compared with the usual sort, logprobs, penalties. Also
+the verification of drafts, which follows.
 
 The lower bound of each is one read of the logits. The error of sampling is the share of rows whose
 token differs from the reference's.
@@ -15,6 +16,7 @@ from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.sample import SamplingColumns, sample, sample_reference
+from kernels.sampling.verify import DraftRows, verify_drafts, verify_drafts_reference
 from tools.bench.gpu.ops import Op, relative_error, unequal_share, worst
 from tools.bench.gpu.setting import Setting
 
@@ -30,6 +32,7 @@ def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     yield partial(_logprobs, setting, rows)
     yield partial(_penalties, setting, rows)
     yield partial(_bitmask, setting, rows)
+    yield partial(_verify, setting, rows)
 
 
 def _logits(setting: Setting, rows: int) -> Tensor:
@@ -184,4 +187,31 @@ def _bitmask(setting: Setting, rows: int) -> Op:
         ceiling="read",
         amount=bitmask.nbytes + fresh.nbytes // 2,  # half of the logits are written
         prepare=lambda: logits.copy_(fresh),
+    )
+
+
+def _verify(setting: Setting, rows: int) -> Op:
+    drafts = 3
+    num_tokens = rows * (1 + drafts)
+    starts = torch.arange(0, num_tokens + 1, 1 + drafts, device=setting.device).int()
+    token_ids, sampled = (setting.integers(2, num_tokens) for _ in range(2))  # half are right
+    slots = torch.arange(rows, device=setting.device)
+    step = DraftRows(starts, token_ids, slots, 1 + drafts)
+    by_slot = [torch.zeros(rows, dtype=torch.int32, device=setting.device) for _ in range(4)]
+
+    def error() -> float:
+        own = verify_drafts(step, sampled, *by_slot[:2])
+        expected = verify_drafts_reference(step, sampled, *by_slot[2:])
+        pairs = ((own, expected), *zip(by_slot[:2], by_slot[2:], strict=True))
+        return max(unequal_share(one, other) for one, other in pairs)
+
+    return Op(
+        name="verify_drafts",
+        shape=f"[{rows}, {1 + drafts}]",
+        call=lambda: verify_drafts(step, sampled, *by_slot[:2]),
+        error=error,
+        tolerance=0.0,
+        ceiling="read",
+        amount=token_ids.nbytes + sampled.nbytes,
+        peers={"torch": lambda: verify_drafts_reference(step, sampled, *by_slot[2:])},
     )
