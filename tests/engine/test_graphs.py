@@ -70,6 +70,7 @@ def test_tokens_are_chosen_by_graphs_unless_a_feature_changes_logits(model, over
         for number, slot in enumerate(slots, start=1):
             steps.prefill(slot)
             steps.decode(*slots[:number])
+        steps.settle()
         assert len(recorder.choices) == len(recorder.replays)
         penalised = steps.remove(slots.pop())
         steps.settle()
