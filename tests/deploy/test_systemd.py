@@ -2,7 +2,7 @@
 
 import re
 
-from common.config import PrefillConfig, ServerConfig
+from common.config import PrefillConfig, RouterConfig, ServerConfig
 from common.settings import read
 from tests.support.programs import ROOT
 
@@ -18,9 +18,11 @@ def test_a_drained_process_has_time_and_is_started_again():
 
 
 def test_the_settings_of_the_guide_are_valid(tmp_path):
-    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    file = tmp_path / "prefill.yaml"
-    file.write_text(block)
-    config = read(PrefillConfig, "baton serve prefill", [f"--config={file}"])
-    assert config.server.tls.mutual
-    assert config.transfer.listen_host == config.server.host
+    for block in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        (tmp_path / re.search(r"/etc/baton/(.*)", block)[1]).write_text(block)
+    node = read(PrefillConfig, "baton serve prefill", [f"--config={tmp_path}/prefill.yaml"])
+    assert node.server.tls.mutual
+    assert node.transfer.listen_host == node.server.host
+    router = read(RouterConfig, "baton serve router", [f"--config={tmp_path}/router.yaml"])
+    assert router.tls_to_nodes.mutual
+    assert f"{node.server.host}:{node.server.port}" in router.prefill
