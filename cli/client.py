@@ -236,7 +236,8 @@ def failure(error: grpc.aio.AioRpcError, address: str, source: str, flag: str = 
     """
     sentence = f"{address}: {error.code().name}: {error.details()}"
     if str(error.details()).startswith(_NOT_CONNECTED):
-        reason = str(error.details()).rpartition(": ")[2].strip("[]")
+        # gRPC appends the status of the socket, which is OK if only the handshake failed.
+        reason = str(error.details()).removesuffix(": OK").rpartition(": ")[2].strip("[]")
         return unreachable(address, reason, flag)
     unauthenticated = error.code() is grpc.StatusCode.UNAUTHENTICATED
     return f"{sentence} ({source})" if unauthenticated and source else sentence
@@ -244,17 +245,19 @@ def failure(error: grpc.aio.AioRpcError, address: str, source: str, flag: str = 
 
 def unreachable(address: str, reason: str, flag: str) -> str:
     """Return a sentence about a process that accepts no connection, with the fix."""
+    start, fix = (
+        "start one with `baton up` or `baton serve router`",
+        f"name its address with {flag}",
+    )
     if not flag:
-        return (
-            f"nothing responds at {address} ({reason}): start the process, or correct the address"
-        )
-    fix = f"name its address with {flag}"
+        start, fix = "start the process", "correct the address"
+    sentence = f"no {'router' if flag else 'node'} responds at {address} ({reason})"
     if "refused" in reason:
-        return (
-            f"no router responds at {address} ({reason}): start one with `baton up` or `baton "
-            f"serve router`, or {fix}"
-        )
-    return f"no router responds at {address} ({reason}): {fix}, and set --tls-ca if it uses TLS"
+        return f"{sentence}: {start}, or {fix}"
+    return (
+        f"{sentence}: {fix}, set --tls-ca if it uses TLS, and --tls-cert and --tls-key if callers "
+        "need a certificate"
+    )
 
 
 def certificates(options: argparse.Namespace) -> tls.Certificates | None:

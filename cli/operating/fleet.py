@@ -118,7 +118,9 @@ class Fleet:
             raise UnfinishedRestart(sentence) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             number = getattr(error, "errno", None) or 0  # negative: an error of the resolver
-            reason = os.strerror(number) if number > 0 else str(error) or "timed out"
+            # The number of a TLS error is none of the operating system's.
+            from_system = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
+            reason = os.strerror(number) if from_system else str(error) or "timed out"
             raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None
         if response.status != 200:
             source = f" ({self._sources.to_routers})" if response.status == 401 else ""

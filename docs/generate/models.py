@@ -113,8 +113,9 @@ need 71 times as much.
   tokens](gpu.md#derivation-of-expanded-keys-and-values).
 - **Caches and hand-offs** treat latents like other KV. With `--model-backend transformers`, a node
   stores keys and values, so it does not pair with nodes that store latents.
-- **Quantization.** DeepSeek's checkpoints in fp8 blocks are supported. In every weight format,
-  `kv_b_proj` and the parameters of the expert router are floats.
+- **Quantization.** DeepSeek's checkpoints in fp8 blocks are supported. `kv_b_proj` may be quantized
+  in the checkpoint, but is converted to floats when it is loaded. The parameters of the expert
+  router must be floats in the checkpoint.
 - **Draft layer.** The draft layer of a checkpoint is used only by [speculative
   decoding](speculation.md#layers) with `mtp`.
 

@@ -1,16 +1,22 @@
 """Return of a restarted process, as every worker process of every router sees it, and reasons of
 its refusals."""
 
+import asyncio
+import ssl
+
 import pytest
 
 from cli.client import UnfinishedRestart
 from cli.operating.__main__ import OPERATIONS, parser
 from cli.operating.command import Result, with_fleet
 from cli.operating.fleet import Fleet
+from common import tls
+from common.config import TlsConfig
 from common.errors import Unauthenticated
 from common.identity.secret import new_secret
 from protos import router_pb2_grpc
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from tests.support.certificates import Authority
 from tests.support.grpc_calls import serving
 from tests.support.stub_decode_node import StubNode
 
@@ -113,3 +119,23 @@ async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from
     async with StubNode() as node:
         with pytest.raises(UnfinishedRestart, match=r"UNAUTHENTICATED.*came from var/secret"):
             await _pause(node.address)
+
+
+async def test_a_failed_handshake_is_reported_with_its_reason_and_the_flags(tmp_path):
+    served = Authority().write(tmp_path / "served")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(served.cert, served.key)
+    server = await asyncio.start_server(lambda _, w: w.close(), "127.0.0.1", 0, ssl=context)
+    address = "{}:{}".format(*server.sockets[0].getsockname())
+    other = TlsConfig(ca=Authority().write_ca(tmp_path / "other"))
+    fleet = Fleet((), tls.certificates(other, "--tls"), None)
+    async with server:
+        for call in (
+            fleet.look(address),
+            fleet.drain_node(address),
+            fleet.get(f"https://{address}", "/requests"),
+        ):
+            with pytest.raises(UnfinishedRestart) as undone:
+                await call
+            assert "certificate" in str(undone.value).partition("): ")[0]
+            assert "--tls-ca" in str(undone.value) and "--tls-cert" in str(undone.value)

@@ -59,6 +59,15 @@ def _name_of(program):
     return f"group-{'abcd'[program.config.engine.parallel.dp_rank]}"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_pods_of_a_role_are_placed_on_different_hosts_if_possible(role):
+    (workload,) = (each for each in workloads(manifests.base()) if each.name == role)
+    (spread,) = workload.spec["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"  # one host suffices
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert selects(spread["labelSelector"]["matchLabels"], workload.labels)
+
+
 def test_ports_of_a_pod_are_different(objects):
     for workload in workloads(objects):
         ports = list(manifests.named_ports(workload.containers))
