@@ -503,11 +503,12 @@ class Forwards:
         else:
             sampled = sampling.sample(states, forward.sent)
         tokens, verified = sampled.tokens, forward.step.verified
-        if verified is not None:
+        if not states.inputs.chosen:
+            output.tokens = to_host(tokens)
+        elif verified is not None:
             self._verify(forward, verified, tokens, output)
         else:
-            if states.inputs.chosen:
-                self._future.store(forward.step.batch.slots, tokens)
+            self._future.store(forward.step.batch.slots, tokens)
             output.tokens = to_host(tokens)
         output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
