@@ -22,6 +22,7 @@ from engine.batch.upload import HostColumn, packed_bytes, upload
 from engine.build import prepare
 from engine.models import load
 from engine.models.linear import onednn
+from kernels.sampling import verify
 from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import FrameKind
@@ -34,6 +35,7 @@ ARCH = 90
 NUM_SLOTS = 9
 CHUNK_TOKENS = 64
 NUM_STEPS = 150
+launch_verification = verify.verify_drafts_triton
 
 
 class Silent:
@@ -56,6 +58,12 @@ def packed(
     return upload(columns, device, into)
 
 
+def recorded_verification(rows: verify.DraftRows, *tensors: Tensor) -> Tensor:
+    """Launch the kernel, which computes nothing here, and return the tokens of its reference."""
+    launch_verification(rows, *tensors)
+    return verify.verify_drafts_reference(rows, *tensors)
+
+
 def copy_pages(memory: StagedMemory, page_bytes: int) -> None:
     """Pages as a peer reads them, and as they are read from one."""
     rng = np.random.default_rng(0)
@@ -74,7 +82,11 @@ def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
     with mock.patch.object(onednn, "packs_bfloat16", return_value=False):  # matrices as on a GPU
         model = load(Path(checkpoint), torch.device("cpu"), getattr(torch, dtype))
     launches: dict[Launch, None]
-    with recorded(ARCH) as launches, mock.patch.object(forward, "upload", packed):
+    with (
+        recorded(ARCH) as launches,
+        mock.patch.object(forward, "upload", packed),
+        mock.patch.object(verify, "verify_drafts_triton", recorded_verification),
+    ):
         steps = Steps(model, num_slots=NUM_SLOTS, recorder=record if graphs == "graphs" else None)
         prepare(steps.runner, CHUNK_TOKENS + NUM_SLOTS)
         kv = steps.pool
