@@ -55,7 +55,11 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """Usage of one API key. For one event loop. The counters may be read on any thread."""
+    """Usage of one API key. For one event loop. The counters may be read on any thread.
+
+    Attributes:
+        limits: set by `limit`.
+    """
 
     def __init__(self, limits: KeyLimits, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns

@@ -73,16 +73,16 @@ class Decoding:
             NodeUnavailable: the helper process has failed.
         """
         await self._slots.acquire(client)
-        # The client's turn lasts until the decoding ends, even if the request is cancelled.
-        turn = asyncio.ensure_future(self._turn(job, client))
-        turn.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        return await asyncio.shield(turn)
+        # The client keeps its slot until the decoding ends, even if the request is cancelled.
+        decoding = asyncio.ensure_future(self._decode_in_slot(job, client))
+        decoding.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return await asyncio.shield(decoding)
 
     def close(self) -> None:
         self.helper.close()
         self._threads.shutdown(wait=False)
 
-    async def _turn(self, job: ImageJob, client: Client) -> Decoded:
+    async def _decode_in_slot(self, job: ImageJob, client: Client) -> Decoded:
         lane = self._lanes.pop()
         try:
             run = asyncio.get_running_loop().run_in_executor
@@ -326,7 +326,7 @@ class ImageLoader:
         Args:
             media: accepted by check_numbers.
             max_tokens: limit of all images together.
-            client: client whose decoding turns are used.
+            client: client whose slots for decoding are used.
 
         Raises:
             InvalidRequest: one cannot be fetched or is invalid, or all together are too large.

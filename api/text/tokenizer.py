@@ -38,7 +38,7 @@ class LengthBatcher:
         self._numbers = count()
 
     async def acquire(self, num_bytes: int, arrived: float) -> None:
-        """Wait for a place, which the caller must give back.
+        """Wait for a place, which the caller must `release`.
 
         Cancelling removes the text from the queue.
 

@@ -4,7 +4,7 @@ A node with one rank uses these directly. With several ranks, node_paths.py join
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,6 +21,7 @@ from kvtransfer.backends.base import (
     Ints,
     PagePool,
     PageProducer,
+    PublishedPages,
     RemotePool,
     TableSlices,
     TransferBackend,
@@ -71,15 +72,13 @@ class RankOffers:
             producer.dismiss(consumer)
 
     def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
-        for producer in self._producers.values():
-            if producer.publications is not None:
-                producer.publications.publish(consumer, pages)
+        for published in self._publications():
+            published.publish(consumer, pages)
         return ()
 
     def withdraw(self, consumer: int, pages: Ints) -> None:
-        for producer in self._producers.values():
-            if producer.publications is not None:
-                producer.publications.withdraw(consumer, pages)
+        for published in self._publications():
+            published.withdraw(consumer, pages)
 
     def poll(self) -> None:
         for producer in self._producers.values():
@@ -93,6 +92,11 @@ class RankOffers:
     def open(self) -> Sequence[Future[Any]]:
         self._producers = self._serve()
         return ()
+
+    def _publications(self) -> Iterator[PublishedPages]:
+        for producer in self._producers.values():
+            if producer.publications is not None:
+                yield producer.publications
 
 
 class RankLinks:
