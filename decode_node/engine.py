@@ -210,7 +210,7 @@ class DecodeRole:
                 case GrantedEvent():
                     self._migrations.granted(event)
                 case ClosedEvent():
-                    self._migrations.dropped(event)
+                    self._migrations.closed(event)
         return [each for each in failed if each is not None]
 
     @property

@@ -1,8 +1,8 @@
 """Live migration of running requests to another decode node. This node is the producer.
 
-    RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --dropped, held--> gone
+    RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --closed, held---> gone
        ^                     |                                    |
-       `-----------------------dropped, not held ----------------/
+       `-----------------------closed, not held -----------------/
 
 Exactly one node runs a request. The transfer thread decides which: after a ClosedEvent with "held"
 the request has left, after one with "not held" it resumes here. A deadline in this module only
@@ -71,7 +71,7 @@ class OutgoingMigrations:
         self._port = port
         self._active = active
         self.in_progress: dict[int, OutgoingMigration] = {}
-        self._refused: set[int] = set()  # serials of refused hand-offs, until they are dropped
+        self._refused: set[int] = set()  # serials of refused hand-offs, until they are closed
         self.lingers_until = -math.inf
         self._log = ThrottledLog(log, Throttle())
 
@@ -129,7 +129,7 @@ class OutgoingMigrations:
         migration.move(MigrationStage.STOPPING)
         state.move(RequestStage.MIGRATING, state.queue)
 
-    def dropped(self, event: ClosedEvent) -> None:
+    def closed(self, event: ClosedEvent) -> None:
         if event.serial in self._refused:
             self._refused.remove(event.serial)
             return

@@ -135,12 +135,12 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     admitted: float = 0.0  # when its first forward pass was chosen
     done: float = 0.0  # when its last chunk was done
     num_chunks: int = 0
-    dropped: float = 0.0
+    closed: float = 0.0
     attempt: int = 1  # attempt number of its consumer, for this request
     cached_tokens: int = 0  # cached on this node
     prefix_tokens: int = 0  # prefix that its consumer had
     held: bool = False  # whether it completed
-    reason: str = ""  # why it was dropped before
+    reason: str = ""  # why it failed
     bringing: list[float] = []  # as RequestTimings.bringing
     encoded: list[float] = []  # as RequestTimings.encoded
     images: ImageReads = msgspec.field(default_factory=ImageReads)
@@ -155,14 +155,14 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
         )
 
     def timeline(self) -> Timeline:
-        """Return the timeline of a dropped hand-off."""
+        """Return the timeline of a closed hand-off."""
         begun = (
             (Phase.BOOTSTRAP_QUEUE, self.opened),
             (Phase.WAITING_QUEUE, self.granted),
             (Phase.PREFILL, self.admitted),
             (Phase.INFLIGHT_QUEUE, self.done),
         )
-        return Timeline(tuple(_chain(begun, self.dropped, self.opened)))
+        return Timeline(tuple(_chain(begun, self.closed, self.opened)))
 
 
 def _of_attempt(attempt: HandoffTimings, number: int, until: float, zero: float) -> list[Interval]:
@@ -379,5 +379,5 @@ def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     yield TimelineEvent(stamps.done, "computed", f"chunks: {stamps.num_chunks}")
     end = "released" if stamps.held else "dropped"
     yield TimelineEvent(
-        stamps.dropped, end, "the consumer has all pages" if stamps.held else stamps.reason
+        stamps.closed, end, "the consumer has all pages" if stamps.held else stamps.reason
     )

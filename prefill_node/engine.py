@@ -92,7 +92,7 @@ class PrefillRole:
                 case GrantedEvent():
                     self._handoffs.grant(event)
                 case ClosedEvent():
-                    self._handoffs.dropped(event)
+                    self._handoffs.closed(event)
                 case _ if not self._embeddings.take(event):
                     self._note_link(event)
         self._sharing.poll()

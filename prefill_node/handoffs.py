@@ -3,9 +3,9 @@
     OpenedEvent        Granted                    last chunk done         ClosedEvent
      -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> removed
 
-A hand-off may be dropped in any queue: the consumer cancelled it, its stream ended, or its budget
-expired. From admission until ClosedEvent, its pages are held for publication, whatever happens to
-the request.
+A hand-off may fail in any queue: the consumer cancels it, its stream ends, or its budget expires.
+From admission until ClosedEvent, its pages are held for publication, whatever happens to the
+request.
 """
 
 import logging
@@ -80,7 +80,7 @@ class HandoffHistory:
                 id=tuple(event.id),
                 reason=event.reason,
             )
-        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
+        stamps.closed, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
         self._ended.record(stamps, failed=not event.held)
         if is_sampled(stamps.traceparent):
             self._send(HandoffSpan(stamps))
@@ -265,13 +265,13 @@ class OutgoingHandoffs:
         state.timings.done = time.monotonic()
         self._publish(state, chunk.end, chunk)
 
-    def dropped(self, event: ClosedEvent) -> None:
-        """Remove a hand-off that its consumer has closed, or that failed here before."""
+    def closed(self, event: ClosedEvent) -> None:
+        """Remove a hand-off that is completed, cancelled or failed."""
         self.counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
         self.history.close(event)
         state = self._states.pop(event.serial, None)
         if state is not None:
-            _drop(state, event.reason)
+            _stop(state, event.reason)
         exported = self._exported.pop(event.serial, None)
         if exported is not None:
             self._pages.drop(exported, PageHolder.PUBLICATION)
@@ -297,7 +297,7 @@ class OutgoingHandoffs:
         doomed = [state for state in self._states.values() if chosen(state)]
         for state in doomed:
             self._report_failure(state, reason, retryable=retryable)
-            _drop(state, reason)
+            _stop(state, reason)
         return len(doomed)
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
@@ -355,8 +355,8 @@ class OutgoingHandoffs:
         self._port.post(FailCommand(state.key, reason, retryable, retry_after_s))
 
 
-def _drop(state: PrefillState, reason: str) -> None:
-    """Remove a request whose end is already reported. Its computation stops after the chunk."""
+def _stop(state: PrefillState, reason: str) -> None:
+    """Stop a request whose end is already reported, after its launched chunk if it has one."""
     end = RequestEnd(FinishReason.ABORT, reason)
     assert state.queue is not None
     state.queue.remove(state, end)

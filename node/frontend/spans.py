@@ -39,7 +39,7 @@ def record_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
         TraceContext(stamps.traceparent),
         "baton.prefill",
         begun=stamps.opened,
-        ended=stamps.dropped,
+        ended=stamps.closed,
         children=list(_children(stamps.timeline(), stamps.opened)),
         attributes={
             "baton.request_id": stamps.request_id,

@@ -426,7 +426,7 @@ class SourceSide(SimulatedProducer):
             case GrantedEvent():
                 producer.granted(event)
             case ClosedEvent():
-                producer.dropped(event)
+                producer.closed(event)
         return self._turn()
 
     def _turn(self) -> list[Output]:

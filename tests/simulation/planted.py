@@ -175,12 +175,12 @@ def published_pages_are_not_held() -> None:
 def pages_of_failed_handoffs_stay_published() -> None:
     """A prefill node keeps the pages of a hand-off that its consumer does not complete."""
 
-    def dropped(original: Any, self: Any, event: Any) -> None:
+    def closed(original: Any, self: Any, event: Any) -> None:
         exported = None if event.held else self._exported.pop(event.serial, None)
         original(self, event)
         del exported
 
-    wrap(module("prefill_node.handoffs").OutgoingHandoffs, "dropped", dropped)
+    wrap(module("prefill_node.handoffs").OutgoingHandoffs, "closed", closed)
 
 
 def the_end_of_a_stream_forgets_its_handoffs() -> None:
