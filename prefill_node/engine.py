@@ -124,7 +124,7 @@ class PrefillRole:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._queues.scheduled.find(finished.request)
-            # In any other stage, the hand-off ended with its first token.
+            # Otherwise only its computation ended, and the hand-off is INFLIGHT until ClosedEvent.
             if state is not None and state.stage is RequestStage.SCHEDULED:
                 state.close(finished.finish)
 
