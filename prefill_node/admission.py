@@ -4,8 +4,9 @@ handoffs.py.
 The checks run before any work is done for a request, the cheapest first.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +57,17 @@ class PrefillState(RequestState):
     published: int = 0
     cached_before: float = math.inf
     holding: PageHolding | None = None
+
+
+def is_handoff(request: Request) -> bool:
+    """Return whether a request of the scheduler belongs to a hand-off. Serials are positive."""
+    return request.key > 0
+
+
+def keys_of_others() -> Iterator[int]:
+    """Return unused negative keys, for requests without a hand-off: pooling prompts and prompts
+    computed ahead."""
+    return itertools.count(-1, -1)
 
 
 class BootstrapQueue(KeyedQueue[PrefillState]):

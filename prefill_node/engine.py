@@ -9,7 +9,6 @@ prompt enters the scheduler. Pooling prompts, which need a vector and no KV, use
 This module knows no streams or sockets: the transfer thread is behind a TransferPort.
 """
 
-import itertools
 import time
 from collections.abc import Mapping
 
@@ -48,7 +47,7 @@ from node.queues import (
 from node.request_state import RequestStage, RequestState
 from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import HandoffAdmission, PrefillQueues
+from prefill_node.admission import HandoffAdmission, PrefillQueues, is_handoff, keys_of_others
 from prefill_node.ahead import WAIT_S, PrefillAhead
 from prefill_node.embeddings import EmbeddingReads
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
@@ -112,9 +111,9 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            if chunk.request.key > 0:
+            if is_handoff(chunk.request):
                 self._handoffs.computed(chunk)
-            else:
+            else:  # each of these ignores the requests of the other
                 self._pooling.computed(chunk)
                 self._ahead.computed(chunk)
         now = time.monotonic()
@@ -255,10 +254,10 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         return handoffs.find(request) or pooling.find(request) or ahead.find(request)
 
     def admitted(request: Request, holding: PageHolding) -> None:
-        if request.key > 0:
+        if is_handoff(request):
             handoffs.admitted(request, holding)
         else:
-            ahead.admitted(request)
+            ahead.admitted(request)  # ignores pooling prompts
 
     embeddings = EmbeddingReads(
         engine.core.encoder,
@@ -281,7 +280,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
-    other_keys = itertools.count(-1, -1)  # hand-offs have positive keys
+    other_keys = keys_of_others()
     admission = HandoffAdmission(
         max_waiting=steps.max_queued_requests,
         limits=engine.core.limits,
