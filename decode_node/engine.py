@@ -99,12 +99,13 @@ class DecodeRole:
 
     def poll(self) -> None:
         now = time.monotonic()
-        for failed in self._take_events(now):  # after all events, so that lost producers are known
+        # Retry after all events are handled, so that lost producers are known.
+        for failed in self._handle_events(now):
             self._placement.retry(failed)
         self._sharing.poll()
         for state, ending in self._queues.expired(now):
             state.close(ending)
-        self._control.poll(self, self._take)
+        self._control.poll(self, self._handle_message)
         self._placement.place_ready(now)
         if self._migrations.in_progress:
             self._migrations.poll(now)
@@ -176,7 +177,7 @@ class DecodeRole:
 
     # Events of the transfer thread
 
-    def _take_events(self, now: float) -> list[FailedHandoff]:
+    def _handle_events(self, now: float) -> list[FailedHandoff]:
         failed: list[FailedHandoff | None] = []
         events = self._port.take()
         if self._canary.unchecked or ProducerUp in map(type, events):
@@ -187,7 +188,7 @@ class DecodeRole:
                     self._handoffs.admitted(event)
                 case FirstTokenEvent():
                     failed.append(self._handoffs.first_token(event))
-                case _ if self._sharing.take(event):
+                case _ if self._sharing.handle(event):
                     continue
                 case ProducerUp():
                     self._queues.unpaired.producer_up(event)
@@ -275,7 +276,7 @@ class DecodeRole:
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._active.flights(num_ended)
 
-    def _take(self, message: FrontMessage) -> None:
+    def _handle_message(self, message: FrontMessage) -> None:
         match message:
             case SubmitRequest():
                 self._admission.submit(message)

@@ -83,7 +83,7 @@ class PrefillRole:
 
     def poll(self) -> None:
         for event in self._port.take():
-            if self._sharing.take(event):
+            if self._sharing.handle(event):
                 continue
             match event:
                 case OpenedEvent():
@@ -92,7 +92,7 @@ class PrefillRole:
                     self._handoffs.grant(event)
                 case ClosedEvent():
                     self._handoffs.closed(event)
-                case _ if not self._embeddings.take(event):
+                case _ if not self._embeddings.handle(event):
                     self._note_link(event)
         self._sharing.poll()
         if self._reads_embeddings:
@@ -103,7 +103,7 @@ class PrefillRole:
             self._ahead.poll(now)
         for state, ending in self._queues.expired(now):
             state.close(ending)
-        self._control.poll(self, self._take)
+        self._control.poll(self, self._handle_message)
 
     def next_batch(self) -> ScheduleBatch | None:
         return self.scheduler.next_batch()
@@ -222,7 +222,7 @@ class PrefillRole:
             case ProducerDown():
                 self._control.links.pop(event.address, None)
 
-    def _take(self, message: FrontMessage) -> None:
+    def _handle_message(self, message: FrontMessage) -> None:
         match message:
             case SubmitPooling():
                 self._pooling.submit(message)

@@ -155,7 +155,7 @@ class SharedWeights(Protocol):
     @property
     def reads(self) -> Mapping[HandoffId, Ints]: ...
 
-    def take(self, event: NodeEvent) -> None: ...
+    def handle(self, event: NodeEvent) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -276,7 +276,7 @@ class PrefixSharing:
             self.fetches.forget(key)
         self.ways.ended(key)
 
-    def take(self, event: NodeEvent) -> bool:
+    def handle(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread about a prefix or weights. Returns False if other
         parts must handle it too.
         """
@@ -312,7 +312,7 @@ class PrefixSharing:
     def _pass_on(self, event: NodeEvent, kind: "type[Source] | None") -> bool:
         """Pass an event about a source of this kind to its ends. Returns False without a kind."""
         if kind is Weights:
-            self._weights.take(event)
+            self._weights.handle(event)
         elif kind is Prefix:
             pass_on(event, Prefix, self.fetches, self.exports)
         return kind is not None

@@ -211,7 +211,7 @@ class WeightSharing:
         self._reads.poll()
         self.due |= self._reads.busy  # reads have deadlines
 
-    def take(self, event: NodeEvent) -> None:
+    def handle(self, event: NodeEvent) -> None:
         self.due = True
         pass_on(event, Weights, self._reads, self._exports)
 

@@ -118,8 +118,8 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
         weights=cast(SharedWeights, SimpleNamespace(port=port)),
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
-    assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))
+    assert sharing.handle(OpenedEvent(1, ID, b"", Remaining(9.0), source))
     assert port.take() == [FailCommand(1, "this is not an encode node", retryable=False)]
     closed = ClosedEvent(1, ID, False, "")
-    assert sharing.take(GrantedEvent(1, 0)) and sharing.take(closed)
-    assert not sharing.take(closed)  # a later hand-off with this serial is not one of these
+    assert sharing.handle(GrantedEvent(1, 0)) and sharing.handle(closed)
+    assert not sharing.handle(closed)  # a later hand-off with this serial is not one of these
