@@ -213,8 +213,8 @@ class DecodeCounters:
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: RequestEnd) -> None:
-        """Count a request dropped from a queue. Only ends with a retry time count."""
-        self._totals["refused/dropped"] += bool(finish.retry_after_s)
+        """Count a request that waited too long in a queue. Only such an end has a retry delay."""
+        self._totals["refused/dropped"] += finish.retry_after_s > 0.0
 
     def totals(self) -> dict[str, int]:
         by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}

@@ -340,12 +340,13 @@ class OutgoingHandoffs:
         if isinstance(ending, ServingError):
             refusal = refusal_of(ending)
             self.counts[refusal.count] += 1
-            retryable, reason, late_s = refusal.retryable, str(ending), ending.late_s
+            retryable, reason, retry_after_s = refusal.retryable, str(ending), ending.late_s
         else:
-            self.counts["refused/dropped"] += bool(ending.retry_after_s)
-            retryable, late_s = False, ending.retry_after_s
+            # Only a request that waited too long has a retry delay.
+            self.counts["refused/dropped"] += ending.retry_after_s > 0.0
+            retryable, retry_after_s = False, ending.retry_after_s
             reason = ending.error or ending.reason.name.lower()
-        self._report_failure(state, reason, retryable=retryable, retry_after_s=late_s)
+        self._report_failure(state, reason, retryable=retryable, retry_after_s=retry_after_s)
 
     def _report_failure(
         self, state: PrefillState, reason: str, *, retryable: bool, retry_after_s: float = 0.0
