@@ -301,14 +301,15 @@ class OutgoingHandoffs:
         return len(doomed)
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
-        """Publish [state.published, end), page-aligned unless it is the last range.
+        """Publish the tokens [state.published, end), page-aligned unless it is the last range.
 
-        If the consumer already has a longer prefix, only the last, empty range is published.
+        Nothing is published while `end` is inside the prefix that the consumer already has. The
+        last range carries the first token, so it is published even if it is empty.
         """
         start, last = state.published, last_chunk is not None
         if end <= start and not last:
             return
-        if last and start == state.prefix_tokens:
+        if last and start == state.prefix_tokens:  # the only range has all exported pages
             pages = self._exported[state.key]
         else:
             assert state.holding is not None  # the scheduler has admitted it
