@@ -115,7 +115,7 @@ class EmbeddingExports:
         export.closed = True
         if export.job is not None:
             export.job.cancelled = True
-            self._counts["completed" if event.held else "failed"] += 1
+            self._counts["completed" if event.completed else "failed"] += 1
 
     def poll(self) -> None:
         """Fill, publish and release pages. Called in each turn of the engine loop."""

@@ -132,7 +132,7 @@ class HandoffRejection:
     retryable: bool
 
 
-_REFUSALS: Mapping[type, HandoffRejection] = {
+_REJECTIONS: Mapping[type, HandoffRejection] = {
     NodeDraining: HandoffRejection("refused/draining", retryable=True),
     NodePaused: HandoffRejection("refused/paused", retryable=True),
     WeightVersionMismatch: HandoffRejection("refused/weights", retryable=True),
@@ -141,12 +141,12 @@ _REFUSALS: Mapping[type, HandoffRejection] = {
     Overloaded: HandoffRejection("refused/overloaded", retryable=True),
     ServingError: HandoffRejection("refused/invalid", retryable=False),
 }
-COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
+COUNTS = tuple(rejection.count for rejection in _REJECTIONS.values())
 
 
-def refusal_of(error: ServingError) -> HandoffRejection:
+def rejection_of(error: ServingError) -> HandoffRejection:
     """Return the rejection for an error, according to its nearest base class."""
-    return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
+    return next(_REJECTIONS[kind] for kind in type(error).__mro__ if kind in _REJECTIONS)
 
 
 class HandoffAdmission:
@@ -193,7 +193,7 @@ class HandoffAdmission:
         """Admit a hand-off. Its tokens and its adapter become claims.
 
         Raises:
-            ServingError: the hand-off is rejected. See refusal_of.
+            ServingError: the hand-off is rejected. See rejection_of.
         """
         if self._control.draining:
             raise NodeDraining("this prefill node is draining")

@@ -38,7 +38,13 @@ from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
 from node.timings import ProducerTimings, RequestHistory, of_handoff
-from prefill_node.admission import COUNTS, HandoffAdmission, PrefillQueues, PrefillState, refusal_of
+from prefill_node.admission import (
+    COUNTS,
+    HandoffAdmission,
+    PrefillQueues,
+    PrefillState,
+    rejection_of,
+)
 from prefill_node.embeddings import EmbeddingReads
 
 log = logging.getLogger(__name__)
@@ -72,7 +78,7 @@ class HandoffHistory:
 
     def close(self, event: ClosedEvent) -> None:
         stamps = self._open.pop(event.serial)
-        if not event.held:
+        if not event.completed:
             self._log.info(
                 "hand-off dropped",
                 request_id=stamps.request_id,
@@ -80,8 +86,9 @@ class HandoffHistory:
                 id=tuple(event.id),
                 reason=event.reason,
             )
-        stamps.closed, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
-        self._ended.record(stamps, failed=not event.held)
+        stamps.closed, stamps.completed = time.monotonic(), event.completed
+        stamps.reason = event.reason
+        self._ended.record(stamps, failed=not event.completed)
         if is_sampled(stamps.traceparent):
             self._send(HandoffSpan(stamps))
 
@@ -216,10 +223,10 @@ class OutgoingHandoffs:
 
     def schedule_prepared(self, now: float) -> None:
         """Schedule prepared requests, and reject those whose preparation failed."""
-        for state, refusal in self._queues.preparing.ready(now):
+        for state, failure in self._queues.preparing.ready(now):
             try:
-                if refusal is not None:
-                    raise refusal
+                if failure is not None:
+                    raise failure
                 self._queues.scheduled.put(state)
             except ServingError as error:
                 state.close(error)
@@ -234,7 +241,7 @@ class OutgoingHandoffs:
         self._sharing.admitted(request)
         timings = state.timings
         timings.admitted, timings.cached_tokens = request.admitted, request.cached_tokens
-        timings.bringing, timings.encoded = request.bringing, request.encoded
+        timings.loads, timings.encoded = request.bringing, request.encoded
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self._exported[state.key] = exported
         # Tokens computed ahead count as computed.
@@ -267,7 +274,7 @@ class OutgoingHandoffs:
 
     def closed(self, event: ClosedEvent) -> None:
         """Remove a hand-off that is completed, cancelled or failed."""
-        self.counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
+        self.counts["handoffs_completed" if event.completed else "handoffs_failed"] += 1
         self.history.close(event)
         state = self._states.pop(event.serial, None)
         if state is not None:
@@ -339,9 +346,9 @@ class OutgoingHandoffs:
         if state.key not in self._states:
             return
         if isinstance(ending, ServingError):
-            refusal = refusal_of(ending)
-            self.counts[refusal.count] += 1
-            retryable, reason, retry_after_s = refusal.retryable, str(ending), ending.late_s
+            rejection = rejection_of(ending)
+            self.counts[rejection.count] += 1
+            retryable, reason, retry_after_s = rejection.retryable, str(ending), ending.late_s
         else:
             # Only a request that waited too long has a retry delay.
             self.counts["refused/dropped"] += ending.retry_after_s > 0.0

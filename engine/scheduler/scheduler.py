@@ -426,7 +426,7 @@ class Scheduler:
         if self.preempts and self._admission.waiting:
             self._preempt_for_prompts()
         if self._retracted:
-            self._bring_back()
+            self._swap_in()
         if self.running_alone is not None:
             return None  # no other row runs together with it
         for alone in self._next_rows.kinds_to_try():
@@ -483,12 +483,12 @@ class Scheduler:
         self.running_alone = self._residents.by_slot[int(step.slots[0])] if alone else None
         return step.batch
 
-    def _bring_back(self) -> None:
-        """Bring swapped-out requests back as far as there is capacity."""
+    def _swap_in(self) -> None:
+        """Swap in requests as far as there is capacity. Queue those whose KV is lost."""
         for request in self._retracted.take_lost():
             self._residents.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
-        self._retraction.bring_back(
+        self._retraction.swap_in(
             device_empty=self._residents.all_away,
             num_places=self._admission.num_places - self.kept.slots,
             bar=self._preemption.bar(most_urgent),

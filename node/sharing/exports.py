@@ -197,8 +197,8 @@ class PrefixExports:
         exported = self.exported.pop(event.serial, _NONE)
         self._pages.drop(exported, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
-        if event.held or len(exported):
-            self.counts[f"prefix_loans/{'completed' if event.held else 'failed'}"] += 1
+        if event.completed or len(exported):
+            self.counts[f"prefix_loans/{'completed' if event.completed else 'failed'}"] += 1
 
     def _refuse(self, serial: int, reason: str) -> None:
         self.counts["prefix_loans/refused"] += 1

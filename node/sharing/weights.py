@@ -106,7 +106,7 @@ class WeightExports:
         export = self._exports.get(event.serial)
         if export is not None:
             export.closed = True
-            num_bytes = export.filling.result() * export.piece_bytes if event.held else 0
+            num_bytes = export.filling.result() * export.piece_bytes if event.completed else 0
             self._gauges["total_weight_bytes/lent"] += num_bytes
 
     def poll(self) -> None:

@@ -176,7 +176,7 @@ def pages_of_failed_handoffs_stay_published() -> None:
     """A prefill node keeps the pages of a hand-off that its consumer does not complete."""
 
     def closed(original: Any, self: Any, event: Any) -> None:
-        exported = None if event.held else self._exported.pop(event.serial, None)
+        exported = None if event.completed else self._exported.pop(event.serial, None)
         original(self, event)
         del exported
 
