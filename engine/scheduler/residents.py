@@ -165,8 +165,8 @@ class SlotOwners:
         del self._requests[slot]
 
 
-class HeldRows:
-    """Rows that wait for the mask of their grammar. Engine thread only."""
+class MaskWaits:
+    """Rows that wait for the mask of their grammar (`SlotTable.held`). Engine thread only."""
 
     def __init__(
         self,

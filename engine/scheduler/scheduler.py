@@ -34,7 +34,7 @@ from engine.scheduler.next_rows import (
     RowSelector,
     SelectedRows,
 )
-from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
+from engine.scheduler.residents import MaskWaits, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
@@ -100,7 +100,7 @@ class Scheduler:
             self._quarantine,
             self._launched,
         )
-        self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
+        self._mask_waits = MaskWaits(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
         self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
@@ -192,7 +192,7 @@ class Scheduler:
 
         Both are checked only every DEADLINE_CHECK_S. It also aborts requests that exceeded the time
         budget of their grammar, and releases rows whose mask is ready. Call it every
-        DEADLINE_CHECK_S, and in each poll while `holds_rows`.
+        DEADLINE_CHECK_S, and in each poll while `awaits_masks`.
 
         Args:
             queued_s: retry delay in seconds that requests past their queue limit report.
@@ -201,8 +201,8 @@ class Scheduler:
         """
         now = self._core.clock() if now is None else now
         ended = []
-        if self._held.any:
-            ended = [self.abort(request, finish) for request, finish in self._held.settle()]
+        if self._mask_waits.any:
+            ended = [self.abort(request, finish) for request, finish in self._mask_waits.settle()]
         if now < self._expiry_due:
             return [finished for finished in ended if finished is not None]
         self._expiry_due = now + DEADLINE_CHECK_S
@@ -517,15 +517,15 @@ class Scheduler:
         return bool(self._residents or len(self._admission.waiting))
 
     @property
-    def holds_rows(self) -> bool:
+    def awaits_masks(self) -> bool:
         """Return whether a row waits for its mask, so that `expire` must be called in each poll."""
-        return self._held.any
+        return self._mask_waits.any
 
     @property
     def awaits_steps(self) -> bool:
         """Return whether steps are expected to finish regularly. Safe to call from another
         thread."""
-        return self.has_work and not self.paused and not self._held.any
+        return self.has_work and not self.paused and not self._mask_waits.any
 
     @property
     def num_waiting(self) -> int:
