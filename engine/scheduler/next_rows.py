@@ -33,9 +33,9 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity
-from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retraction import RetractedRequests, Retraction, victims_first
 from engine.scheduler.running import QuarantineQueue, RunningBatch
+from engine.scheduler.slot_owners import SlotOwners
 
 MAX_PREEMPTIONS = 8  # per request
 _KEEPS_BUSY = (
@@ -203,7 +203,7 @@ class RowSelector:
         admission: PrefillAdmission,
         running: RunningBatch,
         quarantine: QuarantineQueue,
-        residents: SlotOwners,
+        owners: SlotOwners,
         retraction: Retraction,
         preemption: Preemption,
     ) -> None:
@@ -212,7 +212,7 @@ class RowSelector:
         self._admission = admission
         self._running = running
         self._quarantine = quarantine
-        self._residents = residents
+        self._owners = owners
         self._retraction = retraction
         self._preemption = preemption
         self._after_quarantined = False
@@ -272,7 +272,7 @@ class RowSelector:
             min_priority=min_priority,
             kept_slots=kept.slots,
             barrier=kept.barrier,
-            alone=self._residents.all_away,
+            alone=self._owners.all_away,
             quarantined=quarantined,
         )
 
@@ -294,7 +294,7 @@ class RowSelector:
         due = len(slots) > 0 and self._retraction.is_due()
         if due or (len(full) and not self._running.grow(full)):
             # Consider all running rows, because any of them may have the missing pages.
-            ready, requests = self._running.ready(), self._residents.by_slot
+            ready, requests = self._running.ready(), self._owners.by_slot
             kept = self._retraction.retract_for(ready, requests, least=int(due))
             return slots[np.isin(slots, kept)]
         self._running.ratio.decay()

@@ -34,10 +34,10 @@ from engine.scheduler.next_rows import (
     RowSelector,
     SelectedRows,
 )
-from engine.scheduler.residents import MaskWaits, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
+from engine.scheduler.slot_owners import MaskWaits, PausedRequest, SlotOwners, check_books
 from engine.scheduler.split_prefill import SplitForwardState, SplitSelector
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
@@ -92,7 +92,7 @@ class Scheduler:
         self._preemption = Preemption(
             config, core, self._running, self._retracted, self._quarantine
         )
-        self._residents = SlotOwners(
+        self._owners = SlotOwners(
             core,
             self._admission,
             self._running,
@@ -100,8 +100,8 @@ class Scheduler:
             self._quarantine,
             self._launched,
         )
-        self._mask_waits = MaskWaits(core.table, self._residents, self._running, self._retracted)
-        self._results = StepResults(core, self._admission, self._retracted, self._residents)
+        self._mask_waits = MaskWaits(core.table, self._owners, self._running, self._retracted)
+        self._results = StepResults(core, self._admission, self._retracted, self._owners)
         self.kept = ReservedCapacity()
         self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
             self.kept,
@@ -109,7 +109,7 @@ class Scheduler:
             admission=self._admission,
             running=self._running,
             quarantine=self._quarantine,
-            residents=self._residents,
+            owners=self._owners,
             retraction=self._retraction,
             preemption=self._preemption,
         )
@@ -117,9 +117,7 @@ class Scheduler:
         self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
-        self._split = SplitForwardState(
-            core.table, self._residents, self._assembler, self._launched
-        )
+        self._split = SplitForwardState(core.table, self._owners, self._assembler, self._launched)
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -157,9 +155,9 @@ class Scheduler:
         slot = self._admission.take_slot(request, holding)
         if slot is None:
             return False
-        self._residents.record(slot, request)
+        self._owners.record(slot, request)
         self._cache.insert(request.token_ids[:-1], holding, request.namespace)
-        self._residents.run(slot, request)
+        self._owners.run(slot, request)
         return True
 
     def abort(self, request: Request, finish: RequestEnd) -> FinishedRequest | None:
@@ -179,7 +177,7 @@ class Scheduler:
             self._num_withdrawn += 1
             return FinishedRequest(request, finish)
         if request in self._retracted or not self._table.in_flight(slot):
-            self._residents.end(request)
+            self._owners.end(request)
             return FinishedRequest(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
@@ -208,13 +206,13 @@ class Scheduler:
         self._expiry_due = now + DEADLINE_CHECK_S
         late = [request for request in self._admission.waiting if request.deadline < now]
         (slots,) = (self._table.live & (self._table.deadline < now)).nonzero()
-        late += [self._residents.by_slot[slot] for slot in slots.tolist()]
+        late += [self._owners.by_slot[slot] for slot in slots.tolist()]
         late = [request for request in late if request.to_finish is None]
         self._num_late += len(late)
         finish = out_of_time()
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
-        if not self._residents and not self.paused:
+        if not self._owners and not self.paused:
             # Requests that wait for the encoder are checked next.
             waiting = [each for each in waiting if each.is_encoding]
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
@@ -287,7 +285,7 @@ class Scheduler:
 
     def remove_migrated(self, request: Request) -> None:
         """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
-        self._residents.end(request, insert=True)
+        self._owners.end(request, insert=True)
 
     # Paused scheduler.
 
@@ -306,9 +304,9 @@ class Scheduler:
 
         Call it only while the scheduler is `at_rest` and no request is paused.
         """
-        requests = self._residents.by_slot.values()
+        requests = self._owners.by_slot.values()
         for request in sorted(requests, key=lambda each: each.queue_position):
-            self._residents.requeue(request)
+            self._owners.requeue(request)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache. Call it only while the scheduler is `at_rest`, after
@@ -344,7 +342,7 @@ class Scheduler:
             return
         room = self.free_capacity()
         if not room.fits(num_pages):
-            self._preemption.preempt_for(priority, num_pages, room, self._residents.by_slot)
+            self._preemption.preempt_for(priority, num_pages, room, self._owners.by_slot)
 
     @property
     def _preempts_now(self) -> bool:
@@ -475,21 +473,21 @@ class Scheduler:
                 _ONE if decodes.drafts is None else decodes.drafts + _ONE
             )
         for row in step.extends:
-            self._residents.record(row.slot, row.request)
+            self._owners.record(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1
-                self._residents.run(row.slot, row.request)
+                self._owners.run(row.slot, row.request)
         self._launched.append(step)
-        self.running_alone = self._residents.by_slot[int(step.slots[0])] if alone else None
+        self.running_alone = self._owners.by_slot[int(step.slots[0])] if alone else None
         return step.batch
 
     def _swap_in(self) -> None:
         """Swap in requests as far as there is capacity. Queue those whose KV is lost."""
         for request in self._retracted.take_lost():
-            self._residents.put_back(request)
+            self._owners.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
         self._retraction.swap_in(
-            device_empty=self._residents.all_away,
+            device_empty=self._owners.all_away,
             num_places=self._admission.num_places - self.kept.slots,
             bar=self._preemption.bar(most_urgent),
         )
@@ -514,7 +512,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether there is any request. Safe to call from another thread."""
-        return bool(self._residents or len(self._admission.waiting))
+        return bool(self._owners or len(self._admission.waiting))
 
     @property
     def awaits_masks(self) -> bool:
@@ -549,7 +547,7 @@ class Scheduler:
         return {
             "waiting": len(self._admission.waiting),
             "chunked": int(self._admission.chunked is not None),
-            "on_device": self._residents.num_on_device,
+            "on_device": self._owners.num_on_device,
             "retracted": len(self._retracted),
         }
 
@@ -559,7 +557,7 @@ class Scheduler:
     def counters(self) -> dict[str, int]:
         return {
             "generated_tokens": self._results.num_tokens,
-            "finished": self._residents.num_ended + self._num_withdrawn,
+            "finished": self._owners.num_ended + self._num_withdrawn,
             "deadlines": self._num_late,
             "steps": self._assembler.num_steps,
             "retractions": self._retraction.num_retractions,
@@ -582,6 +580,6 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        check_books(self._core, self._residents, self._retracted, [*self._launched], elsewhere)
+        check_books(self._core, self._owners, self._retracted, [*self._launched], elsewhere)
         if not self.has_work:
             self._running.ratio.reset()

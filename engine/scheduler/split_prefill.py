@@ -23,9 +23,9 @@ from engine.batch.table import SlotTable
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
 from engine.scheduler.next_rows import ReservedCapacity, RowSelector, SelectedRows
-from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
+from engine.scheduler.slot_owners import SlotOwners
 
 _NO_SLOTS = np.empty(0, np.intp)
 _NO_SWAPS = HostSwaps()
@@ -42,12 +42,12 @@ class SplitForwardState:
     def __init__(
         self,
         table: SlotTable,
-        residents: SlotOwners,
+        owners: SlotOwners,
         assembler: StepAssembler,
         launched: LaunchedSteps,
     ) -> None:
         self._table = table
-        self._residents = residents
+        self._owners = owners
         self._assembler = assembler
         self._launched = launched
         self.next_layer = 0
@@ -84,7 +84,7 @@ class SplitForwardState:
         forward = self._assembler.assemble(rows.extends, DecodeRows(rows.decodes), _NO_SWAPS)
         self._table.hold(forward.slots, _UNKNOWN_STEP)
         for row in rows.extends:
-            self._residents.record(row.slot, row.request)
+            self._owners.record(row.slot, row.request)
         return forward
 
 

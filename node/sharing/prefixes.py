@@ -17,7 +17,7 @@ from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from engine.scheduler.residents import CorruptPrefix
+from engine.scheduler.slot_owners import CorruptPrefix
 from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Source, Weights
 from kvtransfer.ports import (
     ClosedEvent,

@@ -29,7 +29,7 @@ from decode_node.state import OutgoingMigration
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
-from engine.scheduler.residents import PausedRequest
+from engine.scheduler.slot_owners import PausedRequest
 from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
     ClosedEvent,
