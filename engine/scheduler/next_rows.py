@@ -79,9 +79,9 @@ class Preemption:
             return -math.inf
         return self._retracted.highest_rank() + self._by if self._by else math.inf
 
-    def bar(self, most_urgent: float) -> float:
-        """Return the minimum rank of swapped-out requests that may come back while a request of
-        priority `most_urgent` waits. The rank must exceed it."""
+    def rank_to_exceed(self, most_urgent: float) -> float:
+        """Return the rank that a swapped-out request must exceed to come back while a request of
+        priority `most_urgent` waits."""
         return most_urgent - self._by if self._by else -math.inf
 
     def may_help(self, priority: float) -> bool:
@@ -151,7 +151,7 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
-class ReservedCapacity:
+class KeptCapacity:
     """Capacity that admission keeps for requests that will join with KV from another node.
 
     Attributes:
@@ -197,7 +197,7 @@ class RowSelector:
 
     def __init__(
         self,
-        kept: ReservedCapacity,
+        kept: KeptCapacity,
         *,
         mixed_chunk: bool,
         admission: PrefillAdmission,
@@ -245,7 +245,7 @@ class RowSelector:
 
     @property
     def reserved_pages(self) -> int:
-        """Pages that new requests may not use: for the growth of running and joining requests."""
+        """Pages that new requests may not use: the growth of running requests, and kept pages."""
         return self._running.growth() + self._kept.pages
 
     def _of_all(self) -> SelectedRows:

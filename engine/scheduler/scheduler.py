@@ -24,13 +24,13 @@ from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_lo
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.arrivals import FreeCapacity, PageClaim
+from engine.scheduler.arrivals import FreeCapacity, PageDemand
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler
 from engine.scheduler.next_rows import (
     NO_ROWS,
+    KeptCapacity,
     Preemption,
     PrefillGate,
-    ReservedCapacity,
     RowSelector,
     SelectedRows,
 )
@@ -102,7 +102,7 @@ class Scheduler:
         )
         self._mask_waits = MaskWaits(core.table, self._owners, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._owners)
-        self.kept = ReservedCapacity()
+        self.kept = KeptCapacity()
         self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk and not config.split_prefill_ms,
@@ -321,8 +321,8 @@ class Scheduler:
         Pages: free and evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
         """
-        reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
-        num_pages = self._cache.num_available - reserved
+        reserved_pages = self._next_rows.reserved_pages + self._admission.growth_of_chunked
+        num_pages = self._cache.num_available - reserved_pages
         return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
@@ -352,9 +352,9 @@ class Scheduler:
         return swapping or self._retracted.saving
 
     @property
-    def claim(self) -> PageClaim | None:
+    def first_demand(self) -> PageDemand | None:
         """The pages and the slot that the first request in the waiting queue needs."""
-        return self._admission.claim
+        return self._admission.first_demand
 
     def growth_pages(self, request: Request) -> int:
         """Return the pages to keep free for the growth of a request that will join with all its
@@ -488,8 +488,8 @@ class Scheduler:
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
         self._retraction.swap_in(
             device_empty=self._owners.all_away,
-            num_places=self._admission.num_places - self.kept.slots,
-            bar=self._preemption.bar(most_urgent),
+            max_requests=self._admission.num_more_on_device - self.kept.slots,
+            rank_to_exceed=self._preemption.rank_to_exceed(most_urgent),
         )
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:

@@ -22,7 +22,7 @@ from engine.batch.batch import LayerGroup
 from engine.batch.table import SlotTable
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
-from engine.scheduler.next_rows import ReservedCapacity, RowSelector, SelectedRows
+from engine.scheduler.next_rows import KeptCapacity, RowSelector, SelectedRows
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
 from engine.scheduler.slot_owners import SlotOwners
@@ -104,7 +104,7 @@ class SplitSelector:
         *,
         admission: PrefillAdmission,
         running: RunningBatch,
-        kept: ReservedCapacity,
+        kept: KeptCapacity,
         limit_s: float,
         num_layers: int,
         token_s: Callable[[], float | None],
