@@ -20,6 +20,7 @@ nodes that could compute prompts have some.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -170,6 +171,13 @@ class KeptCapacity:
     most_urgent: float = -math.inf
 
 
+class StepKind(Enum):
+    """Which requests a step may compute."""
+
+    SHARED = auto()  # any requests that are not quarantined
+    QUARANTINED = auto()  # one quarantined request, alone
+
+
 class SelectedRows(NamedTuple):
     """The rows of a forward.
 
@@ -217,30 +225,31 @@ class RowSelector:
         self._preemption = preemption
         self._after_quarantined = False
 
-    def kinds_to_try(self) -> Sequence[bool]:
-        """Return the kinds of step to try, in order. False: a shared step. True: a step with one
-        quarantined request. The two kinds alternate."""
+    def kinds_to_try(self) -> Sequence[StepKind]:
+        """Return the kinds of step to try, in order. The two kinds alternate."""
         if not self._quarantine and not self._admission.quarantined_waits:
-            return (False,)
-        return (False, True) if self._after_quarantined else (True, False)
+            return (StepKind.SHARED,)
+        kinds = (StepKind.QUARANTINED, StepKind.SHARED)
+        return kinds[::-1] if self._after_quarantined else kinds
 
-    def choose(self, alone: bool) -> SelectedRows | None:
-        """Choose rows that may share a forward, or one request that may not. The caller must launch
-        them.
+    def choose(self, kind: StepKind) -> SelectedRows | None:
+        """Choose the rows of a step of this kind. The caller must launch them.
 
         Returns:
             None if there are no such rows.
         """
-        return self._chosen(self._of_one() if alone else self._of_all(), alone)
+        if kind is StepKind.QUARANTINED:
+            return self._chosen(self._of_one(), kind)
+        return self._chosen(self._of_all(), kind)
 
     def choose_decodes(self) -> SelectedRows | None:
         """Choose decode rows that may share a forward, see `choose`."""
-        return self._chosen(self._of_decodes(), alone=False)
+        return self._chosen(self._of_decodes(), StepKind.SHARED)
 
-    def _chosen(self, rows: SelectedRows, alone: bool) -> SelectedRows | None:
+    def _chosen(self, rows: SelectedRows, kind: StepKind) -> SelectedRows | None:
         if not rows.extends and not len(rows.decodes):
             return None
-        self._after_quarantined = alone
+        self._after_quarantined = kind is StepKind.QUARANTINED
         return rows
 
     @property
@@ -342,10 +351,10 @@ class PrefillGate:
     def reserved_pages(self) -> int:
         return self._rows.reserved_pages
 
-    def kinds_to_try(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[StepKind]:
         return self._rows.kinds_to_try()
 
-    def choose(self, alone: bool) -> SelectedRows | None:
-        if self.is_open or alone:
-            return self._rows.choose(alone)
+    def choose(self, kind: StepKind) -> SelectedRows | None:
+        if self.is_open or kind is StepKind.QUARANTINED:
+            return self._rows.choose(kind)
         return self._rows.choose_decodes()

@@ -33,6 +33,7 @@ from engine.scheduler.next_rows import (
     PrefillGate,
     RowSelector,
     SelectedRows,
+    StepKind,
 )
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
@@ -427,15 +428,15 @@ class Scheduler:
             self._swap_in()
         if self.running_alone is not None:
             return None  # no other row runs together with it
-        for alone in self._next_rows.kinds_to_try():
-            if alone and self._launched:
+        for kind in self._next_rows.kinds_to_try():
+            if kind is StepKind.QUARANTINED and self._launched:
                 return None  # earlier steps must finish first
-            rows = self._next_rows.choose(alone)
+            rows = self._next_rows.choose(kind)
             if rows is not None:
-                return self._launch(rows, alone)
+                return self._launch(rows, kind)
         # No rows to compute, but requests wait for pages that this step saves.
         if self._retracted.saving:
-            return self._launch(NO_ROWS, alone=False)
+            return self._launch(NO_ROWS, StepKind.SHARED)
         return None
 
     def _preempt_for_prompts(self) -> None:
@@ -453,9 +454,10 @@ class Scheduler:
         if not self._launched.split:
             return None
         assert isinstance(self._next_rows, SplitSelector)
-        return self._launch(self._next_rows.choose_rest(), alone=False)
+        return self._launch(self._next_rows.choose_rest(), StepKind.SHARED)
 
-    def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
+    def _launch(self, rows: SelectedRows, kind: StepKind) -> ScheduleBatch:
+        alone = kind is StepKind.QUARANTINED
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
         decodes = DecodeRows(rows.decodes)
         if self._speculation is not None:

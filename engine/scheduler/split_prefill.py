@@ -22,7 +22,7 @@ from engine.batch.batch import LayerGroup
 from engine.batch.table import SlotTable
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
-from engine.scheduler.next_rows import KeptCapacity, RowSelector, SelectedRows
+from engine.scheduler.next_rows import KeptCapacity, RowSelector, SelectedRows, StepKind
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
 from engine.scheduler.slot_owners import SlotOwners
@@ -129,19 +129,19 @@ class SplitSelector:
         )
         return self._rows.reserved_pages + growth
 
-    def kinds_to_try(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[StepKind]:
         """See RowSelector. Quarantined requests wait while a forward is between its groups."""
-        return (False,) if self._state.forwards else self._rows.kinds_to_try()
+        return (StepKind.SHARED,) if self._state.forwards else self._rows.kinds_to_try()
 
-    def choose(self, alone: bool) -> SelectedRows | None:
+    def choose(self, kind: StepKind) -> SelectedRows | None:
         """See RowSelector. After each step with prompts, decode rows are next."""
         self._admission.max_chunk_tokens = self._max_chunk_tokens()
-        if alone:
-            return self._rows.choose(alone)
+        if kind is StepKind.QUARANTINED:
+            return self._rows.choose(kind)
         if self._decodes_next and (rows := self._rows.choose_decodes()) is not None:
             self._decodes_next = False
             return rows
-        rows = self.choose_group() if self._state.forwards else self._rows.choose(alone)
+        rows = self.choose_group() if self._state.forwards else self._rows.choose(kind)
         if rows is not None and (rows.extends or rows.layers is not None):
             self._decodes_next = True
             if rows.extends:
