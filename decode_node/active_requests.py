@@ -194,9 +194,9 @@ class DecodeCounters:
         totals["handoff_tokens/computed"] += tokens - max(own, producer_cached)
         self._seconds.add(seconds)
 
-    def moved_away(self, *, held: bool) -> None:
-        """Count an outgoing migration. Without `held`, the request continues here."""
-        self._totals["moves/away" if held else "moves/refused"] += 1
+    def moved_away(self, *, completed: bool) -> None:
+        """Count an outgoing migration. If it is not completed, the request continues here."""
+        self._totals["moves/away" if completed else "moves/refused"] += 1
 
     def moved_here(self) -> None:
         self._totals["moves/here"] += 1
@@ -213,8 +213,8 @@ class DecodeCounters:
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: RequestEnd) -> None:
-        """Count a request dropped from a queue. Only ends with a retry time count."""
-        self._totals["refused/dropped"] += bool(finish.retry_after_s)
+        """Count a request that waited too long in a queue. Only such an end has a retry delay."""
+        self._totals["refused/dropped"] += finish.retry_after_s > 0.0
 
     def totals(self) -> dict[str, int]:
         by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}
@@ -361,5 +361,5 @@ def _complete(state: DecodeState) -> None:
     """Copy the times that the scheduler records in the request."""
     request, timings = state.request, state.timings
     timings.admitted, timings.away = request.admitted, request.away
-    timings.cached_tokens, timings.bringing = request.cached_tokens, request.bringing
+    timings.cached_tokens, timings.loads = request.cached_tokens, request.bringing
     timings.encoded = request.encoded

@@ -99,12 +99,13 @@ class DecodeRole:
 
     def poll(self) -> None:
         now = time.monotonic()
-        for failed in self._take_events(now):  # after all events, so that lost producers are known
+        # Retry after all events are handled, so that lost producers are known.
+        for failed in self._handle_events(now):
             self._placement.retry(failed)
         self._sharing.poll()
         for state, ending in self._queues.expired(now):
             state.close(ending)
-        self._control.poll(self, self._take)
+        self._control.poll(self, self._handle_message)
         self._placement.place_ready(now)
         if self._migrations.in_progress:
             self._migrations.poll(now)
@@ -131,7 +132,7 @@ class DecodeRole:
             self._computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
-        self._sharing.ways.tick(now)
+        self._sharing.sources.tick(now)
         for finished in outcome.finished:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
@@ -151,7 +152,7 @@ class DecodeRole:
                 timings.prefilled = time.monotonic()
                 timings.note_first_token(timings.prefilled)
         self._queues.scheduled.backlog.serve(request.key, num_left)
-        self._sharing.ways.computed(request.key, num_left)
+        self._sharing.sources.computed(request.key, num_left)
         if chunk.first_token is not None:
             self._active.outbox.begin(request.origin, request.cached_tokens)
         if chunk.prompt_logprobs is not None:
@@ -176,7 +177,7 @@ class DecodeRole:
 
     # Events of the transfer thread
 
-    def _take_events(self, now: float) -> list[FailedHandoff]:
+    def _handle_events(self, now: float) -> list[FailedHandoff]:
         failed: list[FailedHandoff | None] = []
         events = self._port.take()
         if self._canary.unchecked or ProducerUp in map(type, events):
@@ -187,7 +188,7 @@ class DecodeRole:
                     self._handoffs.admitted(event)
                 case FirstTokenEvent():
                     failed.append(self._handoffs.first_token(event))
-                case _ if self._sharing.take(event):
+                case _ if self._sharing.handle(event):
                     continue
                 case ProducerUp():
                     self._queues.unpaired.producer_up(event)
@@ -210,7 +211,7 @@ class DecodeRole:
                 case GrantedEvent():
                     self._migrations.granted(event)
                 case ClosedEvent():
-                    self._migrations.dropped(event)
+                    self._migrations.closed(event)
         return [each for each in failed if each is not None]
 
     @property
@@ -275,7 +276,7 @@ class DecodeRole:
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._active.flights(num_ended)
 
-    def _take(self, message: FrontMessage) -> None:
+    def _handle_message(self, message: FrontMessage) -> None:
         match message:
             case SubmitRequest():
                 self._admission.submit(message)

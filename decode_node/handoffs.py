@@ -184,12 +184,12 @@ class IncomingHandoffs:
     def _next_fitting(self, now: float, floor: float) -> DecodeState | None:
         if not self.prealloc:
             return None
-        room, claim = self._scheduler.free_capacity(), self._scheduler.claim
+        room, demand = self._scheduler.free_capacity(), self._scheduler.first_demand
         return self.prealloc.take_fitting(
             now,
             room,
             self._num_unready,
-            claim,
+            demand,
             floor,
             lambda state: self._prompt_is_coming(state, now),
         )

@@ -1,12 +1,12 @@
 """Live migration of running requests to another decode node. This node is the producer.
 
-    RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --dropped, held--> gone
+    RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --completed--> gone
        ^                     |                                    |
-       `-----------------------dropped, not held ----------------/
+       `-----------------------not completed --------------------/
 
-Exactly one node runs a request. The transfer thread decides which: after a ClosedEvent with "held"
-the request has left, after one with "not held" it resumes here. A deadline in this module only
-requests that decision. A request has at most one hand-off, whose end alone resumes it.
+Exactly one node runs a request. The transfer thread decides which: after a completed hand-off the
+request has left, after any other one it resumes here. A deadline in this module only requests that
+decision. A request has at most one hand-off, whose end alone resumes it.
 """
 
 import logging
@@ -71,7 +71,7 @@ class OutgoingMigrations:
         self._port = port
         self._active = active
         self.in_progress: dict[int, OutgoingMigration] = {}
-        self._refused: set[int] = set()  # serials of refused hand-offs, until they are dropped
+        self._refused: set[int] = set()  # serials of refused hand-offs, until they are closed
         self.lingers_until = -math.inf
         self._log = ThrottledLog(log, Throttle())
 
@@ -129,7 +129,7 @@ class OutgoingMigrations:
         migration.move(MigrationStage.STOPPING)
         state.move(RequestStage.MIGRATING, state.queue)
 
-    def dropped(self, event: ClosedEvent) -> None:
+    def closed(self, event: ClosedEvent) -> None:
         if event.serial in self._refused:
             self._refused.remove(event.serial)
             return
@@ -138,8 +138,8 @@ class OutgoingMigrations:
         migration.over, state.migration = True, None
         state.claims.release(Claim.MIGRATION)
         self._pages.drop(migration.exported, PageHolder.PUBLICATION)
-        self._active.counters.moved_away(held=event.held)
-        if event.held:
+        self._active.counters.moved_away(completed=event.completed)
+        if event.completed:
             self.lingers_until = time.monotonic() + LINGER_S
         else:
             self._log.info(
@@ -147,7 +147,7 @@ class OutgoingMigrations:
             )
         if migration.stage is MigrationStage.RUNNING or request.slot is None:
             return  # it never stopped, or has ended meanwhile
-        if event.held:
+        if event.completed:
             self._scheduler.remove_migrated(request)
             state.close(moved())
         else:

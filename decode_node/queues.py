@@ -14,8 +14,8 @@ from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.queueing import PriorityClass, QueueEstimator, class_of
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
-from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
-from engine.scheduler.next_rows import ReservedCapacity
+from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageDemand, is_overdue
+from engine.scheduler.next_rows import KeptCapacity
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
@@ -232,7 +232,7 @@ class PreallocQueue(AttemptQueue):
         now: float,
         room: FreeCapacity,
         num_unready: float,
-        claim: PageClaim | None,
+        demand: PageDemand | None,
         floor: float = -math.inf,
         held_back: Callable[[DecodeState], bool] = lambda state: False,
     ) -> DecodeState | None:
@@ -241,24 +241,24 @@ class PreallocQueue(AttemptQueue):
 
         Args:
             num_unready: pages that may be granted to attempts without a first token.
-            claim: pages for which a prompt to be prefilled here waits. If they are free now, later
+            demand: pages for which a prompt to be prefilled here waits. If they are free now, later
                 attempts share the rest.
             floor: lowest priority that may be granted.
             held_back: returns whether an attempt that fits must wait, for pages that another
                 attempt will leave in the cache.
         """
-        if claim is not None and claim.priority < floor:
-            claim = None
+        if demand is not None and demand.priority < floor:
+            demand = None
         for state in self._turns.in_turn():
             if state.priority < floor:
                 continue
             num_pages = state.attempt.num_pages
-            if claim is not None and claim.queue_position < state.queue_position:
-                if room.fits(claim.num_pages):
-                    room = room.without(claim.num_pages)
-                elif is_overdue(claim.arrived, now):
+            if demand is not None and demand.queue_position < state.queue_position:
+                if room.fits(demand.num_pages):
+                    room = room.without(demand.num_pages)
+                elif is_overdue(demand.arrived, now):
                     return None
-                claim = None
+                demand = None
             if room.fits(num_pages) and num_pages <= num_unready:
                 if held_back(state):
                     continue
@@ -302,7 +302,7 @@ class TransferQueue(AttemptQueue):
 
     stage = RequestStage.TRANSFER
 
-    def __init__(self, cancel: Callable[[DecodeState, str], None], kept: ReservedCapacity) -> None:
+    def __init__(self, cancel: Callable[[DecodeState, str], None], kept: KeptCapacity) -> None:
         super().__init__(cancel)
         self._kept = kept
         self._migrating: dict[int, DecodeState] = {}  # migrations to this node, by key

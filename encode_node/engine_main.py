@@ -205,7 +205,7 @@ class EncodeEngine:
             case GrantedEvent():
                 self._exports.granted(event)
             case ClosedEvent():
-                self._exports.dropped(event)
+                self._exports.closed(event)
 
     def _answer(self, call: NodeCall) -> NodeCallResult:
         match call.command:

@@ -42,7 +42,7 @@ class _Export:
     pages: Ints | None = None
     filling: Future[None] | None = None
     published: bool = False
-    dropped: bool = False  # the hand-off is closed
+    closed: bool = False  # whether the hand-off is closed
 
 
 class EmbeddingExports:
@@ -110,22 +110,22 @@ class EmbeddingExports:
     def granted(self, event: GrantedEvent) -> None:
         self._exports[event.serial].granted = True
 
-    def dropped(self, event: ClosedEvent) -> None:
+    def closed(self, event: ClosedEvent) -> None:
         export = self._exports[event.serial]
-        export.dropped = True
+        export.closed = True
         if export.job is not None:
             export.job.cancelled = True
-            self._counts["completed" if event.held else "failed"] += 1
+            self._counts["completed" if event.completed else "failed"] += 1
 
     def poll(self) -> None:
         """Fill, publish and release pages. Called in each turn of the engine loop."""
         for serial, export in list(self._exports.items()):
             filled = export.filling is None or export.filling.done()
-            if export.dropped and filled:
+            if export.closed and filled:
                 if export.pages is not None:
                     self._pages.drop(export.pages, PageHolder.PUBLICATION)
                 del self._exports[serial]
-            elif export.dropped or export.published or export.job is None:
+            elif export.closed or export.published or export.job is None:
                 continue
             elif export.filling is None and export.granted and export.job.done:
                 self._fill(serial, export)

@@ -258,7 +258,7 @@ class ClosedEvent(msgspec.Struct, frozen=True):
 
     serial: int
     id: HandoffId  # used in logs
-    held: bool  # whether the hand-off completed
+    completed: bool
     reason: str
 
 

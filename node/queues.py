@@ -78,7 +78,7 @@ class RequestQueues:
         """Remove and return the requests that have waited too long, each with its end. Checks
         deadlines only every DEADLINE_CHECK_S.
         """
-        if now < self._check_at and not self.scheduled.scheduler.holds_rows:
+        if now < self._check_at and not self.scheduled.scheduler.awaits_masks:
             return ()
         return self._expired(now)
 

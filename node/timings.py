@@ -72,7 +72,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     cached_tokens: int = 0  # tokens of its prompt that either node had cached
     end: str = ""  # how it ended
     # Alternating: when a load from an offload tier started, and when it ended.
-    bringing: list[float] = []
+    loads: list[float] = []
     encoded: list[float] = []  # when the encoding of its images started, and when it ended
 
     def open(self, attempt: HandoffTimings) -> None:
@@ -135,13 +135,13 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     admitted: float = 0.0  # when its first forward pass was chosen
     done: float = 0.0  # when its last chunk was done
     num_chunks: int = 0
-    dropped: float = 0.0
+    closed: float = 0.0
     attempt: int = 1  # attempt number of its consumer, for this request
     cached_tokens: int = 0  # cached on this node
     prefix_tokens: int = 0  # prefix that its consumer had
-    held: bool = False  # whether it completed
-    reason: str = ""  # why it was dropped before
-    bringing: list[float] = []  # as RequestTimings.bringing
+    completed: bool = False
+    reason: str = ""  # why it failed
+    loads: list[float] = []  # as RequestTimings.loads
     encoded: list[float] = []  # as RequestTimings.encoded
     images: ImageReads = msgspec.field(default_factory=ImageReads)
 
@@ -155,14 +155,14 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
         )
 
     def timeline(self) -> Timeline:
-        """Return the timeline of a dropped hand-off."""
+        """Return the timeline of a closed hand-off."""
         begun = (
             (Phase.BOOTSTRAP_QUEUE, self.opened),
             (Phase.WAITING_QUEUE, self.granted),
             (Phase.PREFILL, self.admitted),
             (Phase.INFLIGHT_QUEUE, self.done),
         )
-        return Timeline(tuple(_chain(begun, self.dropped, self.opened)))
+        return Timeline(tuple(_chain(begun, self.closed, self.opened)))
 
 
 def _of_attempt(attempt: HandoffTimings, number: int, until: float, zero: float) -> list[Interval]:
@@ -312,7 +312,7 @@ def _moments_of_request(stamps: RequestTimings) -> Iterator[TimelineEvent]:
         came += f" and {stamps.num_generated} generated tokens"
     yield TimelineEvent(stamps.received, "submitted", came)
     yield TimelineEvent(stamps.accepted, "accepted", "by the engine thread, between two steps")
-    yield from _moments_of_bringing(stamps.bringing)
+    yield from _moments_of_loads(stamps.loads)
     yield from _moments_of_encoding(stamps.encoded)
     yield TimelineEvent(stamps.unpaired, "waits", "for a prefill node to reconnect")
     for number, attempt in enumerate(stamps.attempts, 1):
@@ -349,7 +349,7 @@ def _moments_of_attempt(
         yield TimelineEvent(ended, "cancelled", f"{name}: {stamps.reason}")
 
 
-def _moments_of_bringing(moments: Sequence[float]) -> Iterator[TimelineEvent]:
+def _moments_of_loads(moments: Sequence[float]) -> Iterator[TimelineEvent]:
     for began in moments[::2]:
         yield TimelineEvent(began, "loading", "its prefix from an offload tier")
     for ended in moments[1::2]:
@@ -371,13 +371,13 @@ def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     yield TimelineEvent(images.begun, "reading images", embeddings)
     completed = f"{images.completed} of {images.wanted} from encode nodes"
     yield TimelineEvent(images.ended, "images read", completed)
-    yield from _moments_of_bringing(stamps.bringing)
+    yield from _moments_of_loads(stamps.loads)
     yield from _moments_of_encoding(stamps.encoded)
     yield TimelineEvent(
         stamps.admitted, "prefills", f"{stamps.cached_tokens} tokens were cached here"
     )
     yield TimelineEvent(stamps.done, "computed", f"chunks: {stamps.num_chunks}")
-    end = "released" if stamps.held else "dropped"
+    end = "released" if stamps.completed else "dropped"
     yield TimelineEvent(
-        stamps.dropped, end, "the consumer has all pages" if stamps.held else stamps.reason
+        stamps.closed, end, "the consumer has all pages" if stamps.completed else stamps.reason
     )

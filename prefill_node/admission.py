@@ -4,8 +4,9 @@ handoffs.py.
 The checks run before any work is done for a request, the cheapest first.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +57,17 @@ class PrefillState(RequestState):
     published: int = 0
     cached_before: float = math.inf
     holding: PageHolding | None = None
+
+
+def is_handoff(request: Request) -> bool:
+    """Return whether a request of the scheduler belongs to a hand-off. Serials are positive."""
+    return request.key > 0
+
+
+def keys_of_others() -> Iterator[int]:
+    """Return unused negative keys, for requests without a hand-off: pooling prompts and prompts
+    computed ahead."""
+    return itertools.count(-1, -1)
 
 
 class BootstrapQueue(KeyedQueue[PrefillState]):
@@ -120,7 +132,7 @@ class HandoffRejection:
     retryable: bool
 
 
-_REFUSALS: Mapping[type, HandoffRejection] = {
+_REJECTIONS: Mapping[type, HandoffRejection] = {
     NodeDraining: HandoffRejection("refused/draining", retryable=True),
     NodePaused: HandoffRejection("refused/paused", retryable=True),
     WeightVersionMismatch: HandoffRejection("refused/weights", retryable=True),
@@ -129,12 +141,12 @@ _REFUSALS: Mapping[type, HandoffRejection] = {
     Overloaded: HandoffRejection("refused/overloaded", retryable=True),
     ServingError: HandoffRejection("refused/invalid", retryable=False),
 }
-COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
+COUNTS = tuple(rejection.count for rejection in _REJECTIONS.values())
 
 
-def refusal_of(error: ServingError) -> HandoffRejection:
+def rejection_of(error: ServingError) -> HandoffRejection:
     """Return the rejection for an error, according to its nearest base class."""
-    return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
+    return next(_REJECTIONS[kind] for kind in type(error).__mro__ if kind in _REJECTIONS)
 
 
 class HandoffAdmission:
@@ -181,7 +193,7 @@ class HandoffAdmission:
         """Admit a hand-off. Its tokens and its adapter become claims.
 
         Raises:
-            ServingError: the hand-off is rejected. See refusal_of.
+            ServingError: the hand-off is rejected. See rejection_of.
         """
         if self._control.draining:
             raise NodeDraining("this prefill node is draining")

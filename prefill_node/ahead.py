@@ -41,7 +41,7 @@ class PrefillAhead:
 
     Args:
         is_coming: returns whether a hand-off, named by its key, waits for data of another node.
-        keys: unused keys of requests, all negative. Hand-offs have positive keys.
+        keys: unused keys, see keys_of_others.
         max_tokens: limit of computed tokens that wait for their Grant. 0: nothing is computed
             ahead.
     Attributes:
@@ -96,12 +96,14 @@ class PrefillAhead:
                 self.current.close(_STOPPED)
 
     def admitted(self, request: Request) -> None:
+        """Record how much of the current prompt was cached. No effect for other requests."""
         prompt = self.find(request)
         if prompt is not None:
             handoff = prompt.handoff
             handoff.cached_before = min(handoff.cached_before, request.cached_tokens)
 
     def computed(self, chunk: ChunkDone) -> None:
+        """Count the tokens of the current prompt. No effect for other requests."""
         if self.find(chunk.request) is not None:
             self.num_tokens += chunk.end - chunk.start
 

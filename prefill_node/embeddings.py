@@ -160,7 +160,7 @@ class EmbeddingReads:
                 self._cancel(read, "the request has ended")
                 del self.in_progress[name]
 
-    def take(self, event: NodeEvent) -> bool:
+    def handle(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread. Returns False if others must handle it too."""
         match event:
             case ProducerUp(address=address):

@@ -9,7 +9,6 @@ prompt enters the scheduler. Pooling prompts, which need a vector and no KV, use
 This module knows no streams or sockets: the transfer thread is behind a TransferPort.
 """
 
-import itertools
 import time
 from collections.abc import Mapping
 
@@ -48,7 +47,7 @@ from node.queues import (
 from node.request_state import RequestStage, RequestState
 from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import HandoffAdmission, PrefillQueues
+from prefill_node.admission import HandoffAdmission, PrefillQueues, is_handoff, keys_of_others
 from prefill_node.ahead import WAIT_S, PrefillAhead
 from prefill_node.embeddings import EmbeddingReads
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
@@ -84,7 +83,7 @@ class PrefillRole:
 
     def poll(self) -> None:
         for event in self._port.take():
-            if self._sharing.take(event):
+            if self._sharing.handle(event):
                 continue
             match event:
                 case OpenedEvent():
@@ -92,8 +91,8 @@ class PrefillRole:
                 case GrantedEvent():
                     self._handoffs.grant(event)
                 case ClosedEvent():
-                    self._handoffs.dropped(event)
-                case _ if not self._embeddings.take(event):
+                    self._handoffs.closed(event)
+                case _ if not self._embeddings.handle(event):
                     self._note_link(event)
         self._sharing.poll()
         if self._reads_embeddings:
@@ -104,7 +103,7 @@ class PrefillRole:
             self._ahead.poll(now)
         for state, ending in self._queues.expired(now):
             state.close(ending)
-        self._control.poll(self, self._take)
+        self._control.poll(self, self._handle_message)
 
     def next_batch(self) -> ScheduleBatch | None:
         return self.scheduler.next_batch()
@@ -112,19 +111,19 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            if chunk.request.key > 0:
+            if is_handoff(chunk.request):
                 self._handoffs.computed(chunk)
-            else:
+            else:  # each of these ignores the requests of the other
                 self._pooling.computed(chunk)
                 self._ahead.computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
-        self._sharing.ways.tick(now)
+        self._sharing.sources.tick(now)
         for finished in outcome.finished:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._queues.scheduled.find(finished.request)
-            # In any other stage, the hand-off ended with its first token.
+            # Otherwise only its computation ended, and the hand-off is INFLIGHT until ClosedEvent.
             if state is not None and state.stage is RequestStage.SCHEDULED:
                 state.close(finished.finish)
 
@@ -223,7 +222,7 @@ class PrefillRole:
             case ProducerDown():
                 self._control.links.pop(event.address, None)
 
-    def _take(self, message: FrontMessage) -> None:
+    def _handle_message(self, message: FrontMessage) -> None:
         match message:
             case SubmitPooling():
                 self._pooling.submit(message)
@@ -255,10 +254,10 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         return handoffs.find(request) or pooling.find(request) or ahead.find(request)
 
     def admitted(request: Request, holding: PageHolding) -> None:
-        if request.key > 0:
+        if is_handoff(request):
             handoffs.admitted(request, holding)
         else:
-            ahead.admitted(request)
+            ahead.admitted(request)  # ignores pooling prompts
 
     embeddings = EmbeddingReads(
         engine.core.encoder,
@@ -281,7 +280,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
-    other_keys = itertools.count(-1, -1)  # hand-offs have positive keys
+    other_keys = keys_of_others()
     admission = HandoffAdmission(
         max_waiting=steps.max_queued_requests,
         limits=engine.core.limits,

@@ -3,9 +3,9 @@
     OpenedEvent        Granted                    last chunk done         ClosedEvent
      -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> removed
 
-A hand-off may be dropped in any queue: the consumer cancelled it, its stream ended, or its budget
-expired. From admission until ClosedEvent, its pages are held for publication, whatever happens to
-the request.
+A hand-off may fail in any queue: the consumer cancels it, its stream ends, or its budget expires.
+From admission until ClosedEvent, its pages are held for publication, whatever happens to the
+request.
 """
 
 import logging
@@ -38,7 +38,13 @@ from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
 from node.timings import ProducerTimings, RequestHistory, of_handoff
-from prefill_node.admission import COUNTS, HandoffAdmission, PrefillQueues, PrefillState, refusal_of
+from prefill_node.admission import (
+    COUNTS,
+    HandoffAdmission,
+    PrefillQueues,
+    PrefillState,
+    rejection_of,
+)
 from prefill_node.embeddings import EmbeddingReads
 
 log = logging.getLogger(__name__)
@@ -72,7 +78,7 @@ class HandoffHistory:
 
     def close(self, event: ClosedEvent) -> None:
         stamps = self._open.pop(event.serial)
-        if not event.held:
+        if not event.completed:
             self._log.info(
                 "hand-off dropped",
                 request_id=stamps.request_id,
@@ -80,8 +86,9 @@ class HandoffHistory:
                 id=tuple(event.id),
                 reason=event.reason,
             )
-        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
-        self._ended.record(stamps, failed=not event.held)
+        stamps.closed, stamps.completed = time.monotonic(), event.completed
+        stamps.reason = event.reason
+        self._ended.record(stamps, failed=not event.completed)
         if is_sampled(stamps.traceparent):
             self._send(HandoffSpan(stamps))
 
@@ -216,10 +223,10 @@ class OutgoingHandoffs:
 
     def schedule_prepared(self, now: float) -> None:
         """Schedule prepared requests, and reject those whose preparation failed."""
-        for state, refusal in self._queues.preparing.ready(now):
+        for state, failure in self._queues.preparing.ready(now):
             try:
-                if refusal is not None:
-                    raise refusal
+                if failure is not None:
+                    raise failure
                 self._queues.scheduled.put(state)
             except ServingError as error:
                 state.close(error)
@@ -234,7 +241,7 @@ class OutgoingHandoffs:
         self._sharing.admitted(request)
         timings = state.timings
         timings.admitted, timings.cached_tokens = request.admitted, request.cached_tokens
-        timings.bringing, timings.encoded = request.bringing, request.encoded
+        timings.loads, timings.encoded = request.bringing, request.encoded
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self._exported[state.key] = exported
         # Tokens computed ahead count as computed.
@@ -256,7 +263,7 @@ class OutgoingHandoffs:
         state.timings.num_chunks += 1
         num_left = len(chunk.request.token_ids) - chunk.end
         self._queues.scheduled.backlog.serve(state.key, num_left)
-        self._sharing.ways.computed(state.key, num_left)
+        self._sharing.sources.computed(state.key, num_left)
         if chunk.first_token is None:
             self._publish(state, self._whole_pages(chunk.end))
             return
@@ -265,13 +272,13 @@ class OutgoingHandoffs:
         state.timings.done = time.monotonic()
         self._publish(state, chunk.end, chunk)
 
-    def dropped(self, event: ClosedEvent) -> None:
-        """Remove a hand-off that its consumer has closed, or that failed here before."""
-        self.counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
+    def closed(self, event: ClosedEvent) -> None:
+        """Remove a hand-off that is completed, cancelled or failed."""
+        self.counts["handoffs_completed" if event.completed else "handoffs_failed"] += 1
         self.history.close(event)
         state = self._states.pop(event.serial, None)
         if state is not None:
-            _drop(state, event.reason)
+            _stop(state, event.reason)
         exported = self._exported.pop(event.serial, None)
         if exported is not None:
             self._pages.drop(exported, PageHolder.PUBLICATION)
@@ -297,18 +304,19 @@ class OutgoingHandoffs:
         doomed = [state for state in self._states.values() if chosen(state)]
         for state in doomed:
             self._report_failure(state, reason, retryable=retryable)
-            _drop(state, reason)
+            _stop(state, reason)
         return len(doomed)
 
     def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
-        """Publish [state.published, end), page-aligned unless it is the last range.
+        """Publish the tokens [state.published, end), page-aligned unless it is the last range.
 
-        If the consumer already has a longer prefix, only the last, empty range is published.
+        Nothing is published while `end` is inside the prefix that the consumer already has. The
+        last range carries the first token, so it is published even if it is empty.
         """
         start, last = state.published, last_chunk is not None
         if end <= start and not last:
             return
-        if last and start == state.prefix_tokens:
+        if last and start == state.prefix_tokens:  # the only range has all exported pages
             pages = self._exported[state.key]
         else:
             assert state.holding is not None  # the scheduler has admitted it
@@ -338,14 +346,15 @@ class OutgoingHandoffs:
         if state.key not in self._states:
             return
         if isinstance(ending, ServingError):
-            refusal = refusal_of(ending)
-            self.counts[refusal.count] += 1
-            retryable, reason, late_s = refusal.retryable, str(ending), ending.late_s
+            rejection = rejection_of(ending)
+            self.counts[rejection.count] += 1
+            retryable, reason, retry_after_s = rejection.retryable, str(ending), ending.late_s
         else:
-            self.counts["refused/dropped"] += bool(ending.retry_after_s)
-            retryable, late_s = False, ending.retry_after_s
+            # Only a request that waited too long has a retry delay.
+            self.counts["refused/dropped"] += ending.retry_after_s > 0.0
+            retryable, retry_after_s = False, ending.retry_after_s
             reason = ending.error or ending.reason.name.lower()
-        self._report_failure(state, reason, retryable=retryable, retry_after_s=late_s)
+        self._report_failure(state, reason, retryable=retryable, retry_after_s=retry_after_s)
 
     def _report_failure(
         self, state: PrefillState, reason: str, *, retryable: bool, retry_after_s: float = 0.0
@@ -355,8 +364,8 @@ class OutgoingHandoffs:
         self._port.post(FailCommand(state.key, reason, retryable, retry_after_s))
 
 
-def _drop(state: PrefillState, reason: str) -> None:
-    """Remove a request whose end is already reported. Its computation stops after the chunk."""
+def _stop(state: PrefillState, reason: str) -> None:
+    """Stop a request whose end is already reported, after its launched chunk if it has one."""
     end = RequestEnd(FinishReason.ABORT, reason)
     assert state.queue is not None
     state.queue.remove(state, end)

@@ -53,7 +53,7 @@ class PoolingCalls:
 
     Args:
         tokens, scheduled: shared with hand-offs.
-        keys: unused keys, all negative. Hand-offs have positive keys.
+        keys: unused keys, see keys_of_others.
     Attributes:
         prompts: prompts without a vector, by key.
     """
@@ -124,7 +124,8 @@ class PoolingCalls:
         return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
-        """Record a computed chunk, and send the result when all prompts of the call are done."""
+        """Record a computed chunk, and send the result when all prompts of the call are done. No
+        effect for a request that is not a prompt here."""
         request = chunk.request
         prompt = self.prompts.get(request.key)
         if prompt is None:

@@ -62,11 +62,11 @@ class LowerTier(Protocol):
     """An offload tier, which keeps pages evicted from the tree. It identifies pages by key and
     name, see RadixNode."""
 
-    def learnt(self, node: RadixNode) -> None:
+    def pages_added(self, node: RadixNode) -> None:
         """Record that the tree has the pages of this node and of all nodes above."""
         ...
 
-    def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
+    def pages_evicted(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
         """Record that the tree has evicted pages. Return the names of the pages that no tier has
         either."""
         ...
@@ -225,15 +225,16 @@ class PrefixCache:
             self._name(node, namespace, token_ids[: done * self.page_size])
         self._states.add(node, state)
         if self._below is not None:
-            self._below.learnt(node)
+            self._below.pages_added(node)
 
     def evict(self, num_pages: int) -> int:
         """Free at least `num_pages`, or all evictable pages. Return the number of freed pages.
 
         Eviction order: first, windows and states from which no request continued and that a longer
         prefix made obsolete. Next, the ends of least recently used leaves, and states of nodes in
-        use. A page that only the tree holds may be above one that is in use. It is freed last, and
-        the tree then drops everything below it.
+        use. A page that only the tree holds may be above one that is in use. It is freed last. The
+        tree then drops everything below it, because no request can use a prefix without its
+        beginning.
         """
         freed = self._evict_oldest(num_pages)
         if freed < num_pages and self._pool.num_evictable:
@@ -282,7 +283,7 @@ class PrefixCache:
         first = self._root.children.get(namespace + self._key(token_ids))
         if first is not None:
             keys.update(key for node in (first, *first.below()) for key in node.keys)
-            self._forget(first)
+            self._remove(first)
         if self._below is not None:
             self._below.forget(keys)
 
@@ -292,7 +293,7 @@ class PrefixCache:
         if self._below is not None:
             self._below.clear()
         for child in list(self._root.children.values()):
-            self._forget(child)
+            self._remove(child)
         self._leaves.clear()
         self._windows.clear()
         self._states.clear()
@@ -444,7 +445,7 @@ class PrefixCache:
                 continue
             freed += self._states.drop(node)
             count, num_freed = self._last_pages(node, loose, num_pages - freed)
-            self._trim(node, node.num_pages - count)
+            self._shorten(node, node.num_pages - count)
             freed += num_freed
         self._clock += 1
         for node in in_use:  # the last page of these leaves is held
@@ -463,13 +464,13 @@ class PrefixCache:
         count = min(loose, int(from_end.searchsorted(num_pages)) + 1)
         return count, int(from_end[count - 1])
 
-    def _trim(self, leaf: RadixNode, num_pages: int) -> None:
+    def _shorten(self, leaf: RadixNode, num_pages: int) -> None:
         """Shorten a leaf to `num_pages`, and remove its state. A leaf without pages is removed."""
         parent = leaf.parent
         assert parent is not None
         self._states.drop(leaf)
         self._pages.release(leaf.pages[:, num_pages:])
-        self._record_trimmed(leaf, num_pages)
+        self._record_removed(leaf, num_pages)
         if num_pages:
             leaf.tokens, leaf.pages = (
                 leaf.tokens[: num_pages * self.page_size],
@@ -482,12 +483,12 @@ class PrefixCache:
         if not parent.children and parent is not self._root:
             self._queue(parent)
 
-    def _record_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
+    def _record_removed(self, leaf: RadixNode, num_pages: int) -> None:
         if self._below is None and self._journal is None:
             return
         lost: Iterable[int] = leaf.names[num_pages:]
         if self._below is not None:
-            lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])
+            lost = self._below.pages_evicted(leaf.keys[num_pages:], leaf.names[num_pages:])
         if self._journal is not None:
             self._journal.removed(lost)
         del leaf.names[num_pages:], leaf.keys[num_pages:]
@@ -505,16 +506,16 @@ class PrefixCache:
             cut = alone[self._full].any(axis=0)
             if cut.any():
                 for child in list(node.children.values()):
-                    self._forget(child)
-                self._trim(node, int(cut.argmax()))
+                    self._remove(child)
+                self._shorten(node, int(cut.argmax()))
             else:
                 nodes.extend(node.children.values())
         return self._pool.num_free - before
 
-    def _forget(self, node: RadixNode) -> None:
+    def _remove(self, node: RadixNode) -> None:
         """Remove a node and all nodes below it from the tree."""
         for gone in reversed([node, *node.below()]):
-            self._trim(gone, 0)
+            self._shorten(gone, 0)
 
 
 def _run(node: RadixNode, namespace: Namespace) -> StoredRun:

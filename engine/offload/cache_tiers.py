@@ -60,7 +60,7 @@ class TierLoads:
             if filed is not None:
                 self.used_pages[filed] += 1
 
-    def left(self, keys: Iterable[PageKey]) -> None:
+    def pages_evicted(self, keys: Iterable[PageKey]) -> None:
         """Record that the tree has evicted these pages."""
         for key in keys:
             self._unused.pop(key, None)
@@ -161,11 +161,11 @@ class CacheTiers:
         if self.files is not None:
             self.files.cache.check()
 
-    def learnt(self, node: RadixNode) -> None:
-        self.saves.learnt(node)
+    def pages_added(self, node: RadixNode) -> None:
+        self.saves.pages_added(node)
 
-    def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        self._brought.left(keys)
+    def pages_evicted(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
+        self._brought.pages_evicted(keys)
         return self.host.left_tree(keys, names)
 
     def names(self) -> Iterator[int]:

@@ -132,7 +132,7 @@ class TierSaves:
         self._num_saving = 0
         self._behind: dict[RadixNode, None] = {}  # inserted nodes that are not completely saved
 
-    def learnt(self, node: RadixNode) -> None:
+    def pages_added(self, node: RadixNode) -> None:
         """Save the pages from the start of a prompt to the end of the node that are not in host
         memory. Saves beyond the limit are queued."""
         # Mark the deepest nodes first, so that they are evicted first.

@@ -29,7 +29,7 @@ from engine.kv_cache.radix import PrefixMatch
 from engine.kv_cache.radix_nodes import NO_STATE, stretch
 from engine.scheduler.arrivals import (
     ActivePrefills,
-    PageClaim,
+    PageDemand,
     SchedulePolicy,
     WaitingQueue,
     is_overdue,
@@ -269,10 +269,10 @@ class PrefillAdmission:
     @property
     def num_free_slots(self) -> int:
         """Number of slots available to new requests."""
-        return min(self._table.num_free, self.num_places)
+        return min(self._table.num_free, self.num_more_on_device)
 
     @property
-    def num_places(self) -> int:
+    def num_more_on_device(self) -> int:
         """Number of further requests that may run or be prefilled. Swapped-out requests keep their
         slots, but do not count against this limit."""
         return self._most_on_device - self._table.num_live + self._retracted.num_away
@@ -284,13 +284,13 @@ class PrefillAdmission:
         return self._needed_pages(request, match) + self.growth_pages(request)
 
     @property
-    def claim(self) -> PageClaim | None:
+    def first_demand(self) -> PageDemand | None:
         """The pages and the slot that the first waiting request may need at most."""
         first = next(iter(self.waiting), None)
         if first is None:
             return None
         num_pages = self._tables.pages_to_compute(len(first.token_ids))
-        return PageClaim(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
+        return PageDemand(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
 
     @property
     def quarantined_waits(self) -> bool:

@@ -240,8 +240,8 @@ class FairQueue(Generic[_Key, _Owned]):
         return value
 
 
-class PageClaim(msgspec.Struct, frozen=True):
-    """The pages and the slot that the first request of another queue needs."""
+class PageDemand(msgspec.Struct, frozen=True):
+    """The pages and the slot that the first request of another queue needs and does not hold."""
 
     arrived: float
     num_pages: int

@@ -20,6 +20,7 @@ nodes that could compute prompts have some.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +34,9 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity
-from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retraction import RetractedRequests, Retraction, victims_first
 from engine.scheduler.running import QuarantineQueue, RunningBatch
+from engine.scheduler.slot_owners import SlotOwners
 
 MAX_PREEMPTIONS = 8  # per request
 _KEEPS_BUSY = (
@@ -79,9 +80,9 @@ class Preemption:
             return -math.inf
         return self._retracted.highest_rank() + self._by if self._by else math.inf
 
-    def bar(self, most_urgent: float) -> float:
-        """Return the minimum rank of swapped-out requests that may come back while a request of
-        priority `most_urgent` waits. The rank must exceed it."""
+    def rank_to_exceed(self, most_urgent: float) -> float:
+        """Return the rank that a swapped-out request must exceed to come back while a request of
+        priority `most_urgent` waits."""
         return most_urgent - self._by if self._by else -math.inf
 
     def may_help(self, priority: float) -> bool:
@@ -151,7 +152,7 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
-class ReservedCapacity:
+class KeptCapacity:
     """Capacity that admission keeps for requests that will join with KV from another node.
 
     Attributes:
@@ -168,6 +169,13 @@ class ReservedCapacity:
     pages: int = 0
     barrier: float = math.inf
     most_urgent: float = -math.inf
+
+
+class StepKind(Enum):
+    """Which requests a step may compute."""
+
+    SHARED = auto()  # any requests that are not quarantined
+    QUARANTINED = auto()  # one quarantined request, alone
 
 
 class SelectedRows(NamedTuple):
@@ -197,13 +205,13 @@ class RowSelector:
 
     def __init__(
         self,
-        kept: ReservedCapacity,
+        kept: KeptCapacity,
         *,
         mixed_chunk: bool,
         admission: PrefillAdmission,
         running: RunningBatch,
         quarantine: QuarantineQueue,
-        residents: SlotOwners,
+        owners: SlotOwners,
         retraction: Retraction,
         preemption: Preemption,
     ) -> None:
@@ -212,40 +220,41 @@ class RowSelector:
         self._admission = admission
         self._running = running
         self._quarantine = quarantine
-        self._residents = residents
+        self._owners = owners
         self._retraction = retraction
         self._preemption = preemption
         self._after_quarantined = False
 
-    def kinds_to_try(self) -> Sequence[bool]:
-        """Return the kinds of step to try, in order. False: a shared step. True: a step with one
-        quarantined request. The two kinds alternate."""
+    def kinds_to_try(self) -> Sequence[StepKind]:
+        """Return the kinds of step to try, in order. The two kinds alternate."""
         if not self._quarantine and not self._admission.quarantined_waits:
-            return (False,)
-        return (False, True) if self._after_quarantined else (True, False)
+            return (StepKind.SHARED,)
+        kinds = (StepKind.QUARANTINED, StepKind.SHARED)
+        return kinds[::-1] if self._after_quarantined else kinds
 
-    def choose(self, alone: bool) -> SelectedRows | None:
-        """Choose rows that may share a forward, or one request that may not. The caller must launch
-        them.
+    def choose(self, kind: StepKind) -> SelectedRows | None:
+        """Choose the rows of a step of this kind. The caller must launch them.
 
         Returns:
             None if there are no such rows.
         """
-        return self._chosen(self._of_one() if alone else self._of_all(), alone)
+        if kind is StepKind.QUARANTINED:
+            return self._chosen(self._of_one(), kind)
+        return self._chosen(self._of_all(), kind)
 
     def choose_decodes(self) -> SelectedRows | None:
         """Choose decode rows that may share a forward, see `choose`."""
-        return self._chosen(self._of_decodes(), alone=False)
+        return self._chosen(self._of_decodes(), StepKind.SHARED)
 
-    def _chosen(self, rows: SelectedRows, alone: bool) -> SelectedRows | None:
+    def _chosen(self, rows: SelectedRows, kind: StepKind) -> SelectedRows | None:
         if not rows.extends and not len(rows.decodes):
             return None
-        self._after_quarantined = alone
+        self._after_quarantined = kind is StepKind.QUARANTINED
         return rows
 
     @property
     def reserved_pages(self) -> int:
-        """Pages that new requests may not use: for the growth of running and joining requests."""
+        """Pages that new requests may not use: the growth of running requests, and kept pages."""
         return self._running.growth() + self._kept.pages
 
     def _of_all(self) -> SelectedRows:
@@ -272,7 +281,7 @@ class RowSelector:
             min_priority=min_priority,
             kept_slots=kept.slots,
             barrier=kept.barrier,
-            alone=self._residents.all_away,
+            alone=self._owners.all_away,
             quarantined=quarantined,
         )
 
@@ -294,7 +303,7 @@ class RowSelector:
         due = len(slots) > 0 and self._retraction.is_due()
         if due or (len(full) and not self._running.grow(full)):
             # Consider all running rows, because any of them may have the missing pages.
-            ready, requests = self._running.ready(), self._residents.by_slot
+            ready, requests = self._running.ready(), self._owners.by_slot
             kept = self._retraction.retract_for(ready, requests, least=int(due))
             return slots[np.isin(slots, kept)]
         self._running.ratio.decay()
@@ -342,10 +351,10 @@ class PrefillGate:
     def reserved_pages(self) -> int:
         return self._rows.reserved_pages
 
-    def kinds_to_try(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[StepKind]:
         return self._rows.kinds_to_try()
 
-    def choose(self, alone: bool) -> SelectedRows | None:
-        if self.is_open or alone:
-            return self._rows.choose(alone)
+    def choose(self, kind: StepKind) -> SelectedRows | None:
+        if self.is_open or kind is StepKind.QUARANTINED:
+            return self._rows.choose(kind)
         return self._rows.choose_decodes()

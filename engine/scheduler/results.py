@@ -27,8 +27,8 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.assembly import ScheduledStep
-from engine.scheduler.residents import CorruptPrefix, SlotOwners
 from engine.scheduler.retraction import RetractedRequests
+from engine.scheduler.slot_owners import CorruptPrefix, SlotOwners
 
 _ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 
@@ -131,7 +131,7 @@ class StepResults:
         core: EngineCore,
         admission: PrefillAdmission,
         retracted: RetractedRequests,
-        residents: SlotOwners,
+        owners: SlotOwners,
     ) -> None:
         self.rule = FinishRule(core.limits.eos_token_ids, core.limits.vocabulary_size)
         self._table = core.table
@@ -140,7 +140,7 @@ class StepResults:
         self._cache = core.cache
         self._admission = admission
         self._retracted = retracted
-        self._residents = residents
+        self._owners = owners
         self._vocabulary_size = np.array(core.limits.vocabulary_size, np.uint32)
         self.num_tokens = 0
 
@@ -228,7 +228,7 @@ class StepResults:
             if token == NOT_FINITE:  # no request may use its pages
                 finish = self.rule.decide(request, token, at_limit=False)
                 assert finish is not None
-                corrupt = self._residents.end_at_fault(request)
+                corrupt = self._owners.end_at_fault(request)
                 finished.append(FinishedRequest(request, finish, corrupt_prefix=corrupt))
                 continue
             if request not in self._retracted:  # retracted requests have no pages on the device
@@ -252,7 +252,7 @@ class StepResults:
                     finish = RequestEnd(FinishReason.STOP)
             if finish is not None:
                 finished.append(FinishedRequest(request, finish, num_generated))
-                self._residents.end(request)
+                self._owners.end(request)
         return begun
 
     def _insert(self, row: ExtendRow) -> None:
@@ -289,7 +289,7 @@ class StepResults:
             return wanted
         for row in np.unique(found.rows).tolist():
             slot = int(batch.slots[row])
-            request = self._residents.by_slot.get(slot)
+            request = self._owners.by_slot.get(slot)
             if request is not None and self._table.live[slot]:
                 sampling = request.sampling
                 wanted[slot] = found.of(row, sampling.logprobs, sampling)
@@ -365,16 +365,16 @@ class StepResults:
         table.known[reported[0]] = reported[3]
         for row in (stops.any(axis=1) | odd | last).nonzero()[0].tolist():
             slot, token = int(slots[row]), int(tokens[row])
-            request = self._residents.by_slot[slot]
+            request = self._owners.by_slot[slot]
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
             num_computed = int(places[row])
             num_generated = num_computed + 1 - request.num_prompt
             corrupt = None
             if token == NOT_FINITE:
-                corrupt = self._residents.end_at_fault(request)
+                corrupt = self._owners.end_at_fault(request)
             else:
-                self._residents.end(request, insert=True)
+                self._owners.end(request, insert=True)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
         return reported[:2]
 

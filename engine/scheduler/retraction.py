@@ -1,4 +1,4 @@
-"""Retraction: choose requests to swap out to host memory when pages run out, and bring them back.
+"""Retraction: choose requests to swap out to host memory when pages run out, and swap them in.
 
     running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
                     `--> LOST --(no step in flight)--> waiting queue                |
@@ -161,11 +161,11 @@ class RetractedRequests:
         request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
-    def next_saved(self, bar: float = -math.inf) -> tuple[int, PageHolding] | None:
-        """Return slot and former pages of the next request to bring back, or None. Its rank must
-        exceed `bar`. It needs as many pages as it had."""
+    def next_saved(self, rank_to_exceed: float = -math.inf) -> tuple[int, PageHolding] | None:
+        """Return slot and former pages of the next request to swap in, or None. Its rank must
+        exceed `rank_to_exceed`. It needs as many pages as it had."""
         now = self._clock()
-        able = (entry for entry in self._away() if entry.rank(now) > bar)
+        able = (entry for entry in self._away() if entry.rank(now) > rank_to_exceed)
         entry = max(able, key=lambda entry: entry.rank(now), default=None)
         if entry is None or entry.state is not _State.SAVED:
             return None
@@ -251,7 +251,7 @@ def _copies(entries: list[_Retracted]) -> PageCopies | None:
 
 
 class Retraction:
-    """Swaps out requests when pages run out, and brings them back. Engine thread only.
+    """Swaps out requests when pages run out, and swaps them in again. Engine thread only.
 
     Args:
         every: retract one request every this many decode steps even if pages suffice. 0: never.
@@ -313,17 +313,17 @@ class Retraction:
             self._raise_ratio()
         return slots[~np.isin(slots, full[num_grown:])]
 
-    def bring_back(self, *, device_empty: bool, num_places: int, bar: float) -> None:
+    def swap_in(self, *, device_empty: bool, max_requests: int, rank_to_exceed: float) -> None:
         """Give pages to swapped-out requests that fit again, in the order of their rank.
 
         Args:
             device_empty: whether nothing runs or is prefilled. Then a request that fits at all
                 comes back.
-            num_places: maximum number of requests to bring back.
-            bar: only requests with a higher rank come back.
+            max_requests: maximum number of requests to swap in.
+            rank_to_exceed: only requests with a higher rank come back.
         """
-        for _ in range(num_places):
-            first = self._retracted.next_saved(bar)
+        for _ in range(max_requests):
+            first = self._retracted.next_saved(rank_to_exceed)
             if first is None:
                 return
             slot, had = first

@@ -24,20 +24,21 @@ from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_lo
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.arrivals import FreeCapacity, PageClaim
+from engine.scheduler.arrivals import FreeCapacity, PageDemand
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler
 from engine.scheduler.next_rows import (
     NO_ROWS,
+    KeptCapacity,
     Preemption,
     PrefillGate,
-    ReservedCapacity,
     RowSelector,
     SelectedRows,
+    StepKind,
 )
-from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
+from engine.scheduler.slot_owners import MaskWaits, PausedRequest, SlotOwners, check_books
 from engine.scheduler.split_prefill import SplitForwardState, SplitSelector
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
@@ -92,7 +93,7 @@ class Scheduler:
         self._preemption = Preemption(
             config, core, self._running, self._retracted, self._quarantine
         )
-        self._residents = SlotOwners(
+        self._owners = SlotOwners(
             core,
             self._admission,
             self._running,
@@ -100,16 +101,16 @@ class Scheduler:
             self._quarantine,
             self._launched,
         )
-        self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
-        self._results = StepResults(core, self._admission, self._retracted, self._residents)
-        self.kept = ReservedCapacity()
+        self._mask_waits = MaskWaits(core.table, self._owners, self._running, self._retracted)
+        self._results = StepResults(core, self._admission, self._retracted, self._owners)
+        self.kept = KeptCapacity()
         self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk and not config.split_prefill_ms,
             admission=self._admission,
             running=self._running,
             quarantine=self._quarantine,
-            residents=self._residents,
+            owners=self._owners,
             retraction=self._retraction,
             preemption=self._preemption,
         )
@@ -117,9 +118,7 @@ class Scheduler:
         self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
-        self._split = SplitForwardState(
-            core.table, self._residents, self._assembler, self._launched
-        )
+        self._split = SplitForwardState(core.table, self._owners, self._assembler, self._launched)
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -157,9 +156,9 @@ class Scheduler:
         slot = self._admission.take_slot(request, holding)
         if slot is None:
             return False
-        self._residents.record(slot, request)
+        self._owners.record(slot, request)
         self._cache.insert(request.token_ids[:-1], holding, request.namespace)
-        self._residents.run(slot, request)
+        self._owners.run(slot, request)
         return True
 
     def abort(self, request: Request, finish: RequestEnd) -> FinishedRequest | None:
@@ -179,7 +178,7 @@ class Scheduler:
             self._num_withdrawn += 1
             return FinishedRequest(request, finish)
         if request in self._retracted or not self._table.in_flight(slot):
-            self._residents.end(request)
+            self._owners.end(request)
             return FinishedRequest(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
@@ -192,7 +191,7 @@ class Scheduler:
 
         Both are checked only every DEADLINE_CHECK_S. It also aborts requests that exceeded the time
         budget of their grammar, and releases rows whose mask is ready. Call it every
-        DEADLINE_CHECK_S, and in each poll while `holds_rows`.
+        DEADLINE_CHECK_S, and in each poll while `awaits_masks`.
 
         Args:
             queued_s: retry delay in seconds that requests past their queue limit report.
@@ -201,20 +200,20 @@ class Scheduler:
         """
         now = self._core.clock() if now is None else now
         ended = []
-        if self._held.any:
-            ended = [self.abort(request, finish) for request, finish in self._held.settle()]
+        if self._mask_waits.any:
+            ended = [self.abort(request, finish) for request, finish in self._mask_waits.settle()]
         if now < self._expiry_due:
             return [finished for finished in ended if finished is not None]
         self._expiry_due = now + DEADLINE_CHECK_S
         late = [request for request in self._admission.waiting if request.deadline < now]
         (slots,) = (self._table.live & (self._table.deadline < now)).nonzero()
-        late += [self._residents.by_slot[slot] for slot in slots.tolist()]
+        late += [self._owners.by_slot[slot] for slot in slots.tolist()]
         late = [request for request in late if request.to_finish is None]
         self._num_late += len(late)
         finish = out_of_time()
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
-        if not self._residents and not self.paused:
+        if not self._owners and not self.paused:
             # Requests that wait for the encoder are checked next.
             waiting = [each for each in waiting if each.is_encoding]
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
@@ -287,7 +286,7 @@ class Scheduler:
 
     def remove_migrated(self, request: Request) -> None:
         """End a paused request that now runs on another node. Its KV stays in the prefix cache."""
-        self._residents.end(request, insert=True)
+        self._owners.end(request, insert=True)
 
     # Paused scheduler.
 
@@ -306,9 +305,9 @@ class Scheduler:
 
         Call it only while the scheduler is `at_rest` and no request is paused.
         """
-        requests = self._residents.by_slot.values()
+        requests = self._owners.by_slot.values()
         for request in sorted(requests, key=lambda each: each.queue_position):
-            self._residents.requeue(request)
+            self._owners.requeue(request)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache. Call it only while the scheduler is `at_rest`, after
@@ -323,8 +322,8 @@ class Scheduler:
         Pages: free and evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
         """
-        reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
-        num_pages = self._cache.num_available - reserved
+        reserved_pages = self._next_rows.reserved_pages + self._admission.growth_of_chunked
+        num_pages = self._cache.num_available - reserved_pages
         return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
@@ -344,7 +343,7 @@ class Scheduler:
             return
         room = self.free_capacity()
         if not room.fits(num_pages):
-            self._preemption.preempt_for(priority, num_pages, room, self._residents.by_slot)
+            self._preemption.preempt_for(priority, num_pages, room, self._owners.by_slot)
 
     @property
     def _preempts_now(self) -> bool:
@@ -354,9 +353,9 @@ class Scheduler:
         return swapping or self._retracted.saving
 
     @property
-    def claim(self) -> PageClaim | None:
+    def first_demand(self) -> PageDemand | None:
         """The pages and the slot that the first request in the waiting queue needs."""
-        return self._admission.claim
+        return self._admission.first_demand
 
     def growth_pages(self, request: Request) -> int:
         """Return the pages to keep free for the growth of a request that will join with all its
@@ -426,18 +425,18 @@ class Scheduler:
         if self.preempts and self._admission.waiting:
             self._preempt_for_prompts()
         if self._retracted:
-            self._bring_back()
+            self._swap_in()
         if self.running_alone is not None:
             return None  # no other row runs together with it
-        for alone in self._next_rows.kinds_to_try():
-            if alone and self._launched:
+        for kind in self._next_rows.kinds_to_try():
+            if kind is StepKind.QUARANTINED and self._launched:
                 return None  # earlier steps must finish first
-            rows = self._next_rows.choose(alone)
+            rows = self._next_rows.choose(kind)
             if rows is not None:
-                return self._launch(rows, alone)
+                return self._launch(rows, kind)
         # No rows to compute, but requests wait for pages that this step saves.
         if self._retracted.saving:
-            return self._launch(NO_ROWS, alone=False)
+            return self._launch(NO_ROWS, StepKind.SHARED)
         return None
 
     def _preempt_for_prompts(self) -> None:
@@ -455,9 +454,10 @@ class Scheduler:
         if not self._launched.split:
             return None
         assert isinstance(self._next_rows, SplitSelector)
-        return self._launch(self._next_rows.choose_rest(), alone=False)
+        return self._launch(self._next_rows.choose_rest(), StepKind.SHARED)
 
-    def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
+    def _launch(self, rows: SelectedRows, kind: StepKind) -> ScheduleBatch:
+        alone = kind is StepKind.QUARANTINED
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
         decodes = DecodeRows(rows.decodes)
         if self._speculation is not None:
@@ -475,23 +475,23 @@ class Scheduler:
                 _ONE if decodes.drafts is None else decodes.drafts + _ONE
             )
         for row in step.extends:
-            self._residents.record(row.slot, row.request)
+            self._owners.record(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1
-                self._residents.run(row.slot, row.request)
+                self._owners.run(row.slot, row.request)
         self._launched.append(step)
-        self.running_alone = self._residents.by_slot[int(step.slots[0])] if alone else None
+        self.running_alone = self._owners.by_slot[int(step.slots[0])] if alone else None
         return step.batch
 
-    def _bring_back(self) -> None:
-        """Bring swapped-out requests back as far as there is capacity."""
+    def _swap_in(self) -> None:
+        """Swap in requests as far as there is capacity. Queue those whose KV is lost."""
         for request in self._retracted.take_lost():
-            self._residents.put_back(request)
+            self._owners.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
-        self._retraction.bring_back(
-            device_empty=self._residents.all_away,
-            num_places=self._admission.num_places - self.kept.slots,
-            bar=self._preemption.bar(most_urgent),
+        self._retraction.swap_in(
+            device_empty=self._owners.all_away,
+            max_requests=self._admission.num_more_on_device - self.kept.slots,
+            rank_to_exceed=self._preemption.rank_to_exceed(most_urgent),
         )
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
@@ -514,18 +514,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether there is any request. Safe to call from another thread."""
-        return bool(self._residents or len(self._admission.waiting))
+        return bool(self._owners or len(self._admission.waiting))
 
     @property
-    def holds_rows(self) -> bool:
+    def awaits_masks(self) -> bool:
         """Return whether a row waits for its mask, so that `expire` must be called in each poll."""
-        return self._held.any
+        return self._mask_waits.any
 
     @property
     def awaits_steps(self) -> bool:
         """Return whether steps are expected to finish regularly. Safe to call from another
         thread."""
-        return self.has_work and not self.paused and not self._held.any
+        return self.has_work and not self.paused and not self._mask_waits.any
 
     @property
     def num_waiting(self) -> int:
@@ -549,7 +549,7 @@ class Scheduler:
         return {
             "waiting": len(self._admission.waiting),
             "chunked": int(self._admission.chunked is not None),
-            "on_device": self._residents.num_on_device,
+            "on_device": self._owners.num_on_device,
             "retracted": len(self._retracted),
         }
 
@@ -559,7 +559,7 @@ class Scheduler:
     def counters(self) -> dict[str, int]:
         return {
             "generated_tokens": self._results.num_tokens,
-            "finished": self._residents.num_ended + self._num_withdrawn,
+            "finished": self._owners.num_ended + self._num_withdrawn,
             "deadlines": self._num_late,
             "steps": self._assembler.num_steps,
             "retractions": self._retraction.num_retractions,
@@ -582,6 +582,6 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        check_books(self._core, self._residents, self._retracted, [*self._launched], elsewhere)
+        check_books(self._core, self._owners, self._retracted, [*self._launched], elsewhere)
         if not self.has_work:
             self._running.ratio.reset()

@@ -22,10 +22,10 @@ from engine.batch.batch import LayerGroup
 from engine.batch.table import SlotTable
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
-from engine.scheduler.next_rows import ReservedCapacity, RowSelector, SelectedRows
-from engine.scheduler.residents import SlotOwners
+from engine.scheduler.next_rows import KeptCapacity, RowSelector, SelectedRows, StepKind
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
+from engine.scheduler.slot_owners import SlotOwners
 
 _NO_SLOTS = np.empty(0, np.intp)
 _NO_SWAPS = HostSwaps()
@@ -42,12 +42,12 @@ class SplitForwardState:
     def __init__(
         self,
         table: SlotTable,
-        residents: SlotOwners,
+        owners: SlotOwners,
         assembler: StepAssembler,
         launched: LaunchedSteps,
     ) -> None:
         self._table = table
-        self._residents = residents
+        self._owners = owners
         self._assembler = assembler
         self._launched = launched
         self.next_layer = 0
@@ -84,7 +84,7 @@ class SplitForwardState:
         forward = self._assembler.assemble(rows.extends, DecodeRows(rows.decodes), _NO_SWAPS)
         self._table.hold(forward.slots, _UNKNOWN_STEP)
         for row in rows.extends:
-            self._residents.record(row.slot, row.request)
+            self._owners.record(row.slot, row.request)
         return forward
 
 
@@ -104,7 +104,7 @@ class SplitSelector:
         *,
         admission: PrefillAdmission,
         running: RunningBatch,
-        kept: ReservedCapacity,
+        kept: KeptCapacity,
         limit_s: float,
         num_layers: int,
         token_s: Callable[[], float | None],
@@ -129,19 +129,19 @@ class SplitSelector:
         )
         return self._rows.reserved_pages + growth
 
-    def kinds_to_try(self) -> Sequence[bool]:
+    def kinds_to_try(self) -> Sequence[StepKind]:
         """See RowSelector. Quarantined requests wait while a forward is between its groups."""
-        return (False,) if self._state.forwards else self._rows.kinds_to_try()
+        return (StepKind.SHARED,) if self._state.forwards else self._rows.kinds_to_try()
 
-    def choose(self, alone: bool) -> SelectedRows | None:
+    def choose(self, kind: StepKind) -> SelectedRows | None:
         """See RowSelector. After each step with prompts, decode rows are next."""
         self._admission.max_chunk_tokens = self._max_chunk_tokens()
-        if alone:
-            return self._rows.choose(alone)
+        if kind is StepKind.QUARANTINED:
+            return self._rows.choose(kind)
         if self._decodes_next and (rows := self._rows.choose_decodes()) is not None:
             self._decodes_next = False
             return rows
-        rows = self.choose_group() if self._state.forwards else self._rows.choose(alone)
+        rows = self.choose_group() if self._state.forwards else self._rows.choose(kind)
         if rows is not None and (rows.extends or rows.layers is not None):
             self._decodes_next = True
             if rows.extends:

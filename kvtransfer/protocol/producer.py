@@ -286,8 +286,8 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
         del self._handoffs[handoff.id], self._ids[handoff.serial]
         self._budgets.drop(handoff.id)
         self._actions.append(WithdrawPages(handoff.id))
-        held = end is HandoffStatus.SUCCESS
-        self._actions.append(ClosedEvent(handoff.serial, handoff.id, held, reason))
+        completed = end is HandoffStatus.SUCCESS
+        self._actions.append(ClosedEvent(handoff.serial, handoff.id, completed, reason))
 
     def _forget_stream(
         self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False

@@ -39,15 +39,15 @@ def record_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
         TraceContext(stamps.traceparent),
         "baton.prefill",
         begun=stamps.opened,
-        ended=stamps.dropped,
+        ended=stamps.closed,
         children=list(_children(stamps.timeline(), stamps.opened)),
         attributes={
             "baton.request_id": stamps.request_id,
-            "baton.held": int(stamps.held),
+            "baton.held": int(stamps.completed),
             "baton.chunks": stamps.num_chunks,
             "gen_ai.usage.input_tokens": stamps.num_prompt,
         },
-        error="" if stamps.held else stamps.reason,
+        error="" if stamps.completed else stamps.reason,
     )
 
 

@@ -71,7 +71,7 @@ class ProducerShare(Protocol[S]):
 
     def granted(self, event: GrantedEvent) -> None: ...
 
-    def dropped(self, event: ClosedEvent) -> None: ...
+    def closed(self, event: ClosedEvent) -> None: ...
 
 
 def pass_on(
@@ -98,7 +98,7 @@ def pass_on(
         case GrantedEvent():
             producing.granted(event)
         case ClosedEvent():
-            producing.dropped(event)
+            producing.closed(event)
 
 
 SHARE = 8  # at most 1/SHARE of the pool is exported at once
@@ -156,7 +156,7 @@ class PrefixExports:
     def granted(self, event: GrantedEvent) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
-            return  # rejected or dropped
+            return  # rejected or closed
         if not self._enabled:
             return self._refuse(event.serial, "this node does not export")
         self.exported[event.serial] = _NONE  # until the producer has responded
@@ -164,7 +164,7 @@ class PrefixExports:
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self.exported:  # false if it was dropped meanwhile
+            if event.serial in self.exported:  # false if it was closed meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)
@@ -192,15 +192,15 @@ class PrefixExports:
         self.exported[serial] = exported
         self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))
 
-    def dropped(self, event: ClosedEvent) -> None:
+    def closed(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
         exported = self.exported.pop(event.serial, _NONE)
         self._pages.drop(exported, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
-        if event.held or len(exported):
-            self.counts[f"prefix_loans/{'completed' if event.held else 'failed'}"] += 1
+        if event.completed or len(exported):
+            self.counts[f"prefix_loans/{'completed' if event.completed else 'failed'}"] += 1
 
     def _refuse(self, serial: int, reason: str) -> None:
         self.counts["prefix_loans/refused"] += 1
-        self.exported[serial] = _NONE  # until it is dropped
+        self.exported[serial] = _NONE  # until it is closed
         self._port.post(FailCommand(serial, reason, retryable=False))

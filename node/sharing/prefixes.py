@@ -17,7 +17,7 @@ from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from engine.scheduler.residents import CorruptPrefix
+from engine.scheduler.slot_owners import CorruptPrefix
 from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Source, Weights
 from kvtransfer.ports import (
     ClosedEvent,
@@ -97,7 +97,8 @@ class CorruptPrefixes:
 
 class PrefixSources:
     """Counts the tokens of computed prompts by the source of their KV: this node's cache, another
-    node's, or computation. Also measures the time per computed token. Engine thread only.
+    node's, or computation. Also measures the time per computed token, to compare computation with a
+    fetch. Engine thread only.
 
     Attributes:
         counts: tokens by source, named as in EngineStats.
@@ -105,8 +106,8 @@ class PrefixSources:
 
     def __init__(self) -> None:
         self._computing = QueueEstimator()  # admitted requests, by uncached tokens
-        ways = ("own", "fetched", "computed")
-        self.counts = dict.fromkeys((f"prompt_token_ways/{way}" for way in ways), 0)
+        sources = ("own", "fetched", "computed")
+        self.counts = dict.fromkeys((f"prompt_token_ways/{source}" for source in sources), 0)
 
     @property
     def token_s(self) -> float:
@@ -128,7 +129,8 @@ class PrefixSources:
         self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
 
     def computed(self, key: int, num_left: int) -> None:
-        """Record a finished chunk of a request, of which num_left tokens remain."""
+        """Count a finished chunk of a request towards the time per token. num_left: prompt tokens
+        that remain."""
         self._computing.serve(key, num_left)
 
     def tick(self, now: float) -> None:
@@ -155,7 +157,7 @@ class SharedWeights(Protocol):
     @property
     def reads(self) -> Mapping[HandoffId, Ints]: ...
 
-    def take(self, event: NodeEvent) -> None: ...
+    def handle(self, event: NodeEvent) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -201,7 +203,7 @@ class PrefixSharing:
             tables=tables,
             port=port,
         )
-        self.ways = PrefixSources()
+        self.sources = PrefixSources()
         self.corrupt_prefixes = CorruptPrefixes(cache, port)
 
     @property
@@ -229,7 +231,7 @@ class PrefixSharing:
         return chain(self.fetches.reads.values(), self._weights.reads.values())
 
     def counters(self) -> dict[str, int]:
-        own = {**self.ways.counts, **self.corrupt_prefixes.counts}
+        own = {**self.sources.counts, **self.corrupt_prefixes.counts}
         return {**self.exports.counts, **self.fetches.counts, **own}
 
     def _num_below(self, request: Request) -> int:
@@ -259,7 +261,7 @@ class PrefixSharing:
             request.namespace,
             tuple(hint for hint in hints if hint.num_tokens > below),
             room=room,
-            token_s=self.ways.token_s,
+            token_s=self.sources.token_s,
             queued_s=queued_s,
         )
 
@@ -268,15 +270,15 @@ class PrefixSharing:
         if fetched is not None:
             request.given_by.append(fetched.producer)
         num_fetched = fetched.num_tokens if fetched else 0
-        self.ways.admitted(request, num_fetched, time.monotonic())
+        self.sources.admitted(request, num_fetched, time.monotonic())
 
     def forget(self, key: int) -> None:
         """Forget an ended request in any stage."""
         if key in self.fetches.keys:
             self.fetches.forget(key)
-        self.ways.ended(key)
+        self.sources.ended(key)
 
-    def take(self, event: NodeEvent) -> bool:
+    def handle(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread about a prefix or weights. Returns False if other
         parts must handle it too.
         """
@@ -312,7 +314,7 @@ class PrefixSharing:
     def _pass_on(self, event: NodeEvent, kind: "type[Source] | None") -> bool:
         """Pass an event about a source of this kind to its ends. Returns False without a kind."""
         if kind is Weights:
-            self._weights.take(event)
+            self._weights.handle(event)
         elif kind is Prefix:
             pass_on(event, Prefix, self.fetches, self.exports)
         return kind is not None

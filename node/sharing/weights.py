@@ -35,7 +35,7 @@ class _WeightExport:
     piece_bytes: int
     filling: Future[int]  # number of pages that have a piece
     reported: bool = False  # whether the result has been reported to its consumer
-    dropped: bool = False  # the hand-off is closed
+    closed: bool = False  # the hand-off is closed
 
 
 class WeightExports:
@@ -101,18 +101,18 @@ class WeightExports:
         self.pages[serial] = pages
         filling.add_done_callback(lambda _: self._notify())
 
-    def dropped(self, event: ClosedEvent) -> None:
+    def closed(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
         export = self._exports.get(event.serial)
         if export is not None:
-            export.dropped = True
-            num_bytes = export.filling.result() * export.piece_bytes if event.held else 0
+            export.closed = True
+            num_bytes = export.filling.result() * export.piece_bytes if event.completed else 0
             self._gauges["total_weight_bytes/lent"] += num_bytes
 
     def poll(self) -> None:
         """Publish filled pages, and release pages that have been read."""
         for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
-            if export.dropped:
+            if export.closed:
                 self._pages.drop(self.pages.pop(serial), PageHolder.PUBLICATION)
                 del self._exports[serial]
             elif not export.reported:
@@ -211,7 +211,7 @@ class WeightSharing:
         self._reads.poll()
         self.due |= self._reads.busy  # reads have deadlines
 
-    def take(self, event: NodeEvent) -> None:
+    def handle(self, event: NodeEvent) -> None:
         self.due = True
         pass_on(event, Weights, self._reads, self._exports)
 

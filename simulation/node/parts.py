@@ -132,7 +132,7 @@ class UnsharedWeights:
         self.exported: Mapping[int, Ints] = {}
         self.reads: Mapping[HandoffId, Ints] = {}
 
-    def take(self, event: NodeEvent) -> None:
+    def handle(self, event: NodeEvent) -> None:
         """Do nothing: simulated nodes read no weights."""
 
     def poll(self) -> None:

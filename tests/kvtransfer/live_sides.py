@@ -29,7 +29,7 @@ from decode_node.state import OutgoingMigration
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
-from engine.scheduler.residents import PausedRequest
+from engine.scheduler.slot_owners import PausedRequest
 from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
     ClosedEvent,
@@ -254,7 +254,7 @@ class Beneath:
     def by_ticket(self, ticket: int) -> Running | None:
         return self.requests.get(ticket)
 
-    def moved_away(self, *, held: bool) -> None:
+    def moved_away(self, *, completed: bool) -> None:
         pass
 
     def post(self, command: Any) -> None:
@@ -426,7 +426,7 @@ class SourceSide(SimulatedProducer):
             case GrantedEvent():
                 producer.granted(event)
             case ClosedEvent():
-                producer.dropped(event)
+                producer.closed(event)
         return self._turn()
 
     def _turn(self) -> list[Output]:

@@ -298,7 +298,7 @@ class LenderSide(SimulatedProducer):
             case GrantedEvent():
                 self.loans.granted(event)
             case ClosedEvent():
-                self.loans.dropped(event)
+                self.loans.closed(event)
         return [output for command in self.port.take() for output in self._posted(command)]
 
 

@@ -228,7 +228,7 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig):
     assert rig.consumer.next(CompletedEvent).id == ID
     assert rig.landed(9, 5)
     rig.consumer.next(ReadsEndedEvent)
-    assert rig.producer.next(ClosedEvent).held
+    assert rig.producer.next(ClosedEvent).completed
     assert not rig.producers["loopback"].publications.first_refused(
         CONSUMER, np.array([], np.int32)
     )
@@ -251,7 +251,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     assert lost.id == ID and lost.retryable and "differ from what was published" in lost.reason
     rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
-    assert rig.producer.next(ClosedEvent).held  # by its books it was
+    assert rig.producer.next(ClosedEvent).completed  # by its books it was
     descriptions = rig.reads.gauges()
     assert (
         descriptions["total_pages_compared/passed"],
@@ -517,7 +517,7 @@ def test_consumers_with_agents_of_their_own_come_go_and_come_again(make_rig, one
         assert rig.landed(9, 5)
         rig.landing.pages[:] = CANARY
         rig.consumer.next(ReadsEndedEvent)
-        assert rig.producer.next(ClosedEvent).held
+        assert rig.producer.next(ClosedEvent).completed
         rig.pump.cut(stream)
         rig.consumer.next(ProducerDown)
 

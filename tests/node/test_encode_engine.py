@@ -74,7 +74,7 @@ class Rig:
         return command
 
     def close(self, serial: int, *, held: bool = True) -> None:
-        self.exports.dropped(ClosedEvent(serial, ID, held, ""))
+        self.exports.closed(ClosedEvent(serial, ID, held, ""))
         self.exports.poll()
 
     @property

@@ -12,7 +12,7 @@ from decode_node.queues import PreallocQueue
 from decode_node.state import DecodeState, HandoffAttempt
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
-from engine.scheduler.arrivals import SKIP_AHEAD_S, FreeCapacity, PageClaim
+from engine.scheduler.arrivals import SKIP_AHEAD_S, FreeCapacity, PageDemand
 from kvtransfer.messages import GrantHandoff, HandoffId, PagesReady
 from node.timings import HandoffTimings
 from tests.pair.conftest import Known
@@ -76,11 +76,11 @@ def _granted(
     num_slots: int = 9,
     *,
     num_unready: float = math.inf,
-    claim: PageClaim | None = None,
+    demand: PageDemand | None = None,
 ) -> list[int]:
     """Return the keys of the attempts that are granted, each with all of that capacity."""
     keys, room = [], FreeCapacity(num_pages, num_slots)
-    while (state := queue.take_fitting(now, room, num_unready, claim)) is not None:
+    while (state := queue.take_fitting(now, room, num_unready, demand)) is not None:
         keys.append(state.key)
     return keys
 
@@ -131,8 +131,8 @@ def test_who_leaves_the_queue_makes_those_behind_it_come_sooner():
 
 
 FIRST = {"urgent": (0,)}
-EARLY, LARGE = {"claim": PageClaim(0.5, 3)}, {"claim": PageClaim(0.5, 9)}
-URGENT = {"claim": PageClaim(0.5, 3, priority=1)}
+EARLY, LARGE = {"demand": PageDemand(0.5, 3)}, {"demand": PageDemand(0.5, 9)}
+URGENT = {"demand": PageDemand(0.5, 3, priority=1)}
 CAP = {"num_unready": 2}
 # Name: pages of the queue, its options, time, free pages and slots, limits, granted.
 CAPACITY = {

@@ -175,12 +175,12 @@ def published_pages_are_not_held() -> None:
 def pages_of_failed_handoffs_stay_published() -> None:
     """A prefill node keeps the pages of a hand-off that its consumer does not complete."""
 
-    def dropped(original: Any, self: Any, event: Any) -> None:
-        exported = None if event.held else self._exported.pop(event.serial, None)
+    def closed(original: Any, self: Any, event: Any) -> None:
+        exported = None if event.completed else self._exported.pop(event.serial, None)
         original(self, event)
         del exported
 
-    wrap(module("prefill_node.handoffs").OutgoingHandoffs, "dropped", dropped)
+    wrap(module("prefill_node.handoffs").OutgoingHandoffs, "closed", closed)
 
 
 def the_end_of_a_stream_forgets_its_handoffs() -> None:
@@ -221,14 +221,14 @@ def a_handoff_is_done_before_its_reads_end() -> None:
 def evicted_pages_stay_in_the_tree() -> None:
     """The prefix cache releases the end of a leaf, and still finds it."""
 
-    def trim(original: Any, self: Any, leaf: Any, num_pages: int) -> None:
+    def shorten(original: Any, self: Any, leaf: Any, num_pages: int) -> None:
         if num_pages:
             self._pages.release(leaf.pages[:, num_pages:])
             self._queue(leaf)
         else:
             original(self, leaf, num_pages)
 
-    wrap(module("engine.kv_cache.radix").PrefixCache, "_trim", trim)
+    wrap(module("engine.kv_cache.radix").PrefixCache, "_shorten", shorten)
 
 
 def a_retracted_request_saves_a_page_too_few() -> None:

@@ -154,7 +154,7 @@ def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
 
 
 def test_deadlines_of_all_queues_of_a_role_are_checked_at_intervals(preparations, lines):
-    scheduled = Mock(**{"expired.return_value": [], "scheduler.holds_rows": False})
+    scheduled = Mock(**{"expired.return_value": [], "scheduler.awaits_masks": False})
     queues = RequestQueues(scheduled, preparations)
 
     def ended(now):
@@ -165,7 +165,7 @@ def test_deadlines_of_all_queues_of_a_role_are_checked_at_intervals(preparations
     preparations.put(a_state(2, "a", deadline=5.0))
     assert ended(5.1 + DEADLINE_CHECK_S / 2) == []
     assert scheduled.expired.call_count == 1
-    scheduled.scheduler.holds_rows = True  # its rows are released in each poll, deadlines wait
+    scheduled.scheduler.awaits_masks = True  # its rows are released in each poll, deadlines wait
     assert ended(5.1 + DEADLINE_CHECK_S / 2) == []
     assert scheduled.expired.call_count == 2
     assert ended(5.1 + DEADLINE_CHECK_S) == [2]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.page_tables import PageTables
-from engine.scheduler.residents import CorruptPrefix
+from engine.scheduler.slot_owners import CorruptPrefix
 from kvtransfer.ports import InvalidateCommand, InvalidateEvent
 from node.sharing.prefixes import INVALIDATION_INTERVAL_S, MAX_INVALIDATIONS, CorruptPrefixes
 from tests.kvtransfer.prefix_sides import Memory, Posts

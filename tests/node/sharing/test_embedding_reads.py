@@ -94,7 +94,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()
-    rig.reads.take(UP)
+    rig.reads.handle(UP)
     return rig
 
 
@@ -103,8 +103,8 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     rig.start(2)
     id = rig.opened()
     rig.encoder.epoch += 1  # by an update of the weights: the copy has the older number
-    assert rig.reads.take(CompletedEvent(id, num_tokens=2))
-    assert rig.reads.take(ReadsEndedEvent(id))
+    assert rig.reads.handle(CompletedEvent(id, num_tokens=2))
+    assert rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
     assert 1 in rig.reads.waits and rig.num_held == 2  # the copy is under way
     rig.encoder.copies[0].set_result(None)
@@ -125,22 +125,22 @@ def test_a_request_knows_when_its_images_were_read_and_how_many(rig: Rig) -> Non
     timings = rig.timings[2]
     assert (timings.begun, timings.ended, timings.wanted) == (1.0, 0.0, 2)
     rig.now = 2.0
-    rig.reads.take(CompletedEvent(first, num_tokens=2))
+    rig.reads.handle(CompletedEvent(first, num_tokens=2))
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
     assert not timings.ended
     rig.now = 3.0
-    rig.reads.take(FailedEvent(second, "lost", retryable=False))
+    rig.reads.handle(FailedEvent(second, "lost", retryable=False))
     assert (timings.ended, timings.completed) == (3.0, 1)
 
 
 def test_pages_stay_until_the_encode_node_says_that_they_were_held(rig: Rig) -> None:
     rig.start()
     id = rig.opened()
-    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
     assert rig.num_held == 2  # nothing lands any more, and nothing is copied yet
-    rig.reads.take(CompletedEvent(id, num_tokens=2))
+    rig.reads.handle(CompletedEvent(id, num_tokens=2))
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
     assert rig.reads.take_over() == [1] and rig.num_held == 0
@@ -156,7 +156,7 @@ def test_a_cached_image_is_not_read(rig: Rig) -> None:
 @pytest.mark.parametrize("pieces", [0, 1, 3])
 def test_embeddings_that_are_not_whole_are_not_used(rig: Rig, pieces: int) -> None:
     rig.start()
-    rig.reads.take(CompletedEvent(rig.opened(), num_tokens=pieces))
+    rig.reads.handle(CompletedEvent(rig.opened(), num_tokens=pieces))
     assert rig.reads.take_over() == [1] and not rig.encoder.copies
     assert rig.outcome("failed") == 1
 
@@ -164,10 +164,10 @@ def test_embeddings_that_are_not_whole_are_not_used(rig: Rig, pieces: int) -> No
 def test_a_lost_read_keeps_its_pages_until_nothing_can_land(rig: Rig) -> None:
     rig.start()
     id = rig.opened()
-    assert rig.reads.take(FailedEvent(id, "gone", retryable=True))
+    assert rig.reads.handle(FailedEvent(id, "gone", retryable=True))
     rig.reads.poll()
     assert rig.reads.take_over() == [1] and rig.num_held == 2
-    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
     assert rig.num_held == 0 and not rig.reads.landing
 
@@ -191,7 +191,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
     rig.reads.forget(2)
     (cancel,) = rig.port.take()
     assert isinstance(cancel, CancelHandoff) and cancel.id == id
-    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
     assert rig.num_held == 0 and not rig.reads.landing
 
@@ -199,7 +199,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
 def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
     rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
     rig.start(1)
-    rig.reads.take(ProducerDown(UP.instance, ENCODER, "lost"))
+    rig.reads.handle(ProducerDown(UP.instance, ENCODER, "lost"))
     rig.reads.poll()
     assert rig.reads.take_over() == [1]
     rig.start(2)
@@ -215,7 +215,7 @@ def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
     assert rig.reads.take_over() == [1]
     rig.start(2)
     assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
-    rig.reads.take(UP)
+    rig.reads.handle(UP)
     rig.start(3)
     rig.opened()
 

@@ -61,14 +61,14 @@ def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) ->
     (published,) = port.take()
     assert isinstance(published, PublishCommand) and published.last
     assert (published.start, published.end) == (PAGE_SIZE, HAS * PAGE_SIZE)
-    loans.dropped(ClosedEvent(1, ID, True, ""))
+    loans.closed(ClosedEvent(1, ID, True, ""))
     assert num_lent(memory) == 0 and not loans.exported
 
 
 def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     loans = loans_of(memory, Posts())
     loans.opened(*opened(1))
-    loans.dropped(ClosedEvent(1, ID, False, "gone"))
+    loans.closed(ClosedEvent(1, ID, False, "gone"))
     loans.granted(GrantedEvent(1, 0))
     assert num_lent(memory) == 0 and not loans.exported
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> Non
     (refused,) = port.take()
     assert isinstance(refused, FailCommand) and not refused.retryable
     assert num_lent(memory) == before
-    loans.dropped(ClosedEvent(2, ID, False, "refused"))
+    loans.closed(ClosedEvent(2, ID, False, "refused"))
     assert loans.counts["prefix_loans/refused"] == 1
 
 
@@ -101,7 +101,7 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     (refused,) = port.take()
     assert isinstance(refused, FailCommand) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):
-        loans.dropped(ClosedEvent(serial, ID, False, "gone"))
+        loans.closed(ClosedEvent(serial, ID, False, "gone"))
     assert not loans.exported
 
 
@@ -118,8 +118,8 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
         weights=cast(SharedWeights, SimpleNamespace(port=port)),
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
-    assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))
+    assert sharing.handle(OpenedEvent(1, ID, b"", Remaining(9.0), source))
     assert port.take() == [FailCommand(1, "this is not an encode node", retryable=False)]
     closed = ClosedEvent(1, ID, False, "")
-    assert sharing.take(GrantedEvent(1, 0)) and sharing.take(closed)
-    assert not sharing.take(closed)  # a later hand-off with this serial is not one of these
+    assert sharing.handle(GrantedEvent(1, 0)) and sharing.handle(closed)
+    assert not sharing.handle(closed)  # a later hand-off with this serial is not one of these

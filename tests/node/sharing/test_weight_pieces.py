@@ -127,7 +127,7 @@ def carry_out(
     consumer.pool[here, :size] = producer.pool[there, :size]
     consumer.reads.held(CompletedEvent(opening.id, 0.0, published.end))
     consumer.reads.reads_ended(ReadsEndedEvent(opening.id))
-    producer.exports.dropped(ClosedEvent(serial, opening.id, True, ""))
+    producer.exports.closed(ClosedEvent(serial, opening.id, True, ""))
     producer.exports.poll()
     consumer.wait()
 

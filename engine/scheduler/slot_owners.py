@@ -165,18 +165,18 @@ class SlotOwners:
         del self._requests[slot]
 
 
-class HeldRows:
-    """Rows that wait for the mask of their grammar. Engine thread only."""
+class MaskWaits:
+    """Rows that wait for the mask of their grammar (`SlotTable.held`). Engine thread only."""
 
     def __init__(
         self,
         table: SlotTable,
-        residents: SlotOwners,
+        owners: SlotOwners,
         running: RunningBatch,
         retracted: RetractedRequests,
     ) -> None:
         self._table = table
-        self._residents = residents
+        self._owners = owners
         self._running = running
         self._retracted = retracted
 
@@ -188,7 +188,7 @@ class HeldRows:
     def settle(self) -> Iterator[tuple[Request, RequestEnd]]:
         """Release rows whose mask is ready. Yield requests that have to end, and the reason."""
         for slot in np.flatnonzero(self._table.held & self._table.live).tolist():
-            request = self._residents.by_slot[slot]
+            request = self._owners.by_slot[slot]
             if request.to_finish is not None or self._table.in_flight(slot):
                 continue
             match: Match = request.match
@@ -210,12 +210,12 @@ class HeldRows:
         if not self._table.unchosen[slot]:
             self._table.held[slot] = False
         elif slot in self._running or request in self._retracted:  # otherwise it is paused
-            self._residents.requeue(request, insert=request not in self._retracted)
+            self._owners.requeue(request, insert=request not in self._retracted)
 
 
 def check_books(
     core: EngineCore,
-    residents: SlotOwners,
+    owners: SlotOwners,
     retracted: RetractedRequests,
     launched: Sequence[ScheduledStep],
     elsewhere: Mapping[PageHolder, Iterable[Pages]],
@@ -235,8 +235,8 @@ def check_books(
     if tiers is not None:
         tiers.check()
     slots = np.flatnonzero(table.live)
-    if sorted(residents.by_slot) != slots.tolist():
-        raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
+    if sorted(owners.by_slot) != slots.tolist():
+        raise EngineFault(f"slots {slots} are live, requests have {sorted(owners.by_slot)}")
     known: dict[PageHolder, list[Pages]] = {holder: [] for holder in PageHolder}
     known[PageHolder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
     known[PageHolder.STEP] = [held for step in launched for held in step.held()]
