@@ -35,7 +35,7 @@ baton up --model DIR --model-backend transformers
 | `native` | native. Models of other families are rejected |
 | `transformers` | transformers, also for native families |
 
-The code outside the model is the same for both: prefix caches, chunked and mixed prefill, overlap,
+The code outside the model is the same: prefix caches, chunked and mixed prefill, overlap,
 retraction, hand-off, penalties and sampling. The KV of the two implementations differs by rounding.
 A prefill node and a decode node therefore pair only if both use the same implementation.
 
@@ -63,10 +63,10 @@ transformers.
 
 ## Hybrid models with recurrent states
 
-In Qwen3-Next and Qwen3.5, three of four layers are gated delta nets. They keep a recurrent state
-instead of keys and values: a matrix for each head, and the last inputs of a short convolution. The
-state does not grow with the context. For Qwen3-Next 80B, the state of a request takes 77 MB, as
-much as the KV of 3,150 tokens. [Benchmark: prefix cache of hybrid
+In Qwen3-Next and Qwen3.5, three of four layers are gated delta nets. Delta nets keep a recurrent
+state instead of keys and values: a matrix for each head, and the last inputs of a short
+convolution. The state does not grow with the context. For Qwen3-Next 80B, the state of a request
+takes 77 MB, as much as the KV of 3,150 tokens. [Benchmark: prefix cache of hybrid
 models](benchmarks/hybrid-models.md) has measurements.
 
 - **Memory.** States use pages of the same pool as KV, so you need not choose the size of a second
@@ -89,27 +89,27 @@ models](benchmarks/hybrid-models.md) has measurements.
 
 **Cached states.** A prefill node caches the state at the last page boundary of each prompt, so the
 next turn of a conversation can continue there. If a second prompt shares a prefix with an earlier
-one, the node also caches the state at the end of the shared prefix, and a third prompt can use it.
-No states of responses are cached. States are evicted like pages, first those for which a longer
-prefix is cached.
+one, the node also caches the state at the end of the shared prefix, and a third prompt can use this
+state. No states of responses are cached. States are evicted like pages, first those for which a
+longer prefix is cached.
 
 The GPU kernels are tested in Triton's interpreter and compiled for six architectures without spills
-([estimate](gpu.md#estimates)). They have not run on a GPU yet.
+([estimate](gpu.md#estimates)). The kernels have not run on a GPU yet.
 
 <a id="layers-with-latents"></a>
 
 ## Latent attention (MLA)
 
 DeepSeek-V2 and V3 (also R1 and V3.1) store one latent vector for each token and layer instead of
-keys and values. It has 512 numbers, from which each head derives its own key and value, and 64
-numbers for the position. DeepSeek-V3 needs 70 kB per token in 16 bits. Stored keys and values would
-need 71 times as much.
+keys and values. This vector has 512 numbers, from which each head derives its own key and value,
+and 64 numbers for the position. DeepSeek-V3 needs 70 kB per token in 16 bits. Stored keys and
+values would need 71 times as much.
 
-- **Decode.** Keys and values are not computed. Their projections are applied to the queries and to
-  the output instead.
-- **Prefill.** If it is less work than attention over latents, keys and values are computed from the
-  latents, one layer at a time. On a CPU, this is the case unless a few new tokens follow a long
-  cached prefix. A GPU does this only for at least [128 new
+- **Decode.** Keys and values are not computed. The projections for them are applied to the queries
+  and to the output instead.
+- **Prefill.** Keys and values are computed from the latents, one layer at a time, where this is
+  less work than attention over latents. On a CPU, it is less work unless a few new tokens follow a
+  long cached prefix. A GPU does this only for at least [128 new
   tokens](gpu.md#derivation-of-expanded-keys-and-values).
 - **Caches and hand-offs** treat latents like other KV. With `--model-backend transformers`, a node
   stores keys and values, so it does not pair with nodes that store latents.
@@ -146,9 +146,9 @@ each layer attends. If Baton does not support a class, the error gives the reaso
 - **CPU speed.** Products of `nn.Linear` use Baton's [formats for matrices](cpu.md#products).
   Experts that a class stores in one stacked tensor do not use these formats.
 - **Shorter context.** For some models, Baton supports a shorter context than their configuration
-  has. `baton check` reports it. With chunked attention (Llama 4), the context is one attention
-  chunk. With rotations that depend on the longest text of a batch (`longrope`, `dynamic`), it is
-  the length at which the rotation changes.
+  has. `baton check` reports the limit. With chunked attention (Llama 4), the context is one
+  attention chunk. With rotations that depend on the longest text of a batch (`longrope`,
+  `dynamic`), the context is the length at which the rotation changes.
 - **[Quantized checkpoints](cpu.md#quantised-checkpoints)** are supported as for native models.
   Their weights are converted to floats, so they are not faster than unquantized checkpoints.
 - **[Several ranks](parallel.md#models-computed-by-transformers)** divide a model by the plan for
@@ -168,14 +168,14 @@ The tables list every class of transformers {version} under `AutoModelForCausalL
 {all} classes produce the same tokens as their own full forward pass** and are therefore supported.
 `python -m docs.generate.architectures` tests them:
 
-1. It creates a tiny checkpoint with random weights for each class. Models of the BERT family are
-   configured as decoders (`is_decoder`).
+1. The command creates a tiny checkpoint with random weights for each class. Models of the BERT
+   family are configured as decoders (`is_decoder`).
 2. A prefill node and a decode node in one process generate tokens with this checkpoint, in float32
    on a CPU, with and without a cached prefix.
-3. It compares these tokens with those of the class without Baton.
-4. It repeats this with two tensor-parallel [ranks](parallel.md). {divided} classes produce the same
-   tokens. The other classes have no plan to divide their layers, so nodes with several ranks reject
-   them.
+3. The command compares these tokens with those of the class without Baton.
+4. The command repeats this with two tensor-parallel [ranks](parallel.md). {divided} classes produce
+   the same tokens. The other classes have no plan to divide their layers, so nodes with several
+   ranks reject them.
 
 | model_type | class | also with 2 ranks | also native |
 |---|---|---|---|
