@@ -277,7 +277,7 @@ class Forwards:
         """Run a step by graphs alone, including the choice of its tokens, and verify drafts of the
         host. Return False, without any effect, if that is not possible."""
         shape, speculated, future = step.graph, step.speculated, self._future
-        if shape is None or shape.late or speculated.columns():
+        if shape is None or shape.late or speculated.early or speculated.places:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
@@ -288,7 +288,7 @@ class Forwards:
         tokens = graphs.run(shape, rows, step.adapter_columns, parameters)
         if speculated.most:
             drafts = graphs.draft_rows(shape, len(rows.slots), speculated.most)
-            output.verified = _to_host(
+            output.verified = _copied_to_host(
                 verify_drafts(drafts, tokens, future.tokens, future.rejected)
             )
         else:
