@@ -209,6 +209,22 @@ def test_graphs_choose_the_tokens_of_steps_with_drafts(
     assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
 
 
+def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -> None:
+    """These writes are no part of the graphs, even if graphs choose the tokens."""
+    model = load(
+        make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=HYBRID),
+        CPU,
+        torch.float32,
+    )
+    alone, recorder = alone_of(model), RepeatRecorder()
+    steps = Steps(model, num_slots=12, recorder=recorder, overlap=False)
+    for shape in steps.runner.graph_shapes:
+        steps.runner.capture(shape)
+    for text, expected in zip(Drafting(steps, alone).run(ROUNDS), alone, strict=True):
+        assert text == expected[: len(text)]
+    assert len(recorder.replays) == len(recorder.choices)
+
+
 # Quick, with all kernels of the dense model: the test of adapters below.
 @interpreted
 @pytest.mark.long
