@@ -26,7 +26,7 @@ from common.errors import ConfigError, ServingError
 from common.requests.namespace import NO_ADAPTER, AdapterId
 from engine.adapters.library import AdapterCache, AdapterDirectory, AdapterSource
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter
-from engine.batch.batch import ScheduleBatch
+from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn
@@ -244,6 +244,9 @@ class AdapterManager:
         self._with_slot: set[int] = set()  # keys
         self._fills: list[tuple[int, LoraAdapter]] = []
         self._column = np.full(table.num_slots, _NONE, np.int32)  # by the request's slot
+        # The newest step's adapter of each token, and its tokens by slot. Most steps are like the
+        # previous one.
+        self._grouped: tuple[bytes, TokensBySlot | None] = b"", None
         self.num_changes = 0
         self.num_fills = 0
         if bank.num_slots:
@@ -293,11 +296,14 @@ class AdapterManager:
         if not self._held:
             return None
         fills, self._fills = self._fills, []
-        slots = self._column[batch.slots]
-        if slots.max(initial=_NONE) == _NONE:
+        slots = self._column[batch.slots.astype(np.intp)]
+        if np.maximum.reduce(slots, initial=_NONE) == _NONE:
             return AdapterBatch(fills=fills) if fills else None
-        of_tokens = np.repeat(slots, batch.ends - batch.starts)
-        return AdapterBatch(tokens_by_slot(of_tokens, self.bank.num_slots), fills)
+        if batch.mode is not ForwardMode.DECODE:
+            slots = slots.repeat(batch.ends - batch.starts)
+        if (of_tokens := slots.tobytes()) != self._grouped[0]:
+            self._grouped = of_tokens, tokens_by_slot(slots, self.bank.num_slots)
+        return AdapterBatch(self._grouped[1], fills)
 
     def rehearsal(self, num_tokens: int) -> AdapterBatch | None:
         """Return work for warmup in which all tokens have an adapter, which needs the most memory.

@@ -116,10 +116,11 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
     def before_last(self) -> tuple[NDArray[np.intp], Ints]:
         """Return the row and the token index of all tokens except each row's last, row by row."""
         counts = self.ends - self.starts - 1
-        rows = np.repeat(np.arange(len(counts)), counts)
-        firsts = np.cumsum(counts) - counts
-        indices = np.arange(len(rows), dtype=np.int32) - (firsts - self.starts)[rows]
-        return rows, indices.astype(np.int32)
+        rows = np.arange(len(counts)).repeat(counts)
+        firsts = np.add.accumulate(counts, dtype=np.int32) - counts
+        indices = (self.starts - firsts).repeat(counts)
+        indices += np.arange(len(rows), dtype=np.int32)
+        return rows, indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ takes microseconds. Every column is a copy, so that a launched forward never see
 """
 
 from collections.abc import Sequence
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -177,6 +177,7 @@ class BatchBuilder:
         # Arrays, because numpy would convert a Python int in every call.
         self._page_size = np.array(table.page_size, np.int64)
         self._page_size_32 = np.array(table.page_size, np.int32)
+        self._one, self._one_32 = np.array(1, np.int64), np.array(1, np.int32)
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._places_32 = self._places.astype(np.int32)
@@ -213,22 +214,26 @@ class BatchBuilder:
         if batch.mode is ForwardMode.DECODE:
             query_starts, sampled = self._places_32[: num_rows + 1], self._places[:num_rows]
             positions = starts
-            token_ids, locations = self._tokens(slots, starts)
+            token_ids, locations = self._tokens(slots, starts, slots, starts, sampled)
         else:
             counts = ends - starts
             query_starts = np.zeros(num_rows + 1, np.int32)
-            np.cumsum(counts, out=query_starts[1:])
-            rows = np.repeat(self._places[:num_rows], counts)
-            positions = np.arange(len(rows), dtype=np.int32) - (query_starts[:-1] - starts)[rows]
-            sampled = query_starts[1:].astype(np.int64) - 1
-            guessed = None
+            np.add.accumulate(counts, out=query_starts[1:])
+            firsts = query_starts[:-1]
+            positions = (starts - firsts).repeat(counts)
+            positions += np.arange(len(positions), dtype=np.int32)
+            sampled = query_starts[1:] - self._one  # int64
+            newest = ends - self._one_32
+            newest_places: NDArray[np.integer[Any]] = sampled
             if batch.mode is ForwardMode.VERIFY:
-                guessed = positions > starts[rows]
-                before_last = np.ones(len(rows), np.bool_)
+                newest, newest_places = starts, firsts
+                before_last = np.ones(len(positions), np.bool_)
                 before_last[sampled] = False
                 sampled = np.concatenate((sampled, before_last.nonzero()[0]))
-            token_ids, locations = self._tokens(slots[rows], positions, guessed)
-            long_rows = (counts != 1).nonzero()[0]
+            token_ids, locations = self._tokens(
+                slots.repeat(counts), positions, slots, newest, newest_places
+            )
+            long_rows = (counts != self._one_32).nonzero()[0]
             past = 1 + int(long_rows[-1]) if len(long_rows) else 0
             extends = [*zip(counts[:past].tolist(), ends[:past].tolist(), strict=True)]
         return HostBatch(
@@ -317,21 +322,25 @@ class BatchBuilder:
         self,
         slots: NDArray[np.intp],
         positions: Ints,
-        guessed: NDArray[np.bool_] | None = None,
+        slots_of_rows: NDArray[np.intp],
+        newest: Ints,
+        newest_places: NDArray[np.integer[Any]],
     ) -> tuple[HostColumn, tuple[HostColumn, ...]]:
-        """Return ids and locations of tokens, each given by its slot and its index. `guessed` marks
-        drafts."""
-        table = self._table
-        unknown = positions >= table.known[slots]
-        if guessed is not None:
-            unknown &= ~guessed
-        num_unknown, places = np.count_nonzero(unknown), positions.astype(np.intp)
+        """Return ids and locations of tokens, each given by its slot and its index.
+
+        Args:
+            newest, newest_places: index of each row's last token that is no draft, and its place
+                among the tokens. No other token can be unknown.
+        """
+        table, places = self._table, positions.astype(np.intp)
+        unknown = newest >= table.known[slots_of_rows]
+        num_unknown = np.count_nonzero(unknown)
         if num_unknown == len(slots):  # the case of most steps with overlap
             token_ids = np.invert(slots, dtype=np.int32)  # -(slot + 1)
         else:
             token_ids = table.tokens[slots, places]
             if num_unknown:
-                token_ids = np.where(unknown, np.invert(slots, dtype=np.int32), token_ids)
+                token_ids[newest_places[unknown]] = ~slots_of_rows[unknown]
         pages = places // self._page_size
         locations = [
             (mine[slots, pages] - pages) * self._page_size + places for mine in table.by_table

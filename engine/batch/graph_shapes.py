@@ -74,12 +74,12 @@ class GraphShape(NamedTuple):
         The surplus tokens are divided among the first padding rows, so that no row is long. Other
         padding rows have no tokens.
         """
-        end, added = query_starts[-1], self.rows + 1 - len(query_starts)
+        end, added = int(query_starts[-1]), self.rows + 1 - len(query_starts)
         if not added:
             return query_starts
         each = -(-(self.tokens - end) // added)
-        ends = np.minimum(end + each * np.arange(1, added + 1), self.tokens)
-        return np.concatenate((query_starts, ends), dtype=np.int32)
+        ends = np.arange(end + each, end + each * added + 1, each, dtype=np.int32)
+        return np.concatenate((query_starts, np.minimum(ends, self.tokens)))
 
 
 def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShape, ...]:

@@ -65,7 +65,8 @@ class VerifiedRows:
             sampled: int32 [num_tokens], the sampled tokens.
             newest, rejected: by slot, see `verify_drafts`.
         """
-        rows = DraftRows(batch.query_starts, batch.token_ids, batch.slots, self.most)
+        slots = batch.slots
+        rows = DraftRows(batch.query_starts, batch.token_ids, slots, len(slots), self.most)
         return VerifiedDrafts(verify_drafts(rows, sampled, newest, rejected))
 
 

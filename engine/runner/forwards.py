@@ -26,6 +26,7 @@ from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
 from kernels.sampling.sample import SamplingColumns, sample
+from kernels.sampling.verify import verify_drafts
 
 # Draws drafts, int32 [n], from the logits [n, any] of the samples at places int64 [n].
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -273,18 +274,25 @@ class Forwards:
     def _replayed(
         self, step: Step, rows: HostBatch, sampling: TokenSampling, output: StepOutput
     ) -> bool:
-        """Run a step by graphs alone, including the choice of its tokens. Return False, without any
-        effect, if that is not possible."""
-        if step.graph is None or step.speculated.is_needed:
+        """Run a step by graphs alone, including the choice of its tokens, and verify drafts of the
+        host. Return False, without any effect, if that is not possible."""
+        shape, speculated, future = step.graph, step.speculated, self._future
+        if shape is None or shape.late or speculated.early or speculated.places:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
-        if parameters is None or not graphs.chooses(len(rows.slots)):
+        if parameters is None or not graphs.chooses(len(rows.sampled)):
             return False
         if step.adapters is not None:
             step.adapters.fill(self._bank)
-        tokens = graphs.run(step.graph, rows, step.adapter_columns, parameters)
-        output.tokens = _copied_to_host(tokens)
+        tokens = graphs.run(shape, rows, step.adapter_columns, parameters)
+        if speculated.most:
+            drafts = graphs.draft_rows(shape, len(rows.slots), speculated.most)
+            output.verified = _copied_to_host(
+                verify_drafts(drafts, tokens, future.tokens, future.rejected)
+            )
+        else:
+            output.tokens = _copied_to_host(tokens)
         return True
 
     def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:

@@ -41,6 +41,7 @@ from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
 from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, choice_padding
 from kernels.adapters.low_rank import TokensBySlot
+from kernels.sampling.verify import DraftRows
 
 log = logging.getLogger(__name__)
 
@@ -453,22 +454,30 @@ class StepGraphs:
         adapters: Sequence[HostColumn],
         parameters: Sequence[HostColumn],
     ) -> Tensor:
-        """Compute a step without drafts, and choose its tokens, by one copy to the device and two
-        graphs.
+        """Compute a step and choose its tokens, by one copy to the device and two graphs.
+
+        The last token of each row is stored for the next step. State updates that follow the
+        verification of drafts are dropped.
 
         Args:
             adapters: adapters of an adapted shape.
             parameters: see TokenSampling.
         Returns:
-            int32 [rows of the step], valid until the next step.
+            int32 [samples of the step], valid until the next step.
         """
-        recorded, slots = self._graphs[shape], batch.slots
-        choice = [slots, *(parameters or _NO_CHOICE[1:])]
+        recorded = self._graphs[shape]
+        choice = [batch.slots, *(parameters or _NO_CHOICE[1:])]
         recorded.inputs.padding.send(
             [*choice, *adapters, *_fixed(shape, batch)], [batch.page_ids], self._block
         )
         recorded.graph.replay()
-        return self._choice.replay(len(slots))
+        return self._choice.replay(len(batch.sampled))
+
+    def draft_rows(self, shape: GraphShape, num_rows: int, most: int) -> DraftRows:
+        """Return the rows of the step of the latest `run`, valid until the next step. `most`: see
+        DraftRows."""
+        batch, slots = self._graphs[shape].inputs.batch, self._choice.slots
+        return DraftRows(batch.query_starts, batch.token_ids, slots, num_rows, most)
 
     def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
         """Replay a graph. Return the hidden states of `batch.sampled` and the pending state

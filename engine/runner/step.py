@@ -42,20 +42,15 @@ class SpeculativeStep:
     to_guess: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, table: SlotTable) -> "SpeculativeStep":
-        """Return the data when a step is launched."""
+    def of(cls, batch: ScheduleBatch, table: SlotTable, token_ids: HostColumn) -> "SpeculativeStep":
+        """Return the data when a step is launched. `token_ids`: see HostBatch."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
         early, most = early_columns(batch, table), 0
         if batch.mode is ForwardMode.VERIFY:
             most = int(np.maximum.reduce(batch.ends - batch.starts))
-        to_guess = _to_guess(batch, table) if most else ()
+        to_guess = _to_guess(batch, token_ids) if most else ()
         return cls(early, most, (places_of(batch),) if to_guess else (), to_guess)
-
-    @property
-    def is_needed(self) -> bool:
-        """Return whether the step depends on drafts."""
-        return bool(self.most or self.early)
 
     def columns(self) -> Sequence[HostColumn]:
         return (*self.early, *self.places)
@@ -148,11 +143,9 @@ class StepOutput:
     verified: Tensor | None = None
 
 
-def _to_guess(batch: ScheduleBatch, table: SlotTable) -> tuple[int, ...]:
-    """Return the counts of `to_guess`. All drafts of a row are drawn by the device, or none are."""
-    drafts = batch.ends - batch.starts - 1
-    rows = drafts.nonzero()[0]
-    first_drafts = table.tokens[batch.slots[rows], batch.starts[rows] + 1]
-    if not np.count_nonzero(first_drafts == TO_GUESS):
+def _to_guess(batch: ScheduleBatch, token_ids: HostColumn) -> tuple[int, ...]:
+    """Return the counts of `to_guess`."""
+    if np.minimum.reduce(token_ids) != TO_GUESS:  # the smallest number
         return ()
+    drafts = batch.ends - batch.starts - 1
     return tuple(int(np.count_nonzero(drafts > n)) for n in range(int(drafts.max())))

@@ -71,6 +71,11 @@ class ChoiceGraphs:
         self._captured: list[int] = []  # ascending
         self._possible = True
 
+    @property
+    def slots(self) -> Tensor:
+        """The slots of the newest step's rows, then padding: int64 [most rows]."""
+        return self._inputs[0]
+
     def capture(self, num_rows: int) -> None:
         """Capture the graph for a number of rows. It needs memory for their logits."""
         if not self._possible:

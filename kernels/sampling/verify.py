@@ -16,18 +16,21 @@ _LANES = 32  # one warp. Rows with more tokens take several passes of the same k
 
 
 class DraftRows(NamedTuple):
-    """The rows of a step whose tokens after the first one are drafts. All tensors are contiguous.
+    """The rows of a step whose tokens after the first one are drafts. All tensors are contiguous,
+    and may have more entries than described.
 
     Attributes:
         starts: int32 [n + 1], where each row's tokens start. Every row has at least one.
         token_ids: int32 [any], the tokens.
         slots: int64 [n], distinct.
+        num_rows: n.
         most: maximum number of tokens of a row.
     """
 
     starts: Tensor
     token_ids: Tensor
     slots: Tensor
+    num_rows: int
     most: int
 
 
@@ -45,9 +48,9 @@ def verify_drafts(rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Te
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
-    starts, token_ids, slots, _ = rows
-    if starts.shape[0] != slots.shape[0] + 1 or slots.dtype != torch.int64:
-        raise ValueError(f"{len(slots)} slots, int64, and {len(starts)} starts")
+    starts, token_ids, slots, num_rows, _ = rows
+    if starts.shape[0] <= num_rows or slots.shape[0] < num_rows or slots.dtype != torch.int64:
+        raise ValueError(f"{len(slots)} slots, int64, and {len(starts)} starts of {num_rows} rows")
     dtypes = starts.dtype, token_ids.dtype, sampled.dtype, newest.dtype, rejected.dtype
     if dtypes != _WORDS:
         raise ValueError(f"int32 starts, tokens and results expected, got {dtypes}")
@@ -68,7 +71,8 @@ def verify_drafts(rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Te
 def verify_drafts_reference(
     rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Tensor
 ) -> Tensor:
-    firsts, counts = rows.starts[:-1, None], rows.starts.diff()
+    starts, slots = rows.starts[: rows.num_rows + 1], rows.slots[: rows.num_rows]
+    firsts, counts = starts[:-1, None], starts.diff()
     numbers = torch.arange(rows.most, device=sampled.device)
     own = torch.arange(len(counts), device=sampled.device)[:, None]
     # Each earlier row has one sample less among the others.
@@ -80,15 +84,15 @@ def verify_drafts_reference(
     stand = (is_draft & (drafts == tokens[:, :-1])).int()
     accepted = stand.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     last = tokens.gather(1, accepted[:, None].long()).squeeze(1)
-    newest[rows.slots] = last.clamp(min=0)
-    rejected[rows.slots] = counts - 1 - accepted
+    newest[slots] = last.clamp(min=0)
+    rejected[slots] = counts - 1 - accepted
     return torch.cat((torch.stack((accepted + 1, last)), tokens.T))
 
 
 def verify_drafts_triton(
     rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Tensor
 ) -> Tensor:
-    num_rows, most = len(rows.slots), rows.most
+    num_rows, most = rows.num_rows, rows.most
     verified = torch.empty((2 + most, num_rows), dtype=torch.int32, device=sampled.device)
     if num_rows:
         _verify_drafts_kernel[(num_rows,)](

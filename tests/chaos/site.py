@@ -18,6 +18,7 @@ from tests.attack.verdict import resident_bytes
 from tests.chaos.faults import COLLECTIVE_S, Fault
 from tests.chaos.keeper import Keeper
 from tests.support.cluster import Cluster, Node, children_of
+from tests.support.fork_server import programs_below
 from tests.support.http_client import get
 
 NUM_NODES = 2  # of each role
@@ -77,7 +78,7 @@ class Site:
                 await self._be_guest(nodes[0], fault)
                 nodes[0].child.send(signal.SIGTERM)
             case "SIGKILL of a process":
-                os.kill(children_of(self._cluster.router_pid)[0], signal.SIGKILL)
+                os.kill(programs_below(self._cluster.router_pid)[0], signal.SIGKILL)
             case "renewal of the processes":
                 await self._renew()
             case "SIGKILL of a rank":

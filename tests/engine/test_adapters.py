@@ -5,6 +5,7 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +34,7 @@ from engine.adapters.library import (
     no_shelf,
 )
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter, LoraPair
+from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.table import SlotTable
 from engine.models import load
 from engine.models.checkpoint import OpenFiles
@@ -41,6 +43,7 @@ from node.queues import AdapterQueue
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engine_rig import Rig
+from tests.support.specs import make_request
 
 CPU = torch.device("cpu")
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -363,6 +366,35 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
     adapters.release(request.key)
     assert with_slot(line) == ""
     assert adapters.num_slots_used == 0
+
+
+def test_tokens_are_grouped_again_when_their_adapters_change():
+    """Steps whose tokens have the same adapters share the groups."""
+    table, bank = SlotTable(4, 64, 16), AdapterBank((), 2, 16, CPU, torch.float32)
+    adapters, slots = AdapterManager(cached(9, 1 << 20, "ab"), bank, table), []
+    for key, name in enumerate("abb"):
+        request = make_request([1, 2, 3], key=key, adapter=name.encode() * 16)
+        adapters.hold(request)
+        assert adapters.take_slot(request)
+        slots.append(table.acquire(request))
+
+    def groups(*rows, tokens=1):
+        starts = np.zeros(len(rows), np.int32)
+        batch = ScheduleBatch(
+            step=1,
+            mode=ForwardMode.DECODE if tokens == 1 else ForwardMode.EXTEND,
+            slots=np.array([slots[row] for row in rows], np.int32),
+            starts=starts,
+            ends=starts + np.int32(tokens),
+            samples=np.ones(len(rows), np.bool_),
+        )
+        return adapters.build(batch).tokens
+
+    assert [(span[1], span[2]) for span in groups(0, 1, 2).spans()] == [(0, 1), (1, 3)]
+    assert groups(0, 1) is groups(0, 2)
+    for rows, order in (((1, 0), [1, 0]), ((0, 1), [0, 1]), ((0,), [0])):
+        assert groups(*rows).order.tolist() == order
+    assert groups(1, 0, tokens=2).order.tolist() == [2, 3, 0, 1]
 
 
 def test_a_step_without_adapters_is_asked_for_nothing():

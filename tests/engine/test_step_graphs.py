@@ -13,6 +13,7 @@ from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
 from engine.batch.graph_shapes import GraphShape
 from engine.models import Model, load
+from engine.runner.graphs import StepGraphs
 from kernels import device
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
@@ -188,8 +189,13 @@ def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_pat
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_graphs_choose_the_tokens_of_steps_with_drafts(overlap: bool, tmp_path: Path) -> None:
-    """Random tokens depend on their places, which rejected drafts move."""
+def test_graphs_choose_the_tokens_of_steps_with_drafts(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random tokens depend on their places, which rejected drafts move. If they do not move within
+    a step, it needs no tensors of its own on the device."""
+    if not overlap:
+        monkeypatch.delattr(StepGraphs, "upload")
     model = load(make_checkpoint(tmp_path, num_hidden_layers=1), CPU, torch.float32)
     sampling = SamplingParams(max_tokens=9999, seed=5, temperature=1.0, top_k=50)
     alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(((0, 0, 0),) * 16)
@@ -201,6 +207,22 @@ def test_graphs_choose_the_tokens_of_steps_with_drafts(overlap: bool, tmp_path: 
     for text, expected in zip(drafting.run(ROUNDS), alone, strict=True):
         assert text == expected[: len(text)]
     assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
+
+
+def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -> None:
+    """These writes are no part of the graphs, even if graphs choose the tokens."""
+    model = load(
+        make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=HYBRID),
+        CPU,
+        torch.float32,
+    )
+    alone, recorder = alone_of(model), RepeatRecorder()
+    steps = Steps(model, num_slots=12, recorder=recorder, overlap=False)
+    for shape in steps.runner.graph_shapes:
+        steps.runner.capture(shape)
+    for text, expected in zip(Drafting(steps, alone).run(ROUNDS), alone, strict=True):
+        assert text == expected[: len(text)]
+    assert len(recorder.replays) == len(recorder.choices)
 
 
 # Quick, with all kernels of the dense model: the test of adapters below.

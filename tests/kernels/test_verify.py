@@ -34,7 +34,7 @@ def rows_of(drafts: list[list[int]], sampled: list[list[int]]) -> tuple[DraftRow
     slots = np.random.default_rng(0).permutation(NUM_SLOTS)[: len(counts)]
     numbers = (starts.astype(np.int32), np.array(token_ids, np.int32), slots)
     firsts, tokens, own = (torch.from_numpy(each).to(DEVICE) for each in numbers)
-    rows = DraftRows(firsts, tokens, own, max(counts))
+    rows = DraftRows(firsts, tokens, own, len(counts), max(counts))
     return rows, torch.tensor(flat, dtype=torch.int32, device=DEVICE)
 
 
@@ -103,9 +103,24 @@ def test_random_drafts(verify: Verify) -> None:
 def test_a_step_without_rows(verify: Verify) -> None:
     words = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    rows = DraftRows(words, words, nothing, 1)
+    rows = DraftRows(words, words, nothing, 0, 1)
     assert verify(rows, words, words, words).shape == (3, 0)
     assert words.tolist() == [0]
+
+
+def test_padding_after_the_rows(verify: Verify) -> None:
+    """Inputs of graphs are longer than the step."""
+    rows, sampled = rows_of([[5, 6], [7]], [[5, 1, 2], [7, 8]])
+    padded = rows._replace(
+        starts=torch.cat((rows.starts, rows.starts[-1:].expand(3) + 2)),
+        token_ids=torch.cat((rows.token_ids, rows.token_ids)),
+        slots=torch.cat((rows.slots, rows.slots)),
+    )
+    results = []
+    for each in (rows, padded):
+        by_slot = torch.zeros(2, NUM_SLOTS, dtype=torch.int32, device=DEVICE)
+        results.append((verify(each, sampled, *by_slot).tolist(), by_slot.tolist()))
+    assert results[0] == results[1]
 
 
 def test_wrong_arguments() -> None:
@@ -113,6 +128,7 @@ def test_wrong_arguments() -> None:
     newest = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=DEVICE)
     for wrong in (
         rows._replace(starts=rows.starts[1:]),
+        rows._replace(slots=rows.slots[1:]),
         rows._replace(slots=rows.slots.int()),
         rows._replace(token_ids=rows.token_ids.float()),
     ):

@@ -323,7 +323,8 @@ class _Model:
     def verified(self, n: int) -> None:
         """Verify as many drafts as other steps have rows, which needs no other code."""
         tokens, by_slot = _ints(n * (1 + n)), _ints(NUM_SLOTS)
-        verify_drafts(DraftRows(_ints(n + 1), tokens, _longs(n), 1 + n), tokens, by_slot, by_slot)
+        rows = DraftRows(_ints(n + 1), tokens, _longs(n), n, 1 + n)
+        verify_drafts(rows, tokens, by_slot, by_slot)
 
     def narrow(self, n: int) -> None:
         """Run all operations that write or read keys and values."""

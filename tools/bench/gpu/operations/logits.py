@@ -196,7 +196,7 @@ def _verify(setting: Setting, rows: int) -> Op:
     starts = torch.arange(0, num_tokens + 1, 1 + drafts, device=setting.device).int()
     token_ids, sampled = (setting.integers(2, num_tokens) for _ in range(2))  # half are right
     slots = torch.arange(rows, device=setting.device)
-    step = DraftRows(starts, token_ids, slots, 1 + drafts)
+    step = DraftRows(starts, token_ids, slots, rows, 1 + drafts)
     by_slot = [torch.zeros(rows, dtype=torch.int32, device=setting.device) for _ in range(4)]
 
     def error() -> float:
