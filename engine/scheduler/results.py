@@ -233,25 +233,24 @@ class StepResults:
                 continue
             if request not in self._retracted:  # retracted requests have no pages on the device
                 self._insert(row)
-            finish, num_generated = request.to_finish, 0
+            finish, num_tokens = request.to_finish, row.end
             if finish is None:
                 chosen = row.samples and not self._table.unchosen[row.slot]
                 chunks.append(_chunk(row, place, token if chosen else None, result))
                 if chosen:
-                    num_tokens = row.end + 1
+                    num_tokens += 1
                     if 0 <= token < self.rule.vocabulary_size:
                         self._table.tokens[row.slot, row.end] = token
                         self._table.known[row.slot] = num_tokens
                         begun.append(place)
                     at_limit = bool(num_tokens >= self._table.max_length[row.slot])
                     finish = self.rule.decide(request, token, at_limit)
-                    num_generated = num_tokens - request.num_prompt
                 elif row.samples:  # as if it had not been in the step
                     self._table.length[row.slot] -= 1
                 elif row.last:
                     finish = RequestEnd(FinishReason.STOP)
             if finish is not None:
-                finished.append(FinishedRequest(request, finish, num_generated))
+                finished.append(_finished(request, finish, num_tokens))
                 self._owners.end(request)
         return begun
 
@@ -368,15 +367,22 @@ class StepResults:
             request = self._owners.by_slot[slot]
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
-            num_computed = int(places[row])
-            num_generated = num_computed + 1 - request.num_prompt
             corrupt = None
             if token == NOT_FINITE:
                 corrupt = self._owners.end_at_fault(request)
             else:
                 self._owners.end(request, insert=True)
-            finished.append(FinishedRequest(request, finish, num_generated, corrupt))
+            finished.append(_finished(request, finish, int(places[row]) + 1, corrupt))
         return reported[:2]
+
+
+def _finished(
+    request: Request, finish: RequestEnd, num_tokens: int, corrupt: CorruptPrefix | None = None
+) -> FinishedRequest:
+    """Return the end of a request whose last token is its token number `num_tokens`."""
+    is_complete = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    num_generated = num_tokens - request.num_prompt if is_complete else 0
+    return FinishedRequest(request, finish, num_generated, corrupt)
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:

@@ -475,6 +475,8 @@ class Scheduler:
                 _ONE if decodes.drafts is None else decodes.drafts + _ONE
             )
         for row in step.extends:
+            if row.request.slot != row.slot:
+                continue  # its request ended while its layers were computed in groups
             self._owners.record(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1

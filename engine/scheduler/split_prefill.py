@@ -63,9 +63,11 @@ class SplitForwardState:
 
     @property
     def ends(self) -> bool:
-        """Return whether all requests of the forward are to end."""
+        """Return whether all requests of the forward have ended or are to end."""
         return all(
-            row.request.to_finish is not None for step in self.forwards for row in step.extends
+            row.request.to_finish is not None or row.request.slot != row.slot
+            for step in self.forwards
+            for row in step.extends
         )
 
     def step(self, rows: SelectedRows, swaps: HostSwaps) -> ScheduledStep:

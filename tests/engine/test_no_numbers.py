@@ -113,3 +113,20 @@ def test_nobody_finds_it_in_files_after_a_restart(tmp_path, writing):
     assert ask(rig, prompt).cached_tokens == 0
     assert ask(rig, [*neighbour, 5]).cached_tokens == 160
     rig.assert_at_rest()
+
+
+# Seen failing with rows of ended requests in the last group: "slots [] are live, requests have [0]".
+def test_a_prompt_in_groups_of_layers_ends_while_its_next_chunk_has_begun():
+    bad_token = VOCABULARY - 1
+    rig = Rig(split_prefill_ms=16.0, chunked_prefill_tokens=64, poison=bad_token)
+    first_token = rig.expected(rig.request([1, 2, 3]))[0][0]
+    landed = rig.request([1, 2, 3], max_tokens=9, generated=[first_token])
+    assert rig.land(landed)
+    bad = rig.add([1, 2, bad_token, *drawn(1, 125)], 4)
+    rig.run_until(lambda: bad.key in rig.finished)
+    assert "NaN or Inf" in rig.finished[bad.key].error
+    rig.step(10)
+    rig.join_landed()
+    rig.run()
+    rig.check_answers(landed)
+    rig.assert_at_rest()

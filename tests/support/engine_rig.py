@@ -379,6 +379,10 @@ class Rig:
         if finished is not None:
             assert finished.request.key not in self.finished, "a request ended twice"
             self.finished[finished.request.key] = finished.finish
+            request, reason = finished.request, finished.finish.reason
+            is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            num_generated = request.spec.num_generated + len(self.tokens[request.key])
+            assert finished.num_generated == (num_generated if is_complete else 0)
 
     def abort(self, request: Request) -> None:
         finish = RequestEnd(FinishReason.ABORT, "cancelled")
