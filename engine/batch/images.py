@@ -63,10 +63,10 @@ class EncodedImage:
 class RowImages:
     """Images and input embeddings of the requests in a table's slots. Engine thread only.
 
+    Attributes:
+        empty: whether no slot has images or embeddings.
     Args:
         axial: whether image tokens are positioned by row and column instead of like text.
-    Attributes:
-        empty: no slot has any.
     """
 
     def __init__(self, table: SlotTable, axial: bool) -> None:
@@ -113,7 +113,8 @@ class RowImages:
         return EncodedImage(known, moved, tuple(seen))
 
     def acquire(self, slot: int, request: Request) -> None:
-        """Assign a slot to the request. While `empty`, only requests that have some need it."""
+        """Assign a slot to the request. If `empty`, this may be skipped for a request without
+        images and embeddings."""
         # The pixels and embeddings of requests that left the table can be freed: a launched step
         # holds its own reference.
         live, spec = self._table.live, request.spec

@@ -1,8 +1,8 @@
 """Verification of drafts in a VERIFY step, on the forward stream, where the next step needs the
 result.
 
-A token is sampled after each token of a row, see kernels/sampling/verify. The next sample is then
-the request's own token, however the draft was made.
+A token is sampled after each token of a row, see kernels/sampling/verify. The sample after the last
+accepted draft is the request's next token, however the drafts were made.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class VerifiedRows:
     most: int
     places: Tensor | None = None
 
-    def judge(
+    def verify(
         self, batch: ForwardBatch, sampled: Tensor, newest: Tensor, rejected: Tensor
     ) -> VerifiedDrafts:
         """Compare drafts with samples. Runs on the forward stream with all tensors on the device.

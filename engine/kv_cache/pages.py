@@ -31,7 +31,9 @@ class PageHolder(IntEnum):
     READ = 2  # bytes from a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
     COPY = 4  # copied to or from an offload tier, concurrent with steps
-    CACHE = 5  # in the prefix cache, or for a host page in the host cache. The last kind
+    CACHE = (
+        5  # in the prefix cache, or for a host page in the host cache. Last: the others are users
+    )
 
 
 class FreeList(Protocol):

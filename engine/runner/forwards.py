@@ -527,7 +527,7 @@ class Forwards:
     ) -> None:
         """Verify drafts, and store the newest token of each row for the next step."""
         batch, future = forward.step.batch, self._future
-        verified = rows.judge(batch, sampled, future.tokens, future.rejected)
+        verified = rows.verify(batch, sampled, future.tokens, future.rejected)
         output.verified = _to_host(verified.columns)
         late = forward.late
         if late is not None and late.has_layers:

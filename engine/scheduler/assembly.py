@@ -5,6 +5,9 @@ scheduler launches the next step before it knows how many drafts were accepted, 
 rows of that step may therefore be up to `early` tokens ahead, and the device moves them back.
 Rejected drafts need no undo: their KV lies after the request's tokens, and is overwritten before it
 is read.
+
+`LaunchedSteps` has the steps that are launched and not finished. They hold the pages that a request
+releases while a step still writes them.
 """
 
 from collections import deque
@@ -268,20 +271,20 @@ class ScheduledStep(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         extends: the first rows.
         slots: slots of the batch.
-        orphans: pages that the forward writes although their requests have released them, one array
-            per request. See LaunchedSteps.
+        released: pages that the forward may write although their requests have released them, in
+            arrays of distinct pages. See LaunchedSteps.
     """
 
     batch: ScheduleBatch
     extends: Sequence[ExtendRow]
     slots: NDArray[np.intp]
     swaps: HostSwaps
-    orphans: list[Pages] = msgspec.field(default_factory=list)
+    released: list[Pages] = msgspec.field(default_factory=list)
 
     def held(self) -> list[Pages]:
         """Return the pages that the step holds. Each page of each array has one hold. The pages of
         one array are distinct."""
-        held = [*self.orphans, *self.swaps.saved]
+        held = [*self.released, *self.swaps.saved]
         if self.swaps.swap_in is not None:
             held.append(self.swaps.swap_in.device_pages)
         for row in self.extends:
@@ -330,7 +333,7 @@ class LaunchedSteps:
             pages = np.concatenate((pages, self._table.state[slot]))
             written = pages[pages >= 0]  # a retracted request has released them before
             self._pages.hold(written, PageHolder.STEP)
-            step.orphans.append(written)
+            step.released.append(written)
 
     def compute(self, slot: int, num_tokens: int) -> bool:
         """Return whether these steps compute one of the first tokens of the request in `slot`."""
@@ -465,4 +468,4 @@ def _without_tokens(
     ]
     none = np.zeros(len(rows), np.bool_)
     batch = replace(batch, ends=batch.starts, samples=none, resumed=(), kept=())
-    return ScheduledStep(batch, rows, forward.slots, swaps, [*forward.orphans, *kept])
+    return ScheduledStep(batch, rows, forward.slots, swaps, [*forward.released, *kept])

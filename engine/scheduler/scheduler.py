@@ -240,8 +240,8 @@ class Scheduler:
         known to be written.
 
         Returns:
-            False if the request does not run, or if it just returned from a retraction and a
-                launched step has yet to fill its pages.
+            False if the request does not run, or if a launched step still writes these pages: it
+                computes some of their tokens, or fills them after a retraction.
         """
         tokens = self.tokens_of(request)
         if tokens is None:
@@ -250,8 +250,8 @@ class Scheduler:
         holding = self._table.holding_of(request.slot)
         num_pages = (len(tokens) - 1) // self._table.page_size
         whole = PageHolding(holding.tables[:, :num_pages]).flat()
-        swapped_in = self._pages.holds(PageHolder.STEP)[whole].any()
-        if swapped_in or self._launched.compute(request.slot, num_pages * self._table.page_size):
+        held_by_step = self._pages.holds(PageHolder.STEP)[whole].any()
+        if held_by_step or self._launched.compute(request.slot, num_pages * self._table.page_size):
             return False
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True

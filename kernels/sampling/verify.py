@@ -12,7 +12,7 @@ from kernels import device
 from kernels.bound import bound
 
 _WORDS = (torch.int32,) * 5
-_LANES = 32  # one warp. Rows with more tokens take several passes of the same kernel
+_LANES = 32  # one warp. Longer rows are read in several blocks
 
 
 class DraftRows(NamedTuple):
@@ -81,8 +81,8 @@ def verify_drafts_reference(
     numbers = numbers[1:]
     is_draft = numbers < counts[:, None]
     drafts = rows.token_ids[(firsts + numbers).clamp(max=len(rows.token_ids) - 1)]
-    stand = (is_draft & (drafts == tokens[:, :-1])).int()
-    accepted = stand.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
+    is_right = (is_draft & (drafts == tokens[:, :-1])).int()
+    accepted = is_right.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     last = tokens.gather(1, accepted[:, None].long()).squeeze(1)
     newest[slots] = last.clamp(min=0)
     rejected[slots] = counts - 1 - accepted
