@@ -31,9 +31,9 @@ class PageHolder(IntEnum):
     READ = 2  # bytes from a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
     COPY = 4  # copied to or from an offload tier, concurrent with steps
-    CACHE = (
-        5  # in the prefix cache, or for a host page in the host cache. Last: the others are users
-    )
+    # In the prefix cache, or for a host page in the host cache. Must be last: the kinds before it
+    # are users.
+    CACHE = 5
 
 
 class FreeList(Protocol):

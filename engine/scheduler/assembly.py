@@ -461,7 +461,8 @@ def _without_tokens(
     forward: ScheduledStep, batch: ScheduleBatch, swaps: HostSwaps
 ) -> ScheduledStep:
     """Return the step that ends a split prefill early. Its rows have no tokens. It holds what the
-    forward holds."""
+    forward holds. All requests of the forward have ended or are to end, so none of them later
+    releases pages that an earlier group still writes."""
     kept = [row.kept for row in forward.extends if len(row.kept)]
     rows = [
         replace(row, end=row.start, last=False, kept=NO_STATE, keep=0) for row in forward.extends

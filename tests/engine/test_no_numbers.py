@@ -115,7 +115,7 @@ def test_nobody_finds_it_in_files_after_a_restart(tmp_path, writing):
     rig.assert_at_rest()
 
 
-# Seen failing with rows of ended requests in the last group: "slots [] are live, requests have [0]".
+# Seen failing with rows of ended requests in the last group: "slots [] are live".
 def test_a_prompt_in_groups_of_layers_ends_while_its_next_chunk_has_begun():
     bad_token = VOCABULARY - 1
     rig = Rig(split_prefill_ms=16.0, chunked_prefill_tokens=64, poison=bad_token)
