@@ -6,7 +6,7 @@ import random
 from common import distribution
 from common.distribution import LiveHistogram
 from engine.batch.batch import ForwardMode
-from engine.loop.step_meter import StepMeter
+from engine.loop.step_clock import StepMeter
 
 
 def test_every_step_is_counted_whenever_one_asks():
