@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 from api.auth.client import Client
 from api.auth.fair_slots import FairShareLimiter
@@ -104,6 +105,18 @@ def new_request_id() -> str:
     return f"{random.getrandbits(128):032x}"
 
 
+class TimeBudget(NamedTuple):
+    """The time that requests have.
+
+    Attributes:
+        total_s: longest total time of a request, in seconds. A request may set a shorter one.
+        queue_share: share of its total time that a request may wait in nodes' queues.
+    """
+
+    total_s: float
+    queue_share: float = 1.0
+
+
 # Replaces asyncio.timeout at a third of its cost, and raises the error for clients.
 class DeadlineScope:
     """The total budget of a request: a context that cancels its work at the deadline.
@@ -178,8 +191,6 @@ class Dispatcher:
     """Runs generation requests: admission, validation, placement, response. For one event loop.
 
     Args:
-        budget_s: longest total time of a request, in seconds. A request may set a shorter one.
-        queue_share: share of its budget that a request may wait in nodes' queues.
         returns_cached_tokens: clients see the number of cached prompt tokens.
         priorities: priorities that clients may request. By default they may only lower theirs.
         stream_interval: default number of tokens of an event.
@@ -192,8 +203,7 @@ class Dispatcher:
         admission: RequestLimiter,
         records: RequestRecords,
         *,
-        budget_s: float,
-        queue_share: float = 1.0,
+        budget: TimeBudget,
         returns_cached_tokens: bool = True,
         priorities: PriorityLimits | None = None,
         stream_interval: int = 1,
@@ -202,8 +212,7 @@ class Dispatcher:
         self._cluster = cluster
         self._admission = admission
         self._records = records
-        self._budget_s = budget_s
-        self._queue_share = queue_share
+        self._budget = budget
         self._returns_cached_tokens = returns_cached_tokens
         self._priorities = priorities or PriorityLimits()
         self._stream_interval = stream_interval
@@ -233,11 +242,11 @@ class Dispatcher:
         label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # for logs, in case it is too long
         with self._records.begin(request_id, label, client.name, traceparent) as record:
             validation.check_label(wanted.label)
-            budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
+            budget_s = validation.budget_s(wanted.timeout_s, self._budget.total_s)
             priority = self._priorities.decide(wanted.priority, client)
             with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client, priority):
-                    queue_s = budget_s * self._queue_share
+                    queue_s = budget_s * self._budget.queue_share
                     due = RequestDue(time.monotonic() + queue_s, deadline, priority)
                     self._cluster.check_in_time(due)
                     job = await validation.parse(

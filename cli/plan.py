@@ -17,7 +17,7 @@ from common.settings import ConfigArgumentParser, add_options, wrong
 from simulation.cost.kernels import GPUS
 from simulation.cost.models import MODELS
 from simulation.cost.step_cost import PATHS
-from simulation.plan import Candidate, Cluster, Objectives, Plan, Traffic, make_plan
+from simulation.plan import Candidate, Hardware, LatencyTargets, Plan, Traffic, make_plan
 from simulation.verification import Verification, Verified, verify
 
 PROGRAM = "baton plan"
@@ -116,8 +116,8 @@ def main() -> int:
     options = parser().parse_args()
     try:
         traffic = _traffic(options)
-        cluster = Cluster(options.gpus.number, options.gpus.kind, options.model, options.path)
-        objectives = Objectives(options.ttft, options.tpot)
+        cluster = Hardware(options.gpus.number, options.gpus.kind, options.model, options.path)
+        objectives = LatencyTargets(options.ttft, options.tpot)
         plan = make_plan(cluster, traffic, objectives)
         verification = _verification(plan, cluster, traffic, objectives, options)
     except ValueError as error:
@@ -131,9 +131,9 @@ def main() -> int:
 
 def _verification(
     plan: Plan,
-    cluster: Cluster,
+    cluster: Hardware,
     traffic: Traffic,
-    objectives: Objectives,
+    objectives: LatencyTargets,
     options: argparse.Namespace,
 ) -> Verification | None:
     """Return the best layouts in virtual time, or None without --verify or without such layouts."""
@@ -178,7 +178,7 @@ def _lines(
     yield plan.verdict
     if verification is not None:
         yield ""
-        yield from _verified_lines(verification, plan, Objectives(options.ttft, options.tpot))
+        yield from _verified_lines(verification, plan, LatencyTargets(options.ttft, options.tpot))
     yield from _advice(plan, traffic, options)
 
 
@@ -196,7 +196,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
 
 
 def _verified_lines(
-    verification: Verification, plan: Plan, objectives: Objectives
+    verification: Verification, plan: Plan, objectives: LatencyTargets
 ) -> Iterator[str]:
     """Yield the table of layouts in virtual time.
 
@@ -219,7 +219,7 @@ def _verified_lines(
     yield verification.verdict
 
 
-def _verified_row(one: Verified, objectives: Objectives) -> tuple[str, ...]:
+def _verified_row(one: Verified, objectives: LatencyTargets) -> tuple[str, ...]:
     run = one.highest_within(objectives)
     figures = (run.ttft, run.tpot) if run else (None, None)
     capacity = "none" if one.capacity == 0 else "no time left"

@@ -30,7 +30,7 @@ from decode_node.canary import STREAM, Canary
 from decode_node.handoffs import FailedHandoff, HandoffLimits, IncomingHandoffs
 from decode_node.outgoing_migrations import OutgoingMigrations
 from decode_node.placement import PrefillPlacement
-from decode_node.queues import DecodeQueues, FetchQueue, PausedQueue, UnpairedQueue
+from decode_node.queues import DecodeQueues, PausedQueue, PrefixFetchQueue, UnpairedQueue
 from decode_node.state import DecodeState, PageReservations
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
@@ -439,7 +439,7 @@ def _make_queues(
         ),
         paused=PausedQueue(scheduler),
         unpaired=UnpairedQueue(config.reconnect_wait_s),
-        fetching=FetchQueue(sharing.fetches),
+        fetching=PrefixFetchQueue(sharing.fetches),
         prealloc=handoffs.prealloc,
         transfer=handoffs.transfer,
         scheduled=scheduled,

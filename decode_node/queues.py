@@ -104,7 +104,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
                 yield state
 
 
-class FetchQueue(KeyedQueue[DecodeState]):
+class PrefixFetchQueue(KeyedQueue[DecodeState]):
     """Requests whose prefix is being fetched. The fetch holds pages, the requests hold none.
 
     Migrations that are copied from one node at the same time continue as a group: all stop after
@@ -367,7 +367,7 @@ class DecodeQueues(RequestQueues):
         preparing: PreparationStages[DecodeState],
         paused: PausedQueue,
         unpaired: UnpairedQueue,
-        fetching: FetchQueue,
+        fetching: PrefixFetchQueue,
         prealloc: PreallocQueue,
         transfer: TransferQueue,
         scheduled: SchedulerQueue[DecodeState],

@@ -32,7 +32,7 @@ from engine.meters import (
 from engine.models.decoder import Decoder
 from engine.offload.cache_tiers import tier_gauges
 from engine.profiler import Profiler
-from engine.ranks.lockstep import Stage
+from engine.ranks.lockstep import ShutdownStage
 from engine.runner.forwards import Forwards
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
@@ -247,10 +247,10 @@ class NodeRuntime:
         assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
         control.may_end = lambda: group.lockstep.is_drained
 
-        def stage() -> Stage:
+        def stage() -> ShutdownStage:
             if not control.draining:
-                return Stage.SERVING
-            return Stage.DRAINING if role.busy else Stage.DRAINED
+                return ShutdownStage.SERVING
+            return ShutdownStage.DRAINING if role.busy else ShutdownStage.DRAINED
 
         grouped = GroupedRole(
             role,

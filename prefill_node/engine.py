@@ -38,6 +38,7 @@ from node.control.engine_control import EngineControl
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.queues import (
     AdapterQueue,
+    Fetches,
     FetchQueue,
     GrammarQueue,
     PreparationStages,
@@ -259,26 +260,10 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         else:
             ahead.admitted(request)  # ignores pooling prompts
 
-    embeddings = EmbeddingReads(
-        engine.core.encoder,
-        runtime.port,
-        instance=runtime.instance,
-        cache=engine.core.cache,
-        pages=engine.core.pages,
-        weights=lambda: control.weights,
-        timeout_s=config.encode_timeout_s,
-    )
+    embeddings = _embedding_reads(engine, runtime, config)
     scheduler = engine.scheduler(config.engine, admitted)
-    scheduled, tiers = SchedulerQueue(scheduler, find), engine.core.tiers
-    preparing: PreparationStages[RequestState] = PreparationStages(
-        scheduled.backlog,
-        GrammarQueue(engine.guides),
-        AdapterQueue(engine.adapters),
-        *(() if tiers is None else (TierLoadQueue(tiers, scheduler),)),
-        FetchQueue("fetching", sharing.fetches),
-        FetchQueue("embeddings", embeddings),
-    )
-    queues = PrefillQueues(preparing, scheduled)
+    scheduled = SchedulerQueue(scheduler, find)
+    queues = _queues(engine, scheduled, sharing.fetches, embeddings)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
     other_keys = keys_of_others()
     admission = HandoffAdmission(
@@ -326,6 +311,39 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         control=control,
         port=runtime.port,
     )
+
+
+def _embedding_reads(
+    engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig
+) -> EmbeddingReads:
+    control = runtime.control
+    return EmbeddingReads(
+        engine.core.encoder,
+        runtime.port,
+        instance=runtime.instance,
+        cache=engine.core.cache,
+        pages=engine.core.pages,
+        weights=lambda: control.weights,
+        timeout_s=config.encode_timeout_s,
+    )
+
+
+def _queues(
+    engine: RoleEngine,
+    scheduled: SchedulerQueue[RequestState],
+    fetches: Fetches,
+    embeddings: EmbeddingReads,
+) -> PrefillQueues:
+    tiers = engine.core.tiers
+    preparing: PreparationStages[RequestState] = PreparationStages(
+        scheduled.backlog,
+        GrammarQueue(engine.guides),
+        AdapterQueue(engine.adapters),
+        *(() if tiers is None else (TierLoadQueue(tiers, scheduled.scheduler),)),
+        FetchQueue("fetching", fetches),
+        FetchQueue("embeddings", embeddings),
+    )
+    return PrefillQueues(preparing, scheduled)
 
 
 def _max_tokens_ahead(engine: RoleEngine, config: PrefillConfig) -> int:

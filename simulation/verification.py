@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from simulation.plan.layouts import DEFAULT_ROWS
-from simulation.plan.search import Candidate, Cluster, Plan, ties
-from simulation.plan.traffic import PERCENTILE, Objectives, TraceLine, Traffic
+from simulation.plan.search import Candidate, Hardware, Plan, ties
+from simulation.plan.traffic import PERCENTILE, LatencyTargets, TraceLine, Traffic
 from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import MAX_NODES
 
@@ -44,7 +44,7 @@ class Run(msgspec.Struct, frozen=True):
     tpot: float | None
     failed: float
 
-    def use(self, objectives: Objectives) -> float:
+    def use(self, objectives: LatencyTargets) -> float:
         """Return the larger ratio of a latency to its limit. At most 1: within both limits."""
         if self.ttft is None or self.failed > 1 - PERCENTILE:
             return math.inf
@@ -66,7 +66,7 @@ class Verified(msgspec.Struct, frozen=True):
     runs: tuple[Run, ...]
     tie: bool = False
 
-    def highest_within(self, objectives: Objectives) -> Run | None:
+    def highest_within(self, objectives: LatencyTargets) -> Run | None:
         """Return the run with the highest rate within the objectives."""
         within = [each for each in self.runs if each.use(objectives) <= 1]
         return within[-1] if within else None
@@ -96,9 +96,9 @@ class Verification(msgspec.Struct, frozen=True):
 
 def verify(
     plan: Plan,
-    cluster: Cluster,
+    cluster: Hardware,
     traffic: Traffic,
-    objectives: Objectives,
+    objectives: LatencyTargets,
     *,
     count: int,
     limit_s: float,
@@ -148,9 +148,9 @@ class _LayoutTest:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Hardware,
         traffic: Traffic,
-        objectives: Objectives,
+        objectives: LatencyTargets,
         candidate: Candidate,
         directory: Path,
     ) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
-from api.generation import DeadlineScope, RequestLimiter
+from api.generation import DeadlineScope, RequestLimiter, TimeBudget
 from api.requests import validation
 from api.requests.generate_params import (
     MAX_TOKENS,
@@ -34,11 +34,7 @@ _MAX_TRIES = 3  # nodes that are tried for one call
 
 
 class Pooler:
-    """Runs pooling requests on prefill nodes. For one event loop.
-
-    Args:
-        budget_s, queue_share: see Dispatcher.
-    """
+    """Runs pooling requests on prefill nodes. For one event loop."""
 
     def __init__(
         self,
@@ -46,16 +42,13 @@ class Pooler:
         nodes: PoolingNodes,
         admission: RequestLimiter,
         records: RequestRecords,
-        *,
-        budget_s: float,
-        queue_share: float = 1.0,
+        budget: TimeBudget,
     ) -> None:
         self._model = model
         self._nodes = nodes
         self._admission = admission
         self._records = records
-        self._budget_s = budget_s
-        self._queue_share = queue_share
+        self._budget = budget
 
     async def pool(self, wanted: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
         """Return a vector for every prompt, in order.
@@ -72,10 +65,12 @@ class Pooler:
         label = caller.label[: validation.MAX_LABEL_CHARACTERS]
         with self._records.begin(request_id, label, client.name, caller.traceparent) as record:
             validation.check_label(caller.label)
-            budget_s = validation.budget_s(caller.timeout_s, self._budget_s)
+            budget_s = validation.budget_s(caller.timeout_s, self._budget.total_s)
             with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client):
-                    due = RequestDue(time.monotonic() + budget_s * self._queue_share, deadline)
+                    due = RequestDue(
+                        time.monotonic() + budget_s * self._budget.queue_share, deadline
+                    )
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
                     if client.usage is not None:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from api.auth.guard import ApiKeyGuard, ApiKeys, IsOperator, OperatorCheck
 from api.dialect.models import ModelNames
-from api.generation import Dispatcher, PriorityLimits, RequestLimiter
+from api.generation import Dispatcher, PriorityLimits, RequestLimiter, TimeBudget
 from api.http_checks import AllowedHosts, Cors
 from api.pooling.pooler import Pooler
 from api.pooling.vectors import PoolingService, qwen3
@@ -267,8 +267,7 @@ async def make_pool(
             nodes.pooling,
             admission,
             records,
-            budget_s=config.request_timeout_s,
-            queue_share=config.max_queue_fraction,
+            _time_budget(config),
         ),
         files.pooling,
         way=config.pooling_type,
@@ -302,8 +301,7 @@ def _dispatcher(
         cluster,
         admission,
         records,
-        budget_s=config.request_timeout_s,
-        queue_share=config.max_queue_fraction,
+        budget=_time_budget(config),
         priorities=PriorityLimits(
             config.clients.priority,
             low_values_first=config.clients.low_priority_values_first,
@@ -311,6 +309,10 @@ def _dispatcher(
         returns_cached_tokens=not config.hide_cached_tokens,
         stream_interval=config.stream_interval,
     )
+
+
+def _time_budget(config: RouterConfig) -> TimeBudget:
+    return TimeBudget(config.request_timeout_s, config.max_queue_fraction)
 
 
 class _Nodes(NamedTuple):

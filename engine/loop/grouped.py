@@ -14,7 +14,7 @@ from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBa
 from engine.loop.loop import EngineRole
 from engine.loop.step_clock import StepClock
 from engine.ranks.expert_exchange import ExpertExchange
-from engine.ranks.lockstep import Announcement, Lockstep, Stage
+from engine.ranks.lockstep import Announcement, Lockstep, ShutdownStage
 from engine.runner.stream import StreamEvent
 from engine.scheduler.next_rows import PrefillCounts, PrefillGate, prefills_now
 from engine.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ class GroupedRole:
         scheduler: Scheduler,
         clock: StepClock,
         *,
-        stage: Callable[[], Stage],
+        stage: Callable[[], ShutdownStage],
         on_drain: Callable[[], None],
         delays: bool = False,
     ) -> None:
@@ -59,7 +59,9 @@ class GroupedRole:
         batch = self._role.next_batch()
         launches = self._lockstep.meet(self._announcement(batch))
         announced = self._lockstep.announcements
-        if self._on_drain is not None and any(each.stage > Stage.SERVING for each in announced):
+        if self._on_drain is not None and any(
+            each.stage > ShutdownStage.SERVING for each in announced
+        ):
             self._on_drain()
             self._on_drain = None
         if self._prompts is not None:

@@ -24,7 +24,7 @@ from common.errors import RankLost
 from engine.ranks.shm import SharedMemoryGroup
 
 
-class Stage(IntEnum):
+class ShutdownStage(IntEnum):
     """The stages of a node's shutdown."""
 
     SERVING = 0
@@ -52,7 +52,7 @@ class Announcement(NamedTuple):
     has_room: bool = False
     chunks: bool = False
     allowed_ms: int = 0
-    stage: Stage = Stage.SERVING
+    stage: ShutdownStage = ShutdownStage.SERVING
 
 
 class Lockstep:
@@ -97,7 +97,7 @@ class Lockstep:
     @property
     def is_drained(self) -> bool:
         """Return whether all nodes are drained. The group then makes no more steps."""
-        return all(each.stage is Stage.DRAINED for each in self.announcements)
+        return all(each.stage is ShutdownStage.DRAINED for each in self.announcements)
 
     def meet(self, own: Announcement) -> bool:
         """Announce this node's part of a step, and wait for the others.
@@ -144,4 +144,4 @@ class Lockstep:
 
 def _announcement_of(numbers: Sequence[int]) -> Announcement:
     num_tokens, *flags, allowed_ms, stage = numbers
-    return Announcement._make((num_tokens, *map(bool, flags), allowed_ms, Stage(stage)))
+    return Announcement._make((num_tokens, *map(bool, flags), allowed_ms, ShutdownStage(stage)))

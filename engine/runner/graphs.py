@@ -39,7 +39,7 @@ from engine.models.blocks.layer import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
-from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, choice_padding
+from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, Graph, choice_padding
 from kernels.adapters.low_rank import TokensBySlot
 from kernels.sampling.verify import DraftRows
 
@@ -53,14 +53,6 @@ _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a s
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
 _NO_CHOICE = [ONLY_PADDING] * NUM_INPUTS
-
-
-class Graph(Protocol):
-    """Recorded work."""
-
-    def replay(self) -> None:
-        """Repeat the work on the current stream: the same launches on the same addresses."""
-        ...
 
 
 class Recorder(Protocol):

@@ -25,7 +25,9 @@ Choose: TypeAlias = Callable[[Tensor, SamplingColumns, Tensor], Tensor]
 class Graph(Protocol):
     """Recorded work."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Repeat the work on the current stream: the same launches on the same addresses."""
+        ...
 
 
 def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:

@@ -198,7 +198,7 @@ class NamedAdapters(Protocol):
     def poll(self) -> None: ...
 
 
-class StepReading(Protocol):
+class StepProgress(Protocol):
     @property
     def finished(self) -> int: ...
 
@@ -207,7 +207,7 @@ class StepCount(Protocol):
     """The steps of the engine. StepClock documents the members."""
 
     @property
-    def reading(self) -> StepReading: ...
+    def reading(self) -> StepProgress: ...
 
 
 class CurrentWeights(Protocol):
@@ -216,7 +216,7 @@ class CurrentWeights(Protocol):
     id: WeightsId
 
 
-class Operations(Protocol):
+class OperatorCommands(Protocol):
     """The commands of operators. EngineOperations documents the members."""
 
     @property
@@ -262,7 +262,7 @@ class EngineControl:
         clock: StepCount,
         cache: CacheReporter,
         adapters: NamedAdapters,
-        operations: Operations,
+        operations: OperatorCommands,
         meters: Sequence[MetricSource] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:

@@ -90,7 +90,7 @@ class PrefillAttention(msgspec.Struct, frozen=True):
         return 2 * (last * last - first * first + 2 * in_window * window) * width / speed
 
 
-class Experts(msgspec.Struct, frozen=True):
+class ExpertConstants(msgspec.Struct, frozen=True):
     """Constants of the expert layers."""
 
     bandwidth_share: float
@@ -144,7 +144,7 @@ class Gpu(msgspec.Struct, frozen=True):
     product: MatrixProduct
     decode: DecodeAttention
     prefill: PrefillAttention
-    experts: Experts
+    experts: ExpertConstants
     band: float
 
 
@@ -156,7 +156,7 @@ GPUS = {
         MatrixProduct(0.864, 0.783, 3.51, 3.85),
         DecodeAttention(0.944, 15.7, 10.8),
         PrefillAttention(0.647, 813, 8.1),
-        Experts(0.92, 0.52, 31.0),
+        ExpertConstants(0.92, 0.52, 31.0),
         band=0.2,
     ),
     "h200": Gpu(
@@ -164,7 +164,7 @@ GPUS = {
         MatrixProduct(0.849, 0.783, 3.13, 4.23),
         DecodeAttention(0.938, 15.5, 14.3),
         PrefillAttention(0.63, 766, 6.0),
-        Experts(0.87, 0.49, 32.0),
+        ExpertConstants(0.87, 0.49, 32.0),
         band=0.2,
     ),
     "b200": Gpu(
@@ -172,7 +172,7 @@ GPUS = {
         MatrixProduct(0.822, 0.695, 2.46, 3.9),
         DecodeAttention(0.931, 9.8, 1.7),
         PrefillAttention(0.579, 804, 43.7),
-        Experts(0.91, 0.36, 21.0),
+        ExpertConstants(0.91, 0.36, 21.0),
         band=0.3,
     ),
 }

@@ -112,7 +112,7 @@ _UNSUPPORTED = {
 }
 
 
-class DeltaNet(msgspec.Struct, frozen=True):
+class DeltaNetShape(msgspec.Struct, frozen=True):
     """Dimensions of a gated delta-net, a layer that has a recurrent state instead of KV.
 
     Attributes:
@@ -142,7 +142,7 @@ class DeltaNet(msgspec.Struct, frozen=True):
         return matrices * _STATE_BYTES + self.channels * (self.width - 1) * BYTES
 
 
-NO_DELTA_NET = DeltaNet(0, 0, 0, 0, 1)
+NO_DELTA_NET = DeltaNetShape(0, 0, 0, 0, 1)
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -174,7 +174,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     windowed: int = 0
     window: int = 0
     recurrent: int = 0
-    delta_net: DeltaNet = NO_DELTA_NET
+    delta_net: DeltaNetShape = NO_DELTA_NET
 
     @property
     def full(self) -> int:
@@ -225,7 +225,7 @@ MODELS = {
         *(48, 2048, 16, 2, 256, 512, 151936, 262144, 512, 10),
         shared=512,
         recurrent=36,
-        delta_net=DeltaNet(16, 32, 128, 128, 4),
+        delta_net=DeltaNetShape(16, 32, 128, 128, 4),
     ),
     "gemma-3-12b": ModelShape(
         *(48, 3840, 16, 8, 256, 15360, 262208, 131072), tied=True, windowed=40, window=1024
@@ -290,8 +290,8 @@ def _shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
-    return DeltaNet(
+def _delta_net(config: Mapping[str, Any]) -> DeltaNetShape:
+    return DeltaNetShape(
         key_heads=_size(config, "linear_num_key_heads"),
         value_heads=_size(config, "linear_num_value_heads"),
         key_dim=_size(config, "linear_key_head_dim"),

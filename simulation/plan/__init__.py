@@ -4,7 +4,7 @@
 """
 
 from simulation.plan.layouts import Layout
-from simulation.plan.search import Candidate, Cluster, Plan, make_plan
-from simulation.plan.traffic import Objectives, Traffic
+from simulation.plan.search import Candidate, Hardware, Plan, make_plan
+from simulation.plan.traffic import LatencyTargets, Traffic
 
-__all__ = ["Candidate", "Cluster", "Layout", "Objectives", "Plan", "Traffic", "make_plan"]
+__all__ = ["Candidate", "Hardware", "LatencyTargets", "Layout", "Plan", "Traffic", "make_plan"]

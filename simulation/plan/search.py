@@ -9,14 +9,14 @@ from simulation.cost import StepCost
 from simulation.cost.kernels import TP_SIZES
 from simulation.plan.forecasts import NodeSteps, colocated, disaggregated, highest, most_rows
 from simulation.plan.layouts import Layout, layouts
-from simulation.plan.traffic import Forecast, Objectives, Traffic
+from simulation.plan.traffic import Forecast, LatencyTargets, Traffic
 
 MAX_GPUS = 512
 _LEAST_RATE = 1e-6  # requests/s: a load without queues
 _BEYOND = 1.02  # rate at which the bottleneck is determined, as a multiple of the capacity
 
 
-class Cluster(msgspec.Struct, frozen=True):
+class Hardware(msgspec.Struct, frozen=True):
     """The hardware of a plan.
 
     Attributes:
@@ -49,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True):
     tie: bool = False
 
 
-class NodeFigures(msgspec.Struct, frozen=True):
+class NodeEstimate(msgspec.Struct, frozen=True):
     """Figures of a node with `tp` GPUs.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     candidates: tuple[Candidate, ...]
-    nodes: tuple[NodeFigures, ...]
+    nodes: tuple[NodeEstimate, ...]
     band: float
 
     @property
@@ -113,7 +113,7 @@ class Plan(msgspec.Struct, frozen=True):
         return f"{name} nodes are better: they serve {better / other - 1:.0%} more requests/s."
 
 
-def make_plan(cluster: Cluster, traffic: Traffic, objectives: Objectives) -> Plan:
+def make_plan(cluster: Hardware, traffic: Traffic, objectives: LatencyTargets) -> Plan:
     """Return the predicted capacity of every layout, by closed forms.
 
     Raises:
@@ -135,10 +135,10 @@ def make_plan(cluster: Cluster, traffic: Traffic, objectives: Objectives) -> Pla
     return Plan(tuple(ranked), nodes, band)
 
 
-def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeFigures:
+def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeEstimate:
     cost = steps.cost
     kv_bytes = round(traffic.input * cost.kv_bytes_per_token)
-    return NodeFigures(
+    return NodeEstimate(
         tp=tp,
         weight_bytes=cost.weight_bytes,
         kv_bytes_per_token=cost.kv_bytes_per_token,
@@ -148,7 +148,7 @@ def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeFigu
     )
 
 
-def _node_sizes(cluster: Cluster, traffic: Traffic) -> Mapping[int, NodeSteps]:
+def _node_sizes(cluster: Hardware, traffic: Traffic) -> Mapping[int, NodeSteps]:
     """Return the step times by number of GPUs of a node, for sizes on which the model can run."""
     if not 1 <= cluster.gpus <= MAX_GPUS:
         raise ValueError(f"{cluster.gpus} GPUs: expected 1 to {MAX_GPUS}")
@@ -174,7 +174,7 @@ def _candidate(
     layout: Layout,
     steps: Mapping[int, NodeSteps],
     traffic: Traffic,
-    objectives: Objectives,
+    objectives: LatencyTargets,
     path: str,
 ) -> Candidate:
     decode, prefill = steps[layout.decode_tp], steps[layout.prefill_tp]

@@ -12,7 +12,7 @@ _SAMPLE = 128  # requests that represent all requests of a file
 _SEED = 1
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class RequestLengths(msgspec.Struct, frozen=True):
     """The tokens of a request."""
 
     input: int
@@ -38,13 +38,13 @@ class Traffic(msgspec.Struct, frozen=True):
     """
 
     rate: float
-    requests: tuple[Lengths, ...]
+    requests: tuple[RequestLengths, ...]
     prefixes: bool = False
 
     @classmethod
     def uniform(cls, rate: float, input_tokens: int, output_tokens: int) -> "Traffic":
         """Return the load of requests of one length."""
-        return cls(rate, (Lengths(input_tokens, output_tokens),))
+        return cls(rate, (RequestLengths(input_tokens, output_tokens),))
 
     @classmethod
     def read(cls, file: Path, rate: float | None = None) -> "Traffic":
@@ -71,7 +71,9 @@ class Traffic(msgspec.Struct, frozen=True):
             raise ValueError(f"{file} has no timestamps, so the rate of requests is unknown")
         return cls(
             rate=1e3 * (count - 1) / (last - first) if rate is None else rate,
-            requests=tuple(Lengths(line.input_length, line.output_length) for line in chosen),
+            requests=tuple(
+                RequestLengths(line.input_length, line.output_length) for line in chosen
+            ),
             prefixes=any(line.hash_ids for line in chosen),
         )
 
@@ -126,7 +128,7 @@ def _line(decoder: msgspec.json.Decoder[TraceLine], text: bytes, where: str) -> 
 PERCENTILE = 0.9  # share of the requests that must be within each limit
 
 
-class Objectives(msgspec.Struct, frozen=True):
+class LatencyTargets(msgspec.Struct, frozen=True):
     """Limits in seconds for 90 % of the requests."""
 
     ttft: float
@@ -154,7 +156,7 @@ class Forecast(msgspec.Struct, frozen=True):
     kv_used: float = 0.0
     link_busy: float = 0.0
 
-    def bottleneck(self, objectives: Objectives) -> str:
+    def bottleneck(self, objectives: LatencyTargets) -> str:
         """Return the first resource or objective that limits the layout. "": none."""
         if self.exhausted:
             return self.exhausted

@@ -34,11 +34,11 @@ from simulation.virtual.loop import Deadlock
 from simulation.virtual.operations import (
     Drain,
     Migrate,
-    Operation,
     Pause,
     PauseMode,
     Role,
     SetRole,
+    TimedCommand,
 )
 from simulation.virtual.run import MakePlanner, run
 from simulation.virtual.scenario import (
@@ -139,13 +139,13 @@ def _fault(rng: random.Random, nodes: Sequence[str], mortal: Sequence[str], load
 
 def _operation(
     rng: random.Random, nodes: Sequence[str], mortal: Sequence[str], load_s: float
-) -> Operation:
+) -> TimedCommand:
     at = round(rng.uniform(0.0, load_s), 3)
     seconds = round(10 ** rng.uniform(-2.0, 1.0), 3)
     mode: PauseMode = rng.choice(get_args(PauseMode))
     node = rng.choice(nodes)
     decoding = [name for name in nodes if not name.startswith("prefill")]
-    kinds: list[Callable[[], Operation]] = [
+    kinds: list[Callable[[], TimedCommand]] = [
         lambda: Pause(node, mode, at, seconds, optional=True),
         lambda: Migrate(rng.choice(decoding), at, optional=True),
     ]
@@ -268,7 +268,7 @@ def _disturbances(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]
         yield lambda left: replace(left, planner=None)
 
 
-def _without(field: str, item: Fault | Operation, scenario: Scenario) -> Scenario:
+def _without(field: str, item: Fault | TimedCommand, scenario: Scenario) -> Scenario:
     left = tuple(each for each in getattr(scenario, field) if each is not item)
     return replace(scenario, **{field: left})
 

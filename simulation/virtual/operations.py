@@ -35,7 +35,7 @@ class OperatedCluster(Protocol):
 
 
 @runtime_checkable  # a scenario is checked when it is read
-class Operation(Protocol):
+class TimedCommand(Protocol):
     """A command at a given time. A key that differs by kind names the node.
 
     Attributes:
@@ -114,12 +114,12 @@ COMMANDS: dict[str, type[Record]] = {
 }
 
 
-def node_of(operation: Operation) -> str:
+def node_of(operation: TimedCommand) -> str:
     name: str = target(operation, COMMANDS)
     return name
 
 
-async def carry_out(operation: Operation, cluster: OperatedCluster) -> None:
+async def carry_out(operation: TimedCommand, cluster: OperatedCluster) -> None:
     """Execute a command, and wait for its end.
 
     Raises:

@@ -29,7 +29,7 @@ from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import ROUTER_ADDRESS, Response, VirtualCluster, running
 from simulation.virtual.faults import Fault
 from simulation.virtual.loop import VirtualLoop
-from simulation.virtual.operations import Operation, carry_out
+from simulation.virtual.operations import TimedCommand, carry_out
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Scenario
 
@@ -276,7 +276,7 @@ async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
     await fault.strike(cluster)
 
 
-async def _operate(cluster: VirtualCluster, operation: Operation, begin: float) -> None:
+async def _operate(cluster: VirtualCluster, operation: TimedCommand, begin: float) -> None:
     await _until(begin + operation.at)
     await carry_out(operation, cluster)
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
 from simulation.virtual.faults import KINDS, ROUTER, Fault, Record, record_of, targets
-from simulation.virtual.operations import COMMANDS, Operation, node_of
+from simulation.virtual.operations import COMMANDS, TimedCommand, node_of
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
@@ -140,7 +140,7 @@ class Scenario(Record, frozen=True):
     load: LoadSpec
     policy: Policy = "prefix_aware"
     faults: tuple[Fault, ...] = ()
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[TimedCommand, ...] = ()
     planner: PlannerSpec | None = None
     limits: LatencyLimits | None = None
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
@@ -204,7 +204,7 @@ def _block(seed: int, block: int) -> bytes:
     return bytes(random.Random(f"{seed}/{block}").choices(_LETTERS, k=_BLOCK_TOKENS))
 
 
-_RECORDS: dict[type, Mapping[str, type[Record]]] = {Fault: KINDS, Operation: COMMANDS}
+_RECORDS: dict[type, Mapping[str, type[Record]]] = {Fault: KINDS, TimedCommand: COMMANDS}
 
 
 def read(file: Path) -> Scenario:

@@ -1,6 +1,6 @@
 """Migrations that are copied at the same time and continue together."""
 
-from decode_node.queues import FetchQueue
+from decode_node.queues import PrefixFetchQueue
 from engine.batch.request import FinishReason, RequestEnd
 from node.messages import MigrateFrom, Placement
 from tests.pair.states import make_decode_state
@@ -25,7 +25,7 @@ class Groups:
 
     def __init__(self, *sources):
         self.fetches = Fetches()
-        self.queue = FetchQueue(self.fetches)
+        self.queue = PrefixFetchQueue(self.fetches)
         self.states = []
         for source in sources:
             self.put(source)

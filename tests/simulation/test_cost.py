@@ -14,7 +14,7 @@ from engine.kv_cache.states import PagedKV, RecurrentState, StateCells
 from simulation.cost import StepCost, StepShape
 from simulation.cost.calibration import sample
 from simulation.cost.kernels import GPUS
-from simulation.cost.models import MODELS, DeltaNet, model_shape
+from simulation.cost.models import MODELS, DeltaNetShape, model_shape
 from simulation.cost.step_cost import ModelledTimes
 
 LLAMA = {
@@ -142,7 +142,7 @@ def test_windows_and_states_are_read_from_a_checkpoint(tmp_path):
     file.write_text(json.dumps(config))
     found = model_shape(str(tmp_path))
     assert (found.full, found.windowed, found.window, found.recurrent) == (16, 8, 128, 8)
-    assert found.delta_net == DeltaNet(4, 8, 64, 32, 4)
+    assert found.delta_net == DeltaNetShape(4, 8, 64, 32, 4)
     for fields, expected in (
         ({"full_attention_interval": 4}, (8, 0, 24)),
         ({"sliding_window": 64, "sliding_window_pattern": 2}, (16, 16, 0)),

@@ -10,7 +10,7 @@ from bench.__main__ import main
 from cli.demo_model import write
 from simulation.cost import StepCost, StepShape
 from simulation.cost.measured import MeasuredStep, StepTable
-from simulation.plan import Cluster, Objectives, Traffic, make_plan
+from simulation.plan import Hardware, LatencyTargets, Traffic, make_plan
 
 MS = 1e-3
 
@@ -114,6 +114,8 @@ def test_bench_steps_writes_a_file_for_plans(tmp_path, monkeypatch, capsys):
         ("prefill", 16, 80),  # the second chunk
     ]
     plan = make_plan(
-        Cluster(2, str(file), str(model), "tcp25"), Traffic.uniform(0.1, 32, 8), Objectives(60, 60)
+        Hardware(2, str(file), str(model), "tcp25"),
+        Traffic.uniform(0.1, 32, 8),
+        LatencyTargets(60, 60),
     )
     assert all(each.capacity > 0 for each in plan.candidates)

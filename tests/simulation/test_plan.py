@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from cli import plan as command
-from simulation.plan import Cluster, Objectives, Traffic, make_plan
+from simulation.plan import Hardware, LatencyTargets, Traffic, make_plan
 from simulation.plan.forecasts import percentile, waiting
 
 LOAD = Traffic.uniform(30.0, 2000, 250)
-CLUSTER = Cluster(8, "h100", "llama-3-8b", "rdma400")
+CLUSTER = Hardware(8, "h100", "llama-3-8b", "rdma400")
 FLAGS = ("--model=llama-3-8b", "--ttft=0.5", "--tpot=0.012", "--verify=0", "--gpus")
 
 
@@ -29,10 +29,10 @@ def test_waits_are_those_of_theory():
 
 
 def test_strict_tpot_favours_disaggregation_and_lenient_limits_do_not():
-    strict = make_plan(CLUSTER, LOAD, Objectives(0.5, 0.012))
+    strict = make_plan(CLUSTER, LOAD, LatencyTargets(0.5, 0.012))
     assert strict.candidates[0].layout.prefill
     assert strict.verdict.startswith("Disaggregated nodes are better")
-    lenient = make_plan(CLUSTER, LOAD, Objectives(0.5, 0.05))
+    lenient = make_plan(CLUSTER, LOAD, LatencyTargets(0.5, 0.05))
     assert "tie" in lenient.verdict or lenient.verdict.startswith("Colocated")
     assert lenient.candidates[0].tie
     for plan in (strict, lenient):
@@ -42,7 +42,7 @@ def test_strict_tpot_favours_disaggregation_and_lenient_limits_do_not():
 
 
 def test_running_requests_obey_littles_law():
-    for each in make_plan(CLUSTER, LOAD, Objectives(0.5, 0.05)).candidates:
+    for each in make_plan(CLUSTER, LOAD, LatencyTargets(0.5, 0.05)).candidates:
         rows, layout = each.forecast.rows, each.layout
         if 1 < rows < 200 and layout.prefill:
             in_node_s = rows * layout.decode / LOAD.rate
@@ -51,15 +51,15 @@ def test_running_requests_obey_littles_law():
 
 
 def test_the_first_bottleneck_is_named():
-    slow_link = Cluster(8, "h100", "llama-3-8b", "tcp25")
+    slow_link = Hardware(8, "h100", "llama-3-8b", "tcp25")
     for cluster, objectives, expected in (
-        (slow_link, Objectives(0.5, 0.05), "link"),
-        (CLUSTER, Objectives(0.5, 0.007), "TPOT"),
-        (CLUSTER, Objectives(0.045, 0.05), "TTFT"),
+        (slow_link, LatencyTargets(0.5, 0.05), "link"),
+        (CLUSTER, LatencyTargets(0.5, 0.007), "TPOT"),
+        (CLUSTER, LatencyTargets(0.045, 0.05), "TTFT"),
     ):
         best = make_plan(cluster, LOAD, objectives).best(disaggregated=True)
         assert best.bottleneck == expected
-    nothing = make_plan(CLUSTER, LOAD, Objectives(0.001, 0.05))
+    nothing = make_plan(CLUSTER, LOAD, LatencyTargets(0.001, 0.05))
     assert nothing.verdict == "No layout meets the objectives at any rate."
 
 
@@ -136,4 +136,4 @@ def test_models_with_windows_or_states_are_refused_and_not_offered(model):
     offered = command.parser().format_help()
     assert "qwen3-8b" in offered and model not in offered
     with pytest.raises(ValueError, match="windows or states"):
-        make_plan(Cluster(8, "h100", model, "rdma400"), LOAD, Objectives(0.5, 0.05))
+        make_plan(Hardware(8, "h100", model, "rdma400"), LOAD, LatencyTargets(0.5, 0.05))

@@ -17,7 +17,7 @@ from engine.build import build
 from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EventLoop
 from engine.loop.step_clock import StepClock
-from engine.ranks.lockstep import Stage
+from engine.ranks.lockstep import ShutdownStage
 from engine.ranks.node_group import NodeGroup, join_group
 
 PATIENCE_S = 60.0
@@ -111,10 +111,10 @@ class GroupNode:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
-    def _stage(self) -> Stage:
+    def _stage(self) -> ShutdownStage:
         if not self.draining:
-            return Stage.SERVING
-        return Stage.DRAINING if self.scheduler.has_work else Stage.DRAINED
+            return ShutdownStage.SERVING
+        return ShutdownStage.DRAINING if self.scheduler.has_work else ShutdownStage.DRAINED
 
     def _notice_drain(self) -> None:
         self.drain_noticed += 1

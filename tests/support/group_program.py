@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.config import ParallelConfig
 from common.errors import ServingError
-from engine.ranks.lockstep import Announcement, Lockstep, Stage
+from engine.ranks.lockstep import Announcement, Lockstep, ShutdownStage
 from engine.ranks.node_group import join_group
 
 
@@ -33,7 +33,11 @@ def serve(lockstep: Lockstep, wake: int) -> None:
         if 0 in ready:
             line = os.read(0, 64)
             works = line == b"work\n"
-            own = Announcement(1, launches=True) if works else Announcement(stage=Stage.DRAINED)
+            own = (
+                Announcement(1, launches=True)
+                if works
+                else Announcement(stage=ShutdownStage.DRAINED)
+            )
     print("drained", flush=True)
     os.read(0, 64)
     ended, _, _ = select.select([lockstep.ended], [], [], 0)

@@ -188,9 +188,15 @@ async def test_every_program_says_whose_request_a_line_is_about(observed):
     cluster = observed.cluster
     (prefill,), (decode,) = cluster.prefill, cluster.decode
 
-    async def opened() -> bool:
+    async def num_open() -> int:
         queues = (await decode.describe()).queues
-        return queues["prealloc"] + queues["transfer"] == 1
+        return int(queues["prealloc"] + queues["transfer"])
+
+    async def opened() -> bool:
+        return await num_open() == 1
+
+    async def cancelled() -> bool:
+        return await num_open() == 0
 
     def ask(name: str) -> "asyncio.Task[Answer]":
         answer = cluster.generate(PROMPT, request_id=name, max_tokens=4, ignore_eos=True)
@@ -200,7 +206,8 @@ async def test_every_program_says_whose_request_a_line_is_about(observed):
     left = ask("the first")
     await cluster.wait_until(opened, "a hand-off is opened")
     left.cancel()
-    cluster.thaw(prefill)
+    await cluster.wait_until(cancelled, "the hand-off is cancelled")
+    cluster.thaw(prefill)  # not earlier, or the hand-off could be completed
 
     async def received() -> bool:
         return bool(observed.about("the first")["prefill"])

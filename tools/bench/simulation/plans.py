@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from simulation.plan import Cluster, Objectives, Traffic, make_plan
+from simulation.plan import Hardware, LatencyTargets, Traffic, make_plan
 from simulation.verification import Verification, verify
 from tools.bench.support.record import say, table
 
@@ -56,9 +56,9 @@ def measure(count: int, limit_s: float) -> Iterator[dict[str, Any]]:
         limit_s: time limit of each load, in seconds.
     """
     for load in LOADS:
-        cluster = Cluster(load.gpus, load.gpu, load.model, load.path)
+        cluster = Hardware(load.gpus, load.gpu, load.model, load.path)
         traffic = Traffic.uniform(_SHOWN_RATE, load.input, load.output)
-        objectives = Objectives(load.ttft, load.tpot)
+        objectives = LatencyTargets(load.ttft, load.tpot)
         begin = time.monotonic()
         plan = make_plan(cluster, traffic, objectives)
         found = verify(plan, cluster, traffic, objectives, count=count, limit_s=limit_s)

@@ -27,9 +27,10 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
 from engine.models import Model
-from engine.runner.graphs import CudaRecorder, Graph, Recorder
+from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.runner import make_runner
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
+from engine.sampling.choice_graphs import Graph
 from engine.sampling.composition import every_feature
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
