@@ -39,7 +39,7 @@ class LocalSystem:
         return [program.name for program in self._programs]
 
     def pid(self, name: str) -> int:
-        """Return the id of the process of this name. Raise ValueError if there is none."""
+        """Return the id of the process of this name. Raises ValueError if no process has it."""
         pids = {program.name: child.pid for program, child in self._children.items()}
         if name not in pids:
             raise ValueError(f"process {name} does not exist: the processes are {[*pids]}")

@@ -118,7 +118,7 @@ class Fleet:
             raise UnfinishedRestart(sentence) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             number = getattr(error, "errno", None) or 0  # negative: an error of the resolver
-            # The number of a TLS error is none of the operating system's.
+            # The numbers of TLS errors are OpenSSL's, not those of the operating system.
             from_system = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
             reason = os.strerror(number) if from_system else str(error) or "timed out"
             raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None

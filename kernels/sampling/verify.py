@@ -41,7 +41,7 @@ def verify_drafts(rows: DraftRows, sampled: Tensor, newest: Tensor, rejected: Te
         sampled: int32 [any], the tokens sampled after each token: first after each row's last
             token, then after the others, row by row. Negative if there is no token.
         newest, rejected: int32 [any], contiguous. Entry slots[i] becomes the newest token of row i,
-            or 0 if there is none, and the number of its rejected drafts.
+            or 0 if it has no valid token, and the number of its rejected drafts.
     Returns:
         int32 [2 + most, n]: the number of new tokens of each row, the last of them, then the
             samples after each of its tokens, of which the new tokens are the first.

@@ -36,7 +36,7 @@ class Bench:
 
     @property
     def errors(self):
-        """What it has written to standard error."""
+        """Return the text that the process has written to standard error."""
         return self._errors.read_text()
 
     async def ended(self):

@@ -398,8 +398,8 @@ def test_tokens_are_grouped_again_when_their_adapters_change():
 
 
 def test_a_step_without_adapters_is_asked_for_nothing():
-    nobody = no_adapters(SlotTable(4, 64, 16))
-    assert nobody.build(None) is None
+    without = no_adapters(SlotTable(4, 64, 16))
+    assert without.build(None) is None
 
 
 def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):

@@ -1,7 +1,8 @@
 """Makes Triton's interpreter faster, with the same results.
 
-The interpreter computes each operation in NumPy. Most of its CPU time went into Python code around
-that: patches of the language, checks whose result it drops, and types that it derived anew.
+The interpreter computes each operation in NumPy. Without this module, most of its CPU
+time goes into other Python code: patches of the language, checks whose results are not used, and
+the same types, which are derived again for each operation.
 """
 
 import math
