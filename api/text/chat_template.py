@@ -7,7 +7,6 @@ common templates use.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -85,32 +84,26 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@lru_cache(maxsize=16)  # models often share a template
-def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return a template and the variables that it uses. Raises jinja2.TemplateError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    named = meta.find_undeclared_variables(environment.parse(source))
-    return environment.from_string(source), frozenset(named - environment.globals.keys())
-
-
 class ChatTemplate:
     """One compiled template with the model's special tokens."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Compile a template. Raise ConfigError if `source` is not a template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._template, named = _compiled(source)
+            self._template = environment.from_string(source)
+            named = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"model: its chat template cannot be read: {error}") from error
         self._special_tokens = special_tokens
         self.source = source
         self.takes_tools = "tools" in named
-        self.settings = named - _GIVEN - special_tokens.keys()
+        self.settings = named - _GIVEN - environment.globals.keys() - special_tokens.keys()
 
     def render(
         self,
