@@ -1,4 +1,5 @@
-"""One tiny model of each architecture, in memory once, and what transformers makes of it."""
+"""Fixtures: one tiny model of each architecture in memory, and the tokens that transformers
+generates with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ class Known:
         return self.loaded.model.spec.vocabulary_size
 
     def tables(self, page_size: int, cache_dtype: str = "auto") -> PageTables:
-        """Return the page tables of a request, with the cache in this dtype."""
+        """Return the page tables of a request with a cache of this dtype."""
         model = self.loaded.model
         config = EngineConfig(model="", cache=CacheConfig(dtype=cache_dtype))
         dtype = kept_in(config, torch.device("cpu"))
         return KVLayout.of(model.spec.layers, page_size, model.dtype, dtype).tables
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The first `count` tokens that transformers generates after `prompt`, EOS or not."""
+        """Return the first `count` tokens that transformers generates after `prompt`, with or
+        without EOS."""
         tokens = self.remembered.get(tuple(prompt), [])
         if len(tokens) < count:
             tokens = confirmed_tokens(self.reference, prompt, self._guessed(prompt, count))
@@ -53,7 +55,7 @@ class Known:
         return tokens
 
     def check(self, *asked: Asked) -> None:
-        """Check that these requests have the tokens of transformers, as many as they asked for."""
+        """Check that these requests have the tokens of transformers, and as many as requested."""
         for one in asked:
             assert one.tokens == self.greedy(one.prompt, one.sampling.max_tokens)
 

@@ -1,6 +1,7 @@
 """A prefill or decode node without its server process: engine, runtime and role of the product.
 
-The end of a router takes the place of the engine's channel."""
+A fake router end takes the place of the engine's channel.
+"""
 
 import socket
 import threading
@@ -104,7 +105,7 @@ class Size:
         tier_pages: host pages below the prefix cache, as in CoreShape.
         kv_dtype: CacheConfig.dtype.
         started_with: directory of other weights of the rig's model.
-        memory: of pages and weights, in place of host memory. Needs a model of its own.
+        memory: memory of pages and weights instead of host memory. Needs a model of its own.
     """
 
     num_pages: int = 64
@@ -145,7 +146,7 @@ class Common:
 
 @dataclass(eq=False)
 class Asked:
-    """A request of the router, and what the node has reported about it."""
+    """A request of the router, and the reports of the node about it."""
 
     number: int
     prompt: tuple[int, ...]
@@ -171,7 +172,8 @@ _read = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
 class RouterEnd:
-    """The channel of a node's engine thread. Checks that each request ends once, and last."""
+    """The channel of a node's engine thread. Checks that the end of each request is reported
+    once, and last."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -180,15 +182,16 @@ class RouterEnd:
         self.asked: dict[int, Asked] = {}
         self.answers: list[NodeCallResult] = []
         self.pooled: list[PoolingDone] = []
-        self.trials: list[int] = []  # quarantined requests as they began; 0: it has ended
+        # quarantined requests that have begun, by start time. 0: the request has ended
+        self.trials: list[int] = []
         self.drained = False
-        self.rested = False  # the event loop had nothing to do
+        self.rested = False  # times that the event loop had no work
 
     def take(self) -> Sequence[FrontMessage]:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def post(self, message: EngineMessage) -> None:
-        match _read(msgspec.msgpack.encode(message)):  # as after a socket
+        match _read(msgspec.msgpack.encode(message)):  # as after a read from a socket
             case StepTokens() as said:
                 self._note(said)
             case QuarantineStarted() as said:
@@ -201,11 +204,11 @@ class RouterEnd:
                 self.pooled.append(said)
 
     def wait(self, timeout_s: float) -> None:
-        """Note that the node has nothing to do. The rig sleeps for all nodes at once."""
+        """Record that the node has no work. The rig sleeps for all nodes at once."""
         self.rested = True
 
     def wake(self) -> None:
-        """Note that another thread has something for the engine thread."""
+        """Record that another thread has input for the engine thread."""
         self.woken.set()
         self._wake()
 
@@ -214,7 +217,7 @@ class RouterEnd:
         numbers = np.frombuffer(step.requests, np.uint64).tolist()
         tokens = np.frombuffer(step.tokens, np.uint32).tolist()
         for number, cached_tokens in step.begun:
-            if self.asked[number].cached_tokens is None:  # the first report counts
+            if self.asked[number].cached_tokens is None:  # the first report is used
                 self.asked[number].cached_tokens = cached_tokens
         for number, logprobs in step.logprobs:
             self.asked[number].logprobs += logprobs.tokens()
@@ -245,13 +248,13 @@ class TurnCounter:
         with self._heard:
             self._num_turns += 1
             self._heard.notify_all()
-        return 0.0  # the engine is never late
+        return 0.0  # the engine is never considered late
 
     def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
-        """Wait until the thread, which `wake` wakes, has handled all input that is there now."""
+        """Wait until the thread, which `wake` wakes, has handled all present input."""
         with self._heard:
             # The turn in progress may have read its input before. The results of the next turn are
-            # out when the turn after it begins.
+            # sent when the turn after it begins.
             for _ in range(3):
                 wake()
                 assert self._heard.wait(timeout_s)
@@ -277,7 +280,7 @@ class Node:
         self._turns = TurnCounter()
         self.transfer._transfer._engine_late_s = (
             self._turns.turn
-        )  # never late: the test gives its turns
+        )  # never considered late: the test gives the turns
 
     def step(self) -> bool:
         """Run one turn. Return False if there was nothing to compute."""

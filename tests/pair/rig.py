@@ -55,12 +55,12 @@ PATIENT = TransferConfig(
     canary_tokens=0,
 )
 
-# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
+# Reading always pays and has no time limit, because its duration on a test machine is arbitrary.
 ALWAYS_SHARES = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
-    """Return a prompt without repetitions, one for each seed."""
+    """Return a prompt without repetitions. Each seed has another prompt."""
     return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
 
 
@@ -72,21 +72,22 @@ def random_prompts(vocabulary_size: int, *lengths: int) -> list[list[int]]:
 class PairRig:
     """Nodes of one model. Every decode node is paired with every prefill node.
 
-    `with` starts the nodes. Its end waits until they are at rest and checks that nothing is left
-    and that every timeline is consistent, unless the test has failed.
+    `with` starts the nodes. At the end of `with`, the rig waits until the nodes are idle, and
+    checks that no resource is held and that every timeline is consistent, unless the test has
+    failed.
 
     Args:
         prefill, decode: one entry for each node. Without prefill nodes the decode nodes compute
             prompts.
         make_stream: the forward stream of each node.
         migrates: pair decode nodes with each other, too.
-        prefix_sharing: pair all nodes with each other. They fetch prefixes that hints name, once
-            they know the duration of a prompt (`learn_what_computing_takes`).
+        prefix_sharing: pair all nodes with each other. They fetch prefixes that hints name, after
+            they have measured a prompt (`learn_what_computing_takes`).
         own_models: each node has its own copy of the weights.
         paired: wait until all nodes are paired.
         settings: fields of SchedulerConfig for all nodes, and of DecodeConfig. By default requests
-            do not wait for a lost prefill node. With a small `new_token_ratio`, which is the least
-            one too, a small pool runs out while it decodes.
+            do not wait for a lost prefill node. With a small `new_token_ratio`, which is also the
+            minimum, a small pool runs out during decoding.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class PairRig:
         return asked
 
     def learn_what_computing_takes(self) -> None:
-        """Let every node that computes prompts learn their duration."""
+        """Let every node that computes prompts measure the duration of a prompt."""
         for turn in range(9):
             for i in range(len(self.prefill)):
                 self.ask([200, turn], 1, prefill=[i])
@@ -247,7 +248,7 @@ class PairRig:
             self.run()
 
     def move(self, asked: Asked, source: int, target: int) -> Asked:
-        """Submit a request that runs on one decode node to another one, with its tokens so far.
+        """Submit a request that runs on one decode node to another one, with its current tokens.
         Return the second submission."""
         return self.ask(
             asked.prompt,
@@ -261,9 +262,9 @@ class PairRig:
         )
 
     def moved_midway(self, asked: Asked, num_tokens: int = 4) -> list[int]:
-        """Move a request from the first decode node to the second once it has so many tokens, and
-        run until all have ended. Return the client's tokens. The second submission repeats the
-        tokens that the first one sent meanwhile."""
+        """Move a request from the first decode node to the second after this number of tokens,
+        and run until all requests have ended. Return the client's tokens. The second submission
+        repeats the tokens that the first one sent during the migration."""
         self.until(lambda: len(asked.tokens) >= num_tokens, "it generates")
         num_known = len(asked.tokens)
         successor = self.move(asked, 0, 1)
@@ -287,7 +288,7 @@ class PairRig:
     # Turns ----------------------------------------------------------------------------------------
 
     def turn(self, *nodes: Node) -> None:
-        """Give every node a turn, or these nodes. Sleep briefly if there was no work."""
+        """Give a turn to every node, or to these nodes. Sleep briefly if there was no work."""
         self._wake.clear()
         moved = self.wires.pump()
         for node in nodes or self.nodes:
@@ -308,16 +309,16 @@ class PairRig:
             self.turn(*nodes)
 
     def until_news(self, condition: Callable[[], object], what: str, node: Node) -> None:
-        """Give turns until `condition` is true. `node` gets one only when its transfer thread has
-        something for it, so that its requests do not continue in between."""
+        """Give turns until `condition` is true. `node` gets a turn only when its transfer thread
+        has input for it, so that its requests do not continue in between."""
         others = [one for one in self.nodes if one is not node]
         while not condition():
             self.until(lambda: node.router.woken.is_set(), what, *others)
             self.turn(node)
 
     def until_granted(self, source: int) -> None:
-        """Run until the decode node gets the Grant of a migration that has just been requested. Its
-        requests cannot end before that, even if the transfer threads are slow."""
+        """Run until the decode node gets the Grant of a migration that has just been requested.
+        Its requests cannot end earlier, even if the transfer threads are slow."""
         node, before = self.decode[source], self._num_migrations_granted()
         self.until_news(
             lambda: self._num_migrations_granted() > before, "the migration is granted", node

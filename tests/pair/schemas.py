@@ -1,6 +1,8 @@
-"""Schemas as people write them: of tools, of forms, of configurations, of data, old and new drafts.
+"""JSON schemas as people write them: of tools, forms, configurations and data, in old and new
+drafts.
 
-Ours, with the variety of JSONSchemaBench. Each has a valid value that a short answer can be.
+They are our own, with the variety of JSONSchemaBench. Each has a valid value that fits into a short
+response.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The states of a request, each with a function that brings a request there and keeps it there."""
+"""The states of a request. Each has a function that brings a request there and keeps it there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ OTHER = LONG[::-1]
 
 
 def in_prealloc(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """Another request has the decode node's pages. The prefill node has this one in its bootstrap
-    queue."""
+    """Another request holds the decode node's pages. The request is in the prefill node's
+    bootstrap queue."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
     rig.until(lambda: other.tokens, "the other one is being read")
@@ -54,7 +54,7 @@ def between_chunks(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def published(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """The prompt is computed, and the decode node does not know it yet."""
+    """The prompt is computed, and the decode node has not received the message yet."""
     rig.wires.hold_back(PagesReady)
     asked = ask(LONG)
     _reach(rig, asked, lambda: rig.prefill[0].queue("inflight"))
@@ -81,8 +81,8 @@ def confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     prefill, decode = rig.prefill[0], rig.decode[0]
     _reach(rig, asked, lambda: decode.queue("transfer"))
     rig.settle()
-    rig.turn(prefill)  # it has it now
-    _reach(rig, asked, lambda: not prefill.role.busy, prefill)  # or has lost it, being out of time
+    rig.turn(prefill)  # it has received the message now
+    _reach(rig, asked, lambda: not prefill.role.busy, prefill)  # or has dropped it at its deadline
     rig.settle()
     return asked
 
@@ -113,7 +113,7 @@ def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: 
 
 @dataclass(frozen=True)
 class State:
-    """A state. `reach` brings a request there, which it makes by `ask`."""
+    """A state. `reach` brings a request, made by `ask`, into it."""
 
     reach: Callable[[PairRig, Callable[..., Asked]], Asked]
     sizes: dict[str, Any] = field(default_factory=dict)

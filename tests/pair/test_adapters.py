@@ -1,5 +1,5 @@
-"""Requests with LoRA adapters, through a prefill and a decode node: each is computed as by a model
-with that adapter in its weights, whoever is beside it and whatever happens to the adapter."""
+"""LoRA adapters through a prefill and a decode node. Each response is that of a model with the
+adapter merged into its weights."""
 
 import contextlib
 
@@ -26,7 +26,7 @@ NAMES = ("a", "b", "c")
 
 
 class Shelf:
-    """Adapters of one model on disk, and what they make of prompts."""
+    """Adapters of one model on disk, and the responses with each of them."""
 
     def __init__(self, known, directory):
         self._known = known
@@ -37,7 +37,7 @@ class Shelf:
             make_adapter(directory / name, known.reference, seed=seed, rank=4 + 3 * seed)
 
     def greedy(self, name, prompt):
-        """None: without any."""
+        """None: without an adapter."""
         if name is None:
             return self._known.greedy(prompt, NUM_TOKENS)
         if name not in self._models:
@@ -59,7 +59,7 @@ def shelf(known, tmp_path_factory):
 
 
 def ids(rig):
-    """Return the adapter ids by name. Every node must report the same."""
+    """Return the adapter ids by name. Every node must report the same ids."""
     reported = [dict(node.engine.loader.names()) for node in rig.nodes]
     assert all(one == reported[0] for one in reported)
     return reported[0] | {None: b""}
@@ -70,9 +70,7 @@ def tokens_of(*asked):
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_requests_with_several_adapters_and_none_are_computed_beside_each_other(
-    known, shelf, overlap
-):
+def test_requests_with_and_without_adapters_share_a_batch(known, shelf, overlap):
     wanted = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
     size = shelf.size(*NAMES, max_running_requests=16, num_pages=256)
     with PairRig(known.loaded, prefill=[size], decode=[size], overlap_schedule=overlap) as rig:
@@ -86,7 +84,7 @@ def test_requests_with_several_adapters_and_none_are_computed_beside_each_other(
     assert len(answers) == 1 + len(NAMES), "the adapters make no difference"
 
 
-def test_no_adapter_finds_the_kv_of_another(known, shelf):
+def test_adapters_do_not_share_kv(known, shelf):
     prompt = PROMPTS[3]
     size = shelf.size("a", "b")
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
@@ -102,7 +100,7 @@ def test_no_adapter_finds_the_kv_of_another(known, shelf):
         assert tokens_of(again, salted) == [shelf.greedy("a", prompt)] * 2
 
 
-def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own(known, shelf):
+def test_an_open_has_the_adapter_and_its_namespace(known, shelf):
     size = shelf.size("a")
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         adapter = ids(rig)["a"]
@@ -112,8 +110,8 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
     assert reported.source.spec.namespace == b"s" * 16
 
 
-def test_more_adapters_than_slots_take_turns(known, shelf):
-    """Complete all requests: none is overtaken without limit."""
+def test_requests_with_more_adapters_than_slots_take_turns(known, shelf):
+    """All requests complete: none is overtaken without limit."""
     wanted = [(name, prompt) for name in (*NAMES, None) for prompt in PROMPTS]
     size = shelf.size(*NAMES, slots=1, max_running_requests=16, num_pages=256)
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
@@ -125,7 +123,7 @@ def test_more_adapters_than_slots_take_turns(known, shelf):
         assert all(node.engine.adapters.num_slots_used == 0 for node in rig.nodes)
 
 
-def test_who_waits_for_a_slot_is_out_of_time_when_it_is(known, shelf):
+def test_a_request_that_waits_for_an_adapter_slot_times_out(known, shelf):
     size = shelf.size("a", "b", slots=1)
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         by_name = ids(rig)
@@ -143,7 +141,7 @@ def test_who_waits_for_a_slot_is_out_of_time_when_it_is(known, shelf):
 
 @pytest.fixture
 def occupied(shelf):
-    """Return a function that takes a node's only slot, with adapter a, until the end of the
+    """Return a function that occupies a node's only slot with adapter a until the end of the
     test."""
     with contextlib.ExitStack() as exits:
 
@@ -158,7 +156,7 @@ def occupied(shelf):
         yield occupy
 
 
-def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_there(
+def test_a_request_that_waits_for_an_adapter_slot_counts_as_queued_on_the_prefill_node(
     known, shelf, occupied
 ):
     few, many = shelf.size("a", "b", slots=1, max_queued_requests=1), shelf.size("a", "b", slots=2)
@@ -166,7 +164,7 @@ def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_the
         leave = occupied(rig)
         waits = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"])
         rig.until(lambda: rig.prefill[0].queue("adapter"), "it waits for a slot")
-        refused = rig.ask(PROMPTS[1], NUM_TOKENS)  # who needs none would not wait
+        refused = rig.ask(PROMPTS[1], NUM_TOKENS)  # a request without an adapter would not wait
         rig.run(refused)
         assert rig.prefill[0].count("refused/overloaded") == 1
         assert not waits.tokens
@@ -178,7 +176,7 @@ def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_the
         ]
 
 
-def test_who_waits_for_a_slot_of_a_prefill_node_is_told_when_its_turn_comes_too_late(
+def test_the_prefill_node_rejects_a_request_that_would_get_an_adapter_slot_too_late(
     known, shelf, occupied
 ):
     few, many = shelf.size("a", "b", slots=1), shelf.size("a", "b", slots=2)
@@ -191,7 +189,7 @@ def test_who_waits_for_a_slot_of_a_prefill_node_is_told_when_its_turn_comes_too_
         assert rig.prefill[0].queue("adapter") == 0
 
 
-def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(known, shelf):
+def test_an_unloaded_adapter_remains_for_its_running_requests(known, shelf):
     size = shelf.size("a", "b", slots=1)
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         by_name = ids(rig)
@@ -211,15 +209,16 @@ def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(kn
         assert all(len(node.engine.adapters.library) == 0 for node in rig.nodes)
 
 
-def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(known, shelf):
-    """It refuses by name: KV of the model without its adapter would be wrong, and nobody would
-    notice."""
+def test_the_decode_node_prefills_prompts_whose_adapter_the_prefill_node_lacks(known, shelf):
+    """The prefill node must refuse. KV of the model without the adapter would be wrong, and
+    nothing would detect it."""
     with PairRig(
         known.loaded, prefill=[shelf.size("b")], decode=[shelf.size("a")], handoff_retries=0
     ) as rig:
         adapter = dict(rig.decode[0].engine.loader.names())["a"]
         asked = rig.serve(PROMPTS[2], NUM_TOKENS, adapter=adapter)
-        # More may follow: what the consumer said before it heard of the first is refused too.
+        # More messages may follow: the prefill node also refuses what the consumer sent before it
+        # received the first refusal.
         refusal = rig.wires.said(HandoffFailed)[0]
         assert refusal.reason == f"adapter: {adapter.hex()} is not loaded on this node"
         assert asked.tokens == shelf.greedy("a", PROMPTS[2])
@@ -227,7 +226,7 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
         assert rig.decode[0].count("local_prefills") == 1
 
 
-def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
+def test_an_adapter_migrates_with_its_request(known, shelf):
     size = shelf.size("a")
     with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         asked = rig.ask(PROMPTS[1], 64, adapter=ids(rig)["a"])
@@ -237,7 +236,7 @@ def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
         assert joined == alone.tokens
 
 
-def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, shelf):
+def test_a_request_does_not_migrate_to_a_node_with_another_adapter_of_the_name(known, shelf):
     size = shelf.size("a", "b")
     with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         by_name = ids(rig)
@@ -246,7 +245,7 @@ def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, s
         asked.adapter = by_name["b"]
         refused = rig.move(asked, 0, 1)
         source, *others = rig.decode[0], rig.decode[1], rig.prefill[0]
-        while not refused.ended:  # the source's request does not go on meanwhile
+        while not refused.ended:  # the source's request does not continue in between
             rig.until(
                 lambda: source.router.woken.is_set() or refused.ended, "it is refused", *others
             )
@@ -256,7 +255,7 @@ def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, s
         assert len(asked.tokens) == 64
 
 
-def test_adapters_are_loaded_while_others_are_computed(known, shelf):
+def test_adapters_are_loaded_while_requests_run(known, shelf):
     size = shelf.size("a")
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         before = rig.ask(PROMPTS[3], 64, adapter=ids(rig)["a"])
@@ -276,7 +275,7 @@ def test_adapters_are_loaded_while_others_are_computed(known, shelf):
     "architecture",
     [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES],
 )
-def test_every_matrix_of_every_family_that_is_one_takes_adapters(model, architecture, tmp_path):
+def test_every_linear_layer_of_every_family_supports_adapters(model, architecture, tmp_path):
     known = model(architecture)
     products = known.loaded.model.products
     modules = {name.rpartition(".")[2] for product in products for name in product.modules}

@@ -1,4 +1,4 @@
-"""Prompts computed before their Grant, while the decode node has no pages for them."""
+"""Prompts computed before their Grant, while the decode node has no free pages for them."""
 
 from typing import Any
 
@@ -17,9 +17,7 @@ ROOM = Size(num_pages=256)
 
 
 class _Grants:
-    """Grants of decode nodes, which are withheld until `release`, as if all their pages were in
-    use.
-    """
+    """Grants of decode nodes, withheld until `release`, as if all pages were in use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._withheld = True
@@ -53,12 +51,12 @@ def _until_it_waits(rig: PairRig, **options: Any) -> Asked:
 
 
 def _until_ahead(rig: PairRig, num_tokens: int) -> None:
-    """Give turns to the prefill node alone, so that nothing is granted meanwhile."""
+    """Give turns to the prefill node alone, so that no Grant arrives."""
     (node,) = rig.prefill
     rig.until(lambda: node.count("tokens_ahead") >= num_tokens, "it computes ahead", node)
 
 
-# Seen failing without computation ahead, and with its tokens counted as cached.
+# Seen failing without computation ahead, and if its tokens count as cached.
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_a_prompt_is_computed_while_it_waits_for_pages(model, grants, architecture):
     known = model(architecture)
@@ -78,8 +76,8 @@ def test_a_prompt_is_computed_while_it_waits_for_pages(model, grants, architectu
         assert node.count("prompt_tokens") - node.count("cached_tokens") - computed <= 16
 
 
-# Seen failing without the stop: it is computed to its end.
-def test_a_grant_keeps_what_is_computed(known, grants):
+# Seen failing without the stop: the prompt is computed to its end.
+def test_a_grant_uses_the_chunks_computed_ahead(known, grants):
     with _rig(known) as rig:
         (node,) = rig.prefill
         waiting = _until_it_waits(rig)
@@ -93,8 +91,9 @@ def test_a_grant_keeps_what_is_computed(known, grants):
         known.check(waiting)
 
 
-# Seen failing without the stop: it goes on to its end before the other prompt has its vector.
-def test_other_prompts_go_first(known, grants):
+# Seen failing without the stop: computation continues to the end before the other prompt gets its
+# vector.
+def test_granted_prompts_precede_computation_ahead(known, grants):
     with _rig(known) as rig:
         (node,) = rig.prefill
         _until_it_waits(rig)
@@ -116,7 +115,7 @@ def test_other_prompts_go_first(known, grants):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "prefill node paused"])
-def test_a_request_that_ends_is_computed_no_further(known, grants, end):
+def test_computation_ahead_stops_when_its_request_ends(known, grants, end):
     with _rig(known) as rig:
         (node,) = rig.prefill
         waiting = _until_it_waits(rig)
@@ -132,7 +131,7 @@ def test_a_request_that_ends_is_computed_no_further(known, grants, end):
         rig.run()
 
 
-def test_no_more_than_half_the_pool_is_computed_ahead(known, grants):
+def test_at_most_half_the_pool_is_computed_ahead(known, grants):
     with _rig(known, Size(num_pages=90)) as rig:
         (node,) = rig.prefill
         _until_it_waits(rig)
@@ -148,7 +147,7 @@ def test_no_more_than_half_the_pool_is_computed_ahead(known, grants):
 
 
 @pytest.mark.parametrize("options", [{"prompt_logprobs": 1}, {"engine_crashes": 1}])
-def test_what_the_cache_cannot_give_is_not_computed_ahead(known, grants, options):
+def test_computation_ahead_evicts_no_page_in_use(known, grants, options):
     with _rig(known) as rig:
         (node,) = rig.prefill
         _until_it_waits(rig, **options)

@@ -1,5 +1,5 @@
-"""Models computed by transformers' classes, through a pair: chunks, hand-offs, caches of both sides
-and retraction know nothing of how a model is computed."""
+"""Models computed by classes of transformers, through a pair of nodes. Chunks, hand-offs, caches
+and retraction work as for native models."""
 
 import random
 
@@ -19,7 +19,8 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "
 
 @pytest.mark.parametrize("kind", ["gpt_oss", *LONG])
 def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
-    """With and without what either side has cached, in a pool that requests outgrow together."""
+    """With and without cached prefixes on either side, in a pool that is too small for all
+    requests together."""
     directory = make_tiny(tmp_path, kind)
     loaded = Loaded.from_directory(directory, backend="transformers")
     model = loaded.model

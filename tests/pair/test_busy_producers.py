@@ -1,6 +1,6 @@
-"""Producers that refuse a hand-off because what waits there takes too long: where it goes then.
+"""Producers that refuse a hand-off because their queue is too long: the choice of the next node.
 
-Their engines are played by the test, behind the transfer threads of the product.
+The test plays their engines, behind the transfer threads of the product.
 """
 
 import time
@@ -20,7 +20,7 @@ REASON = "too much waits here"
 
 
 def _refuse(rig: PairRig, busy: Sequence[int]) -> None:
-    """These producers do, one hand-off each and one after the other; all others have their
+    """Let these producers refuse one hand-off each, one after the other. All other nodes get
     turns."""
     for index in busy:
         _refuse_one(rig, rig.prefill[index], [rig.prefill[i] for i in busy])
@@ -51,9 +51,10 @@ def _assert_refused(asked: Asked) -> None:
     assert asked.tokens == []
 
 
-# Seen failing with every such hand-off refused for good, and with the refused producer asked again.
+# Seen failing if every such hand-off fails for good, and if the producer that refused is chosen
+# again.
 @pytest.mark.parametrize("num_busy", [1, 2])
-def test_a_prompt_that_one_producer_has_no_time_for_goes_to_another(known, num_busy):
+def test_a_prompt_refused_by_a_busy_producer_goes_to_another_one(known, num_busy):
     producers = [Size()] * (num_busy + 1)
     with PairRig(known.loaded, prefill=producers, handoff_retries=num_busy) as rig:
         (decode,) = rig.decode
@@ -66,13 +67,14 @@ def test_a_prompt_that_one_producer_has_no_time_for_goes_to_another(known, num_b
         assert decode.count("local_prefills") == 0
 
 
-# Seen failing with it dispatched like one that is lost: it is prefilled here.
+# Seen failing if it is dispatched like one whose producer is lost: it is prefilled on the decode
+# node.
 @pytest.mark.parametrize(
     "num_producers, retries",
     [(1, 2), (2, 2), (3, 1)],
     ids=["one", "two", "as many as may be asked"],
 )
-def test_a_prompt_that_no_producer_has_time_for_is_refused_and_not_prefilled_here(
+def test_a_prompt_refused_by_all_producers_is_rejected_and_not_prefilled_locally(
     known, num_producers, retries
 ):
     with PairRig(known.loaded, prefill=[Size()] * num_producers, handoff_retries=retries) as rig:
@@ -85,14 +87,14 @@ def test_a_prompt_that_no_producer_has_time_for_is_refused_and_not_prefilled_her
         assert decode.count("local_prefills") == 0
 
 
-# Seen failing without the look at `start_by`: the other producer is asked.
-def test_a_prompt_whose_time_is_over_when_a_producer_refuses_it_goes_to_no_other(known):
+# Seen failing without the check of `start_by`: the other producer gets the request.
+def test_an_expired_prompt_goes_to_no_other_producer(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         _, other = rig.prefill
         (decode,) = rig.decode
         rig.wires.hold_back(HandoffFailed)
         begun = time.monotonic()
-        asked = rig.ask(LONG, queue_s=4.0)  # to get to the producer in, however slow the machine is
+        asked = rig.ask(LONG, queue_s=4.0)  # reaches the producer in time even on a slow machine
         _refuse(rig, [0])
         rig.let_time_pass(begun + 4.1)
         rig.wires.let_go()

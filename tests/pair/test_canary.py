@@ -1,4 +1,5 @@
-"""A prefill node is tried when it is paired: what it computes wrong is nobody's answer."""
+"""The canary checks a prefill node when it is paired. A node that computes wrong KV serves no
+request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ PROMPT = tuple(range(5, 45))
 
 @contextmanager
 def _spoiled(node: Node) -> Iterator[None]:
-    """While inside, pages of the node are wrong before it publishes them: their sums match."""
+    """Let the node publish wrong pages with correct checksums."""
     finish = node.role.finish
 
     def spoil(*step: object) -> None:
@@ -35,7 +36,7 @@ def _pair_again(rig: PairRig, producer: int = 0) -> None:
     rig.wires.heal()
 
 
-def test_a_node_that_computes_as_this_one_is_used(known: Known) -> None:
+def test_a_node_with_correct_kv_is_used(known: Known) -> None:
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode = rig.decode[0]
         asked = rig.serve(PROMPT)
@@ -44,7 +45,7 @@ def test_a_node_that_computes_as_this_one_is_used(known: Known) -> None:
         assert decode.count("handoffs_completed") == 2 and decode.count("local_prefills") == 0
 
 
-def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
+def test_a_node_with_wrong_kv_is_used_only_after_a_correct_canary(
     known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(canary, "AGAIN_S", 0.5)
@@ -65,7 +66,7 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         assert decode.count("canaries/passed") == 3
 
 
-def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
+def test_a_node_with_wrong_kv_stays_out_while_no_canary_can_run(
     known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(canary, "AGAIN_S", 0.1)
@@ -83,7 +84,7 @@ def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
 
 
 def _pair_again_while_busy(rig: PairRig) -> None:
-    """It is in use untried."""
+    """Pair again. The node is used before its canary has run."""
     decode = rig.decode[0]
     paused(rig, "retract", decode)
     _pair_again(rig)
@@ -91,7 +92,7 @@ def _pair_again_while_busy(rig: PairRig) -> None:
     assert decode.count("canaries/unknown") == 1
 
 
-def test_who_is_paired_while_requests_wait_is_tried_afterwards_once(known: Known) -> None:
+def test_a_node_paired_while_requests_wait_is_checked_once_afterwards(known: Known) -> None:
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode = rig.decode[0]
         _pair_again_while_busy(rig)
@@ -104,7 +105,7 @@ def test_who_is_paired_while_requests_wait_is_tried_afterwards_once(known: Known
         assert computes_nothing(rig) and decode.count("handoffs_completed") == handed
 
 
-def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
+def test_a_node_in_use_is_removed_when_its_canary_fails(
     known: Known, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(canary, "AGAIN_S", 0.5)
@@ -121,7 +122,7 @@ def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
         assert decode.count("canaries/passed") == 3
 
 
-def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
+def test_a_node_in_use_that_fails_during_its_canary_is_removed(known: Known) -> None:
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode, gone = rig.decode[0], rig.prefill[0]
         _pair_again_while_busy(rig)
@@ -134,7 +135,7 @@ def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
         assert decode.count("canaries/passed") == 2
 
 
-def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
+def test_a_node_that_fails_during_its_canary_is_removed(known: Known) -> None:
     with PairRig(known.loaded, prefill=[Size(), Size()], transfer=CANARY) as rig:
         decode, gone = rig.decode[0], rig.prefill[0]
         _pair_again(rig)

@@ -1,4 +1,4 @@
-"""Drafts for requests whose tokens depend on those before: their responses are those without
+"""Drafts for requests whose tokens depend on previous tokens. Responses equal those without
 drafts, for every feature and drafter."""
 
 import itertools
@@ -37,7 +37,7 @@ SCHEMA = {
 }
 PERSON = GuidedDecoding("json_schema", json.dumps(SCHEMA))
 WORDS = GuidedDecoding("regex", "([a-e]{2} ){12,40}z")
-FEW = tuple(range(60, 72))  # so that many pairs of them are bad words
+FEW = tuple(range(60, 72))  # so that many pairs of tokens are bad words
 BAD_WORDS = (
     *((one, other) for one, other in itertools.product(FEW, FEW) if (one + other) % 3 == 0),
     *((one, 62, other) for one, other in itertools.product(FEW, FEW) if (one + other) % 3 == 1),
@@ -50,7 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "thinking": {**THOUGHT, "logit_bias": ((CLOSE, -3.0),)},
     "json": {"guide": PERSON, "ignore_eos": False},
     "words": {"guide": WORDS, "ignore_eos": False, "logprobs": 1},
-    "printable": {"guide": GuidedDecoding("regex", "[ -~]{80}")},  # as is all that it says
+    "printable": {"guide": GuidedDecoding("regex", "[ -~]{80}")},  # every sample is such a token
     "words, penalised": {"guide": WORDS, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
     "words behind reasoning": {"guide": WORDS, **THOUGHT, "min_tokens": 60},
     "reasoning or not": {
@@ -64,7 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def _asked(rig: PairRig, features: Sequence[str], **fields: Any) -> list[Asked]:
-    """Run a greedy and a sampled request of each feature. No two have the same prompt."""
+    """Run a greedy and a sampled request for each feature. No two have the same prompt."""
     ways = [(name, sampled) for name in features for sampled in ({}, HOT)]
     asked = [
         rig.ask([number, 200, *range(30, 41)], NUM_TOKENS, **FEATURES[name], **sampled, **fields)
@@ -120,11 +120,12 @@ def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> 
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(each, marks=pytest.mark.long) for each in ("right", "random")), "ngram"]
 )
-def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
+def test_responses_equal_those_without_drafts(noise, plain, kind, overlap):
     """All features in one batch.
 
-    Seen failing with the first mask for all drafts of a row, with drafts that are counted by the
-    penalties although they were rejected, and with matchers that are not rolled back."""
+    Seen failing with the first mask for all drafts of a row, if the penalties count rejected
+    drafts, and if matchers are not rolled back.
+    """
     loaded, _ = noise
     size = _size(speculator=_drafter(kind, plain, loaded.model.spec.vocabulary_size))
     with PairRig(
@@ -140,7 +141,7 @@ def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_has_drafts(noise, plain, name):
-    """Accept most drafts of a drafter that is right most of the time, in each feature alone."""
+    """A drafter that is right most of the time has most drafts accepted, for each feature alone."""
     loaded, _ = noise
     size = _size(speculator=_drafter("random", plain, loaded.model.spec.vocabulary_size))
     with PairRig(loaded, prefill=(), decode=[size]) as rig:
@@ -176,7 +177,7 @@ def with_layer(request, tmp_path_factory, noise) -> Loaded:
 
 
 class RecallingLayer:
-    """The drafts of a layer that knows the responses, except for some tokens."""
+    """The drafts of a layer that reproduces the responses, except for some tokens."""
 
     def __init__(self, guess: Callable[..., Tensor], texts: Sequence[Sequence[int]]) -> None:
         self._guess = guess
@@ -199,10 +200,11 @@ class RecallingLayer:
 @pytest.mark.parametrize(
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
-def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, overlap):
-    """The host knows the drafts of the layer before it computes masks and counts.
+def test_responses_equal_those_without_drafts_of_a_layer(with_layer, monkeypatch, overlap):
+    """The host receives the drafts of the layer before it computes masks and counts.
 
-    Seen failing where it does not."""
+    Seen failing without these drafts.
+    """
     with PairRig(with_layer, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
         plain = _asked(rig, list(FEATURES))
     drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]
@@ -220,8 +222,8 @@ def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, 
     assert rejected > 0
 
 
-def test_a_small_pool_takes_such_requests_off_the_device_among_drafts(noise, plain):
-    """Their matchers and counts begin again with their tokens."""
+def test_constrained_requests_with_drafts_are_retracted_and_continue(noise, plain):
+    """Their matchers and counts are rebuilt from their tokens."""
     loaded, _ = noise
     drafts = _drafter("random", plain, loaded.model.spec.vocabulary_size)
     size = _size(num_pages=28, speculator=drafts)
@@ -233,7 +235,7 @@ def test_a_small_pool_takes_such_requests_off_the_device_among_drafts(noise, pla
 
 
 @pytest.mark.parametrize("name", ["penalties", "words, penalised", "words behind reasoning"])
-def test_such_a_request_moves_and_is_replayed_among_drafts(noise, plain, name):
+def test_constrained_requests_with_drafts_migrate_and_are_replayed(noise, plain, name):
     loaded, _ = noise
     one, vocabulary_size = plain[name][1], loaded.model.spec.vocabulary_size
     sizes = [_size(speculator=_drafter("random", plain, vocabulary_size)) for _ in range(2)]
@@ -247,15 +249,16 @@ def test_such_a_request_moves_and_is_replayed_among_drafts(noise, plain, name):
 @pytest.mark.parametrize(
     "at", [9, *(pytest.param(step, marks=pytest.mark.long) for step in (10, 11, 12))]
 )
-def test_a_row_whose_matcher_is_slow_among_drafts_waits_alone(noise, plain, monkeypatch, at):
-    """It is computed again when its mask is ready. No token of that step counts, nor any draft."""
+def test_a_row_with_drafts_and_a_slow_matcher_waits_alone(noise, plain, monkeypatch, at):
+    """The row is computed again when its mask is ready. No token or draft of the first step is
+    used."""
     loaded, _ = noise
     stands, gate = threading.Event(), threading.Event()
     look_ahead = Match._look_ahead
 
     def gated(self: Match) -> None:
         if self.num_followed >= at and self._wanted and not self._room and not stands.is_set():
-            # Not before: on a busy machine an earlier matcher would be slow, and get no drafts.
+            # Not earlier: on a busy machine an earlier matcher would be slow and get no drafts.
             monkeypatch.setattr(matching, "_STARVED_S", 0.01)
             stands.set()
             assert gate.wait(60)
@@ -277,8 +280,8 @@ def test_a_row_whose_matcher_is_slow_among_drafts_waits_alone(noise, plain, monk
         assert rig.decode[0].count("draft_tokens/accepted") > 0
 
 
-def test_a_grammar_proposes_the_text_that_it_forces(noise):
-    """Without any text to repeat."""
+def test_a_grammar_drafts_the_text_that_it_forces(noise):
+    """There is no text to repeat."""
     loaded, tokenizer = noise
     drafts = Speculator(NgramDrafter(16), AllDrafts(NUM_DRAFTS), NUM_DRAFTS)
     fields = {"guide": GuidedDecoding("regex", "[ab](forced text)[cd](, and more of it)[ef]")}
@@ -296,8 +299,8 @@ def test_a_grammar_proposes_the_text_that_it_forces(noise):
 
 
 @pytest.mark.parametrize("kind", ["recalled", "draft_model"])
-def test_such_requests_with_adapters_have_drafts(known, tmp_path, kind):
-    """A draft model has no adapters, and drafts what the model says without them."""
+def test_constrained_requests_with_adapters_have_drafts(known, tmp_path, kind):
+    """A draft model has no adapters, and drafts the tokens of the model without them."""
     make_adapter(tmp_path / "a", known.reference, seed=1, rank=4)
     lora = LoraConfig(adapter_dir=tmp_path, preload=("a",), max_loras=2, max_rank=16)
     fields = {**FEATURES["words, penalised"], **HOT}

@@ -1,8 +1,8 @@
-"""Drafts by layers behind the model, over a pair: answers are those without, whatever the layers
-say; and wherever a request goes on, the layers go on rightly.
+"""Draft layers behind the model, over a pair of nodes. Responses equal those without drafts, and
+the layers remain correct wherever a request continues.
 
-`followed` is a model for which one vector that is not the right one, or one key of a draft model,
-shows as a rejected draft.
+`followed` is a model for which one wrong vector, or one wrong key of a draft model, causes a
+rejected draft.
 """
 
 import random
@@ -48,7 +48,7 @@ def _size(max_drafts: int = 3, **fields: Any) -> Size:
 
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
-    """Return prompts with lengths around a page's edge."""
+    """Return prompts with lengths around a page boundary."""
     return random_prompts(vocabulary_size, 1, 15, 16, 33)
 
 
@@ -56,7 +56,7 @@ def _prompts(vocabulary_size: int) -> list[list[int]]:
 class Followed:
     loaded: Loaded
     knower: Loaded  # the same model with a drafter whose logits are the model's
-    after: dict[int, int]  # the next token, by the newest
+    after: dict[int, int]  # the next token, by the last one
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
         tokens = [prompt[-1]]
@@ -152,13 +152,14 @@ def guessed(
     "max_drafts, overlap",
     [(4, True), *(pytest.param(*one, marks=LONG) for one in ((1, True), (4, False)))],
 )
-def test_a_layer_that_is_right_is_right_behind_every_token(
+def test_a_correct_layer_has_all_drafts_accepted(
     followed: Followed | Itself, max_drafts: int, overlap: bool
 ) -> None:
-    """Behind the prompt, whose vectors another node has made; behind drafts that the layer has made
-    from its own vectors; at every place in a page.
+    """The layer drafts behind the prompt, whose vectors another node computed, behind its own
+    drafts, and at every place in a page.
 
-    Seen failing with vectors of tokens that fill a page alone."""
+    Seen failing with vectors of tokens that fill a page alone.
+    """
     with PairRig(followed.loaded, decode=[_size(max_drafts)], overlap_schedule=overlap) as rig:
         asked = {tuple(p): rig.ask(p, NUM_TOKENS) for p in _prompts(256)}
         rig.run()
@@ -169,11 +170,11 @@ def test_a_layer_that_is_right_is_right_behind_every_token(
         assert accepted >= len(asked) * (NUM_TOKENS - 1) * max_drafts // (max_drafts + 1) - 5
 
 
-def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(
+def test_a_layer_remains_correct_after_chunks_and_cached_prefixes(
     followed: Followed | Itself,
 ) -> None:
-    """On a node that computes prompts itself; later turns begin behind pages of earlier ones, which
-    drafts have written."""
+    """On a node that computes prompts itself. Later turns begin behind pages of earlier turns,
+    which drafts have written."""
     with PairRig(followed.loaded, prefill=(), decode=[_size()], chunked_prefill_tokens=16) as rig:
         first = [rig.ask(prompt, NUM_TOKENS) for prompt in _prompts(256)]
         rig.run()
@@ -187,8 +188,10 @@ def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(
         assert rejected == 0 and accepted > 0
 
 
-def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed | Itself) -> None:
-    """Pages that the decode node has are not moved, with what the layer keeps in them."""
+def test_a_layer_remains_correct_after_a_prefix_cached_on_both_nodes(
+    followed: Followed | Itself,
+) -> None:
+    """Pages that the decode node has, with the layer's part, are not transferred."""
     with PairRig(followed.loaded, decode=[_size()]) as rig:
         prompt = _prompts(256)[-1]
         one = rig.ask(prompt, NUM_TOKENS)
@@ -201,7 +204,9 @@ def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed | Itself) -> 
         assert rig.decode[0].drafts()[1] == 0
 
 
-def test_a_prefix_that_was_evicted_to_the_host_leaves_it_right(followed: Followed | Itself) -> None:
+def test_a_layer_remains_correct_after_a_prefix_restored_from_the_host(
+    followed: Followed | Itself,
+) -> None:
     size = _size(num_pages=14, tier_pages=160)
     with PairRig(followed.loaded, prefill=(), decode=[size]) as rig:
         prompts = [prompt(130, seed) for seed in range(1, 4)]
@@ -215,13 +220,13 @@ def test_a_prefix_that_was_evicted_to_the_host_leaves_it_right(followed: Followe
 
 @WITH_STATES
 @pytest.mark.parametrize("swap_pages", [256, pytest.param(0, marks=LONG)])
-def test_who_was_off_the_device_comes_back_to_it(
+def test_a_layer_remains_correct_after_retraction(
     followed: Followed | Itself, swap_pages: int
 ) -> None:
     prompts = [[first] * 12 for first in range(1, 9)]
     spec = followed.loaded.model.spec
     tables = KVLayout.of(spec.layers, 16, torch.float32, draft=spec.draft).tables
-    num_pages = len(prompts) * tables.pages_for(20)  # all may begin
+    num_pages = len(prompts) * tables.pages_for(20)  # all may start
     size = _size(num_pages=num_pages, max_running_requests=40, swap_pages=swap_pages)
     with PairRig(followed.loaded, prefill=[ROOM], decode=[size], new_token_ratio=0.1) as rig:
         asked = [rig.ask(prompt, 40) for prompt in prompts]
@@ -232,8 +237,8 @@ def test_who_was_off_the_device_comes_back_to_it(
         assert rig.decode[0].drafts()[1] == 0
 
 
-# Seen failing, both, with vectors of tokens that fill a page alone.
-def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed | Itself) -> None:
+# Both fail with vectors of tokens that fill a page alone.
+def test_a_layer_remains_correct_after_preemption(followed: Followed | Itself) -> None:
     size = _size(num_pages=7, prefix_cache=False)
     scheduler = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
     with PairRig(followed.loaded, decode=[size], **scheduler) as rig:
@@ -247,7 +252,7 @@ def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed | I
         assert rejected == 0 and accepted > 0
 
 
-def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed | Itself) -> None:
+def test_a_layer_remains_correct_after_replay_on_another_node(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, prefill=[Size()] * 2, decode=[_size(), _size()]) as rig:
@@ -259,7 +264,7 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed | Itself) -
 
 
 @WITH_STATES
-def test_a_request_that_moves_takes_it_along(followed: Followed | Itself) -> None:
+def test_a_layer_remains_correct_after_migration(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     sizes = [_size(num_pages=ROOM.num_pages) for _ in range(2)]
     with PairRig(followed.loaded, prefill=[ROOM], decode=sizes, migrates=True) as rig:
@@ -280,25 +285,25 @@ def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Ask
         return asked
 
 
-def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loaded]) -> None:
-    """Greedy and sampled ones, and those that forbid drafts, in one batch."""
+def test_a_random_layer_changes_no_response(guessed: tuple[Loaded, Loaded]) -> None:
+    """Greedy and sampled requests, and requests that forbid drafts, share one batch."""
     ways = [{}, SAMPLED, {"frequency_penalty": 0.6, **SAMPLED, "seed": 8}]
     plain = _answers(guessed[0], ROOM, ways)
     reported = _answers(guessed[1], _size(num_pages=ROOM.num_pages), ways)
     assert [one.tokens for one in reported] == [one.tokens for one in plain]
 
 
-# Quick, one by one: the tests above about requests that leave the device or their node.
+# These are quick. The tests above cover requests that are retracted or migrate.
 @pytest.mark.parametrize(
     "guessed",
     [pytest.param(each, marks=LONG) for each in ("eagle3", "eagle", "mtp", "draft model")],
     indirect=True,
 )
-def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
+def test_two_prefill_and_two_decode_nodes_answer_as_one_pair_without_a_layer(
     guessed: tuple[Loaded, Loaded],
 ) -> None:
-    """From either prefill node; off the device for want of pages, or for who is urgent, and back;
-    and from where the other decode node has left off."""
+    """Prompts from either prefill node. Requests are retracted or preempted and continue, and
+    are replayed from the other decode node."""
     source = random.Random(6)
     prompts = [[source.randrange(256) for _ in range(33)] for _ in range(8)]
     asking = [(p, SAMPLED if n % 2 else {}, n // 2 % 2) for n, p in enumerate(prompts)]
@@ -329,17 +334,18 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
         assert [one.tokens for one in replayed] == [expected[n][9:] for n in lost]
 
 
-HOT = {"temperature": 8.0, "ignore_eos": True}  # hardly any token is the likeliest one
+HOT = {"temperature": 8.0, "ignore_eos": True}  # no token is much likelier than the others
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=LONG)])
-def test_drafts_are_drawn_with_their_requests_own_noise(
+def test_drafts_are_sampled_with_the_noise_of_their_requests(
     followed: Followed | Itself, overlap: bool
 ) -> None:
-    """By a layer whose logits are the model's: whatever is drawn, and by whichever filters, all its
-    drafts stand; also where it goes on behind drafts of a prediction that did not.
+    """The logits of the layer are those of the model, so all drafts are accepted with any filters.
+    This includes requests that continue behind rejected drafts of a prediction.
 
-    Seen failing with drafts that are the likeliest tokens, and with another row's noise."""
+    Seen failing with drafts that are the likeliest tokens, and with another row's noise.
+    """
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
     with PairRig(followed.knower, decode=[_size()], overlap_schedule=overlap) as rig:
         asked = [
@@ -358,7 +364,7 @@ def test_drafts_are_drawn_with_their_requests_own_noise(
         assert rig.decode[0].drafts()[1] == again.predicted.rejected
 
 
-def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed | Itself) -> None:
+def test_a_prediction_precedes_drafts_of_the_layer(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, decode=[_size()]) as rig:

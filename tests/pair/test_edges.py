@@ -1,4 +1,4 @@
-"""Requests at the edges of what a pair of nodes can do."""
+"""Hand-offs of a pair of nodes at the edges of their capabilities."""
 
 import pytest
 
@@ -24,7 +24,7 @@ PROMPT = list(range(40, 90))  # three pages and a part
 
 
 @pytest.mark.parametrize("ends_by", ["max_tokens", "stop token", "EOS"])
-def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known, ends_by, tmp_path):
+def test_a_request_whose_first_token_ends_it_cancels_its_hand_off(known, ends_by, tmp_path):
     (token,) = known.greedy(PROMPT, 1)
     loaded = known.loaded
     if ends_by == "EOS":  # the same weights
@@ -42,12 +42,12 @@ def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known,
         assert asked.reason is expected
         rig.until_free(*rig.prefill)
         assert len(rig.wires.said(CancelHandoff)) == 1 and not rig.wires.said(ReadsDone)
-        assert rig.decode[0].pages("cache") == 0  # what has landed is not trusted
+        assert rig.decode[0].pages("cache") == 0  # its arrived KV is not used
         rig.faults[0].release()
 
 
 # Rule 4 of the hand-off. Seen failing without the abort: all twenty chunks are computed.
-def test_the_prompt_of_a_cancelled_hand_off_is_computed_no_further(known):
+def test_the_prompt_of_a_cancelled_hand_off_is_not_computed_further(known):
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         asked = rig.ask([n % 300 for n in range(320)])
         rig.until(lambda: rig.wires.said(PagesReady), "its first chunk is published")
@@ -56,7 +56,7 @@ def test_the_prompt_of_a_cancelled_hand_off_is_computed_no_further(known):
         assert rig.prefill[0].count("steps") < 20
 
 
-def test_a_prompt_that_is_cached_whole_moves_no_page(known):
+def test_a_prompt_cached_as_a_whole_transfers_no_page(known):
     prompt = PROMPT[:48]
     with PairRig(known.loaded) as rig:
         for _ in range(2):
@@ -72,8 +72,8 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
         assert rig.decode[0].count("handoffs_completed") == 2
 
 
-def test_a_link_whose_first_probe_was_slow_is_reported_as_fast_as_a_later_one(known, monkeypatch):
-    """The router gives a decode node with slow links the last of the requests."""
+def test_a_link_with_a_slow_first_probe_reports_its_later_rate(known, monkeypatch):
+    """The router sends few requests to a decode node with slow links."""
     probes = iter([0.19, 0.19])  # of the two nodes
     monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     monkeypatch.setattr(LoopbackConnection, "probe", lambda self: next(probes, 3.0))
@@ -87,7 +87,8 @@ def test_a_link_whose_first_probe_was_slow_is_reported_as_fast_as_a_later_one(kn
 
 
 def test_cached_tokens_are_reported_before_the_prompt_is_computed(known):
-    """A node that takes over after a failure finds the prompt in a cache: its report is wrong."""
+    """A node that continues after a failure finds the prompt in a cache, so its report would be
+    wrong."""
     prompt = [3 + i % 60 for i in range(400)]  # seven chunks
     with PairRig(known.loaded) as rig:
         asked = rig.ask(prompt)
@@ -95,8 +96,8 @@ def test_cached_tokens_are_reported_before_the_prompt_is_computed(known):
         assert (asked.cached_tokens, asked.tokens) == (0, [])
 
 
-# Seen failing without the publication at admission: (0, 80) as one range, after a forward.
-def test_what_a_producer_has_cached_is_published_before_anything_is_computed(known):
+# Seen failing without the publication at admission: (0, 80) arrives as one range, after a forward.
+def test_a_producer_publishes_its_cached_prefix_before_it_computes(known):
     prompt = [n * 7 % 300 for n in range(100)]
     with PairRig(known.loaded, decode=[Size(prefix_cache=False)], chunked_prefill_tokens=32) as rig:
         rig.run(rig.ask(prompt[:49], 1))
@@ -108,7 +109,7 @@ def test_what_a_producer_has_cached_is_published_before_anything_is_computed(kno
         assert ranges == [(0, 48), (48, 80), (80, 100)]
 
 
-def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(known):
+def test_namespaces_share_no_cache_on_either_node(known):
     prompt = PROMPT[:48]
     one, other = namespace_of("one"), namespace_of("other")
     with PairRig(known.loaded) as rig:
@@ -125,7 +126,7 @@ def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(know
                 ]
 
 
-def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known):
+def test_a_prompt_computed_again_on_another_node_keeps_its_namespace(known):
     theirs = namespace_of("theirs")
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         for faults in rig.faults:
@@ -141,10 +142,10 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
         rig.until_paired()
 
 
-def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
+def test_the_length_of_a_short_prompt_excludes_only_cached_tokens_of_its_namespace(known):
     with PairRig(known.loaded, local_prefill_max_tokens=20) as rig:
         for namespace, num_local in ((namespace_of("one"), 1), (namespace_of("other"), 2)):
-            for _ in range(2):  # the second is short, for what the first has left
+            for _ in range(2):  # the second is short, because of the pages of the first
                 asked = rig.serve(PROMPT, namespace=namespace)
                 assert asked.tokens == known.greedy(PROMPT, 8)
             assert rig.decode[0].count("local_prefills") == num_local
@@ -152,14 +153,14 @@ def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
 
 
 @pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["one producer", "another follows"])
-def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, producers):
+def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_on_the_decode_node(known, producers):
     with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:
         asked = rig.serve(PROMPT, prefill=producers)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("handoffs_failed") == 1
         assert (
             len(rig.wires.said(OpenHandoff)) == 1
-        )  # the producer has said that others would refuse it too
+        )  # the producer has reported that others would refuse it too
         assert rig.decode[0].count("local_prefills") == 1
 
 
@@ -168,7 +169,7 @@ def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, pro
     [[], [320], [1] * 512, [1] * 64],
     ids=["empty", "not a token", "longer than the context", "larger than the pool"],
 )
-def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
+def test_a_request_that_can_never_fit_is_rejected_and_opens_no_hand_off(known, prompt):
     with PairRig(known.loaded, decode=[Size(num_pages=4)]) as rig:
         asked = rig.serve(prompt)
         assert asked.reason is FinishReason.ERROR
@@ -176,8 +177,8 @@ def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
         assert not rig.wires.said(OpenHandoff)
 
 
-def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
-    """Seen failing with kept slots never set by the decode role: the running request waited for
+def test_a_request_with_pages_and_without_a_slot_does_not_starve_the_running_one(known):
+    """Seen failing if the decode role never sets kept slots: the running request waited for
     pages of the granted one, which waited for its slot."""
     tight = [Size(num_pages=6, max_running_requests=1)]
     with PairRig(known.loaded, decode=tight, new_token_ratio=0.01) as rig:
@@ -186,10 +187,12 @@ def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_ru
         known.check(first, second)
 
 
-def test_tokens_generated_before_may_be_in_the_producers_cache(known):
-    """A replay on another decode node. The prompt ends inside a page that the producer has whole.
+def test_generated_tokens_may_be_in_the_producers_cache(known):
+    """A replay on another decode node. The prompt ends inside a page that the producer has as a
+    whole.
 
-    Seen failing with the producer publishing up to the end of the prompt: no page's edge."""
+    Seen failing if the producer publishes up to the end of the prompt, which is no page boundary.
+    """
     prompt = PROMPT[:28]
     tokens = known.greedy(prompt, 20)
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
@@ -198,7 +201,7 @@ def test_tokens_generated_before_may_be_in_the_producers_cache(known):
         assert replayed.tokens == tokens[8:]
 
 
-def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(known):
+def test_a_draining_prefill_node_finishes_its_hand_offs_and_accepts_no_new_ones(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         first, second = rig.prefill
         rig.faults[0].freeze()
@@ -216,7 +219,7 @@ def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(know
         known.check(before, after)
 
 
-def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known):
+def test_a_draining_decode_node_finishes_its_requests_and_accepts_no_new_ones(known):
     with PairRig(known.loaded) as rig:
         (decode,) = rig.decode
         before = rig.ask(PROMPT)
@@ -227,8 +230,8 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
         rig.until(lambda: decode.router.drained, "the node has drained")
 
 
-# Seen failing without the count of tokens at the prefill node's door: both are taken.
-def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
+# Seen failing without the limit of queued tokens at the prefill node: it accepts both.
+def test_prompts_over_the_token_limit_of_a_prefill_node_wait_on_the_decode_node(known):
     with PairRig(known.loaded, decode=[Size(), Size()], max_queued_tokens=60) as rig:
         (prefill,) = rig.prefill
         rig.wires.hold_back(GrantHandoff)
@@ -243,8 +246,8 @@ def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
         assert prefill.count("handoffs_completed") == prefill.count("refused/overloaded") == 1
 
 
-# Seen failing without the count of tokens in ActiveRequests: the second is served.
-def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
+# Seen failing without the token limit in ActiveRequests: the second is served.
+def test_a_decode_node_rejects_requests_over_its_token_limit_and_accepts_later_ones(known):
     tight = [Size(num_pages=4)]
     with PairRig(known.loaded, prefill=[], decode=tight, max_queued_tokens=10) as rig:
         first, second = rig.ask(PROMPT[:48]), rig.ask(PROMPT[:40])
@@ -256,9 +259,11 @@ def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_lat
         assert third.tokens == known.greedy(third.prompt, 8)
 
 
-# Seen failing without the look at the vocabulary in Handoffs: the client is told that token, and
+# Seen failing without the check of the vocabulary in Handoffs: the client receives that token, and
 # its request ends.
-def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
+def test_a_first_token_outside_the_vocabulary_fails_the_attempt_and_not_the_request(
+    known, monkeypatch
+):
     honest, lies = codec._ready_proto, iter([2**31 - 1])
 
     def lying(ready: PagesReady) -> kvtransfer_pb2.Ready:

@@ -1,5 +1,5 @@
-"""A request may be ended in any state on either side: its pages come back, and nobody else is
-disturbed."""
+"""A request may end in any state on either side. Its pages are released, and other requests are
+not affected."""
 
 import time
 from functools import partial
@@ -11,7 +11,7 @@ from node.messages import AbortRequests
 from tests.pair.rig import Asked, PairRig
 from tests.pair.states import AT_THE_PRODUCER, EVERYWHERE, being_read
 
-CANCEL_S = 20.0  # until no page is held for a request that was cancelled: less than any patience
+CANCEL_S = 20.0  # time limit until no page is held for a cancelled request
 
 
 def _cancel(rig: PairRig, asked: Asked) -> None:
@@ -31,7 +31,7 @@ def _operator_aborts(rig: PairRig, asked: Asked) -> None:
 )
 @pytest.mark.parametrize("end", [_cancel, _router_leaves, _operator_aborts])
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
-def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, end, overlap):
+def test_a_request_aborted_in_this_state_releases_all_resources(known, state, end, overlap):
     with state.rig(known.loaded, overlap_schedule=overlap) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = state.reach(
@@ -61,7 +61,7 @@ def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, en
 
 
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
-def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
+def test_a_request_that_times_out_in_this_state_releases_all_resources(known, state):
     with state.rig(known.loaded) as rig:
         begun = time.monotonic()
         asked = state.reach(rig, partial(rig.ask, max_tokens=300, budget_s=0.3))
@@ -76,8 +76,10 @@ def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
 
 
 @pytest.mark.parametrize("state", AT_THE_PRODUCER, ids=str)
-def test_a_hand_off_that_its_producer_aborts_in_this_state_is_prefilled_here(known, state):
-    """Seen failing, where it is published or being read, with the inflight queue left out of
+def test_a_hand_off_aborted_by_its_producer_in_this_state_is_prefilled_on_the_decode_node(
+    known, state
+):
+    """Seen failing, for the states published and being read, without the inflight queue in
     Handoffs.abort."""
     with state.rig(known.loaded) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode

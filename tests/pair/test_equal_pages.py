@@ -1,4 +1,4 @@
-"""Pages of the same tokens have the same bytes, whichever steps and nodes have made them."""
+"""Pages of the same tokens have the same bytes, whichever steps and nodes have computed them."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def pages_of(node) -> set[bytes]:
 
 
 def made(loaded: Loaded, text: list[int], num_tokens: int, size: Size, **options):
-    """Return the tokens of a response, and the pages that each decode node has afterwards."""
+    """Return the tokens of a response, and the pages of each decode node afterwards."""
     neighbours, before = options.pop("neighbours", 0), options.pop("before", ())
     with PairRig(loaded, decode=[size], page_size=PAGE_SIZE, **options) as rig:
         others = [rig.ask(prompt(20 + i, 7 + i), num_tokens) for i in range(neighbours)]
@@ -54,7 +54,7 @@ def made(loaded: Loaded, text: list[int], num_tokens: int, size: Size, **options
     ],
 )
 def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype, kv_dtype):
-    """Keys and values of all tokens, and the state after the last one."""
+    """Compares keys and values of all tokens, and the state after the last one."""
     use("compiled", monkeypatch)
     directory = make_checkpoint(tmp_path, family)
     model = load(directory, CPU, getattr(torch, dtype))
@@ -67,7 +67,8 @@ def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype
     tokens, by_decode = made(loaded, PROMPT, NUM_TOKENS, size, **alone)
     text = [*PROMPT, *tokens]
     _, by_prompt = made(loaded, text[:-1], 1, size, **alone)
-    # A state does not fill its pages. Their end is as the pool was made, or as it was left.
+    # A state does not fill its pages. The rest of a page has its initial bytes or those of an
+    # earlier use.
     expected = {page.rstrip(b"\xff") for page in by_prompt} - {b""}
     assert len(expected) >= len(text[:-1]) // PAGE_SIZE
     cached = replace(size, prefix_cache=True)

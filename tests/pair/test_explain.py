@@ -34,7 +34,7 @@ def whats(flight: RequestTrace) -> list[str]:
     return [event.what for event in flight.events]
 
 
-def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
+def test_both_nodes_explain_a_hand_off_from_submission_to_end(known):
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         rig.ask(LONG, request_id=NAME)
         rig.serve(OTHER, request_id="another")
@@ -49,7 +49,7 @@ def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
         assert whats(there) == ["opened", "granted", "prefills", "computed", "released"]
 
 
-def test_a_request_under_way_is_told_up_to_now(known):
+def test_a_running_request_is_explained_up_to_now(known):
     with PairRig(known.loaded) as rig:
         rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG, request_id=NAME)
@@ -64,7 +64,7 @@ def test_a_request_under_way_is_told_up_to_now(known):
         assert not explained(rig, rig.decode[0], "somebody else's")
 
 
-def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
+def test_an_explanation_has_the_reason_of_a_lost_hand_off_and_the_next_producer(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
         rig.serve(LONG, prefill=[0, 1], request_id=NAME)
@@ -78,7 +78,7 @@ def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
         assert first.events[-1].detail
 
 
-def test_a_prompt_that_is_prefilled_here_says_why(known):
+def test_an_explanation_has_the_reason_of_a_local_prefill(known):
     with PairRig(known.loaded, prefill=()) as rig:
         rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
@@ -93,7 +93,7 @@ def test_a_prompt_that_is_prefilled_here_says_why(known):
         assert "no candidate prefill node" in here.events[2].detail
 
 
-def test_a_retracted_request_says_when_it_was_off_the_device(known):
+def test_an_explanation_has_the_times_of_a_retraction(known):
     with PairRig(known.loaded, decode=[Size(num_pages=16)], new_token_ratio=0.02) as rig:
         for number, prompt in enumerate((LONG, OTHER)):
             rig.ask(prompt, 60, request_id=f"{number}")
@@ -107,7 +107,7 @@ def test_a_retracted_request_says_when_it_was_off_the_device(known):
         assert reported.count("retracted") == reported.count("returned") >= 1
 
 
-def test_what_was_refused_says_so_on_both_nodes(known):
+def test_both_nodes_explain_a_rejected_request(known):
     with PairRig(known.loaded, context_length=64) as rig:
         rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
@@ -115,7 +115,7 @@ def test_what_was_refused_says_so_on_both_nodes(known):
         assert here.events[-1].detail.startswith("error: ")
 
 
-def test_what_a_tier_had_of_a_prompt_is_told_too(known):
+def test_an_explanation_has_the_tokens_found_in_a_tier(known):
     small = Size(num_pages=12, tier_pages=100, swap_pages=0)
     with PairRig(known.loaded, prefill=(), decode=[small]) as rig:
         prompts = [[(seed * 31 + 7 * at) % 250 for at in range(100)] for seed in range(3)]
@@ -137,8 +137,10 @@ STATES = [
 
 
 @pytest.mark.parametrize("reach, here, there, sizes", STATES)
-def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, here, there, sizes):
-    """Seen failing with each of the five queues left out of what its node tells."""
+def test_every_open_hand_off_is_reported_with_its_queue_on_both_nodes(
+    known, reach, here, there, sizes
+):
+    """Seen failing with each of the five queues left out of its node's report."""
     with PairRig(known.loaded, **sizes) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         name = f"request {reach(rig, rig.ask).number}"
@@ -152,7 +154,7 @@ def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, 
 
 
 # Seen failing with that queue left out.
-def test_who_waits_for_a_producer_is_named_too(known):
+def test_a_request_that_waits_for_a_producer_is_reported(known):
     with PairRig(known.loaded, reconnect_wait_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.wires.cut(prefill.front, decode.front)

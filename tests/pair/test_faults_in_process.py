@@ -21,7 +21,7 @@ NERVOUS = TransferConfig(
 
 
 def _frozen_read(rig: PairRig, prompt=LONG, **how) -> Asked:
-    """A request whose read rests in its middle."""
+    """A request whose read stops in the middle."""
     rig.faults[0].freeze()
     asked = rig.ask(prompt, NUM_TOKENS, **how)
     rig.until(lambda: rig.faults[0].wait_until_resting(1, 0.0), "the read has begun")
@@ -32,13 +32,13 @@ def _frozen_read(rig: PairRig, prompt=LONG, **how) -> Asked:
 # Reads ------------------------------------------------------------------------------------------
 
 
-def test_slow_reads_delay_their_own_request_and_no_other(known):
+def test_slow_reads_delay_only_their_own_request(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].freeze()
         slow = [rig.ask(LONG, prefill=[0]), rig.ask(OTHER, prefill=[0])]
         fast = [rig.ask(LONG, prefill=[1]), rig.ask(OTHER[:50], prefill=[])]
         rig.run(*fast)
-        assert [len(one.tokens) for one in slow] == [1, 1]  # told before its KV has landed
+        assert [len(one.tokens) for one in slow] == [1, 1]  # sent before its KV has arrived
         assert rig.decode[0].queue("on_device") == 0
         rig.faults[0].release()
         rig.faults[0].delay(0.01)
@@ -48,7 +48,9 @@ def test_slow_reads_delay_their_own_request_and_no_other(known):
 
 
 @pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["then here", "then elsewhere"])
-def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, producers):
+def test_a_page_that_changes_during_its_read_fails_the_attempt_and_not_the_response(
+    known, producers
+):
     """Seen failing with `PageChecksums.wrong` always empty: the attempt is held."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         rig.faults[0].corrupt_next()
@@ -62,7 +64,7 @@ def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, p
 
 @pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 @pytest.mark.parametrize("fault", ["fail_next", "truncate_next"])
-def test_a_read_that_fails_costs_its_attempt(known, fault, producers):
+def test_a_failed_read_fails_its_attempt(known, fault, producers):
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         getattr(rig.faults[0], fault)("by the test")
         asked = rig.serve(LONG, prefill=producers)
@@ -78,7 +80,7 @@ def test_a_read_that_fails_costs_its_attempt(known, fault, producers):
         assert decode.count("handoffs_completed") == len(producers)
 
 
-def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(known):
+def test_a_read_past_its_deadline_is_abandoned_and_others_are_repeated(known):
     transfer = PATIENT.model_copy(update={"read_timeout_s": 1.0})
     with PairRig(known.loaded, transfer=transfer) as rig:
         (decode,) = rig.decode
@@ -92,9 +94,9 @@ def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(
         assert decode.count("local_prefills") == 1
 
 
-def test_what_lands_late_lands_in_pages_that_nobody_has(known):
-    """Seen failing with the READ hold of PageReservations.reserve removed: the request that got the
-    pages of the cancelled one went on with KV of that one."""
+def test_a_late_read_writes_only_into_free_pages(known):
+    """Seen failing without the READ hold of PageReservations.reserve: the request that got the
+    pages of the cancelled one continued with KV of the cancelled one."""
     with PairRig(known.loaded, chunked_prefill_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
         gone = _frozen_read(rig)
@@ -102,7 +104,7 @@ def test_what_lands_late_lands_in_pages_that_nobody_has(known):
         rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
         rig.cancel(gone)
         rig.until(lambda: gone.ended, "the first is cancelled")
-        heir = rig.ask(OTHER, 40, prefill=[])  # would take the pages that were freed last
+        heir = rig.ask(OTHER, 40, prefill=[])  # would get the pages that were freed last
         rig.until(lambda: len(heir.tokens) == 3, "the third one runs")
         rig.faults[0].release()
         rig.until(lambda: rig.wires.said(ReadsDone), "all reads have ended", prefill)
@@ -110,9 +112,9 @@ def test_what_lands_late_lands_in_pages_that_nobody_has(known):
         known.check(heir, behind)
 
 
-def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
-    """Seen failing with the PUBLICATION hold of the producer's Handoffs.admitted removed: the
-    second prompt was computed into the pages of the first, and then the rest of these was read."""
+def test_published_pages_are_not_reused_while_they_may_be_read(known):
+    """Seen failing without the PUBLICATION hold of the producer's Handoffs.admitted: the second
+    prompt was computed into the pages of the first, and then the rest of these was read."""
     with PairRig(
         known.loaded, prefill=[Size(prefix_cache=False)], chunked_prefill_tokens=WHOLE
     ) as rig:
@@ -125,18 +127,20 @@ def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
         known.check(first, second)
 
 
-def test_nothing_is_computed_from_pages_that_their_producer_had_let_go(known):
-    """The producer, cut off, lets the pages go and computes another prompt into them; the consumer
-    still reads them, and all of its reads end well.
+def test_no_token_is_computed_from_pages_that_their_producer_has_released(known):
+    """The producer, cut off, releases the pages and computes another prompt into them. The consumer
+    still reads them, and all of its reads succeed.
 
-    Seen failing with `held` set in Handoffs.first_token, and with ConsumerEnd finishing an
-    attempt when all is read."""
+    Seen failing with `held` set in Handoffs.first_token, and with ConsumerEnd finishing an attempt
+    when all is read.
+    """
     with PairRig(
         known.loaded,
         prefill=[Size(prefix_cache=False)],
         decode=[Size(), Size()],
         chunked_prefill_tokens=WHOLE,
-        transfer=PATIENT.model_copy(update={"release_timeout_s": 2.0}),  # the thief has as long
+        # the other prompt has as much time
+        transfer=PATIENT.model_copy(update={"release_timeout_s": 2.0}),
     ) as rig:
         (prefill,), (decode, other) = rig.prefill, rig.decode
         asked = _frozen_read(rig)
@@ -164,8 +168,8 @@ def test_nothing_is_computed_from_pages_that_their_producer_had_let_go(known):
     ],
 )
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
-def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, sides):
-    """On both sides, or seen on one only for now."""
+def test_a_cut_stream_fails_its_attempts_and_is_replaced(known, state, sides):
+    """On both sides, or at first detected on one side only."""
     with state.rig(known.loaded, transfer=NERVOUS) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = state.reach(rig, rig.ask)
@@ -178,7 +182,8 @@ def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, s
         rig.until(lambda: rig.wires.num_begun > 1, "the consumer has noticed")
         rig.until_paired()
         held = decode.count("handoffs_completed")
-        for _ in range(MAX_ASKED):  # until the engine knows the new stream it prefills by itself
+        # until the engine gets the new stream, it prefills prompts itself
+        for _ in range(MAX_ASKED):
             again = rig.serve(asked.prompt)
             known.check(again)
             if decode.count("handoffs_completed") > held:
@@ -186,7 +191,7 @@ def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, s
         raise AssertionError("no hand-off went over the new stream")
 
 
-def test_a_silent_stream_is_ended_by_both(known):
+def test_both_ends_close_a_silent_stream(known):
     with PairRig(known.loaded, transfer=NERVOUS) as rig:
         (prefill,) = rig.prefill
         asked = _frozen_read(rig)
@@ -199,7 +204,7 @@ def test_a_silent_stream_is_ended_by_both(known):
         rig.until_paired()
 
 
-def test_a_done_that_nobody_answers_is_given_up(known):
+def test_an_unanswered_done_is_abandoned(known):
     with PairRig(
         known.loaded, transfer=PATIENT.model_copy(update={"release_timeout_s": 0.2})
     ) as rig:
@@ -210,20 +215,20 @@ def test_a_done_that_nobody_answers_is_given_up(known):
         rig.wires.let_go()
 
 
-def test_a_producer_that_computes_no_further_is_given_up(known):
+def test_a_producer_that_stops_computing_loses_its_attempt(known):
     transfer = PATIENT.model_copy(update={"chunk_timeout_s": 0.3})
     with PairRig(known.loaded, transfer=transfer, chunked_prefill_tokens=16) as rig:
         asked = between_chunks(rig, rig.ask)
         rig.until(lambda: asked.ended, "the decode node prefills by itself", *rig.decode)
         known.check(asked)
         rig.settle()
-        rig.until_free(*rig.prefill)  # it stops at the next chunk's edge
+        rig.until_free(*rig.prefill)  # it stops at the next chunk boundary
         assert rig.prefill[0].count("generated_tokens") == 0
 
 
-def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
-    """Seen failing with an Open sent all the same: the other producer refused the pair for its
-    negative budget."""
+def test_an_attempt_lost_at_the_deadline_opens_no_other(known):
+    """Seen failing if an Open is sent nevertheless: the other producer refused the pair because
+    of its negative budget."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=16) as rig:
         (decode,) = rig.decode
         begun = time.monotonic()
@@ -239,8 +244,8 @@ def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
 
 
 @pytest.mark.parametrize("state", AT_THE_PRODUCER, ids=str)
-def test_two_consumers_of_one_producer_do_not_meet(known, state):
-    """One of them is cut off; the other's hand-off of the same prompt goes on."""
+def test_two_consumers_of_one_producer_do_not_affect_each_other(known, state):
+    """One of them is cut off. The other's hand-off of the same prompt continues."""
     sizes = {"decode": [Size(), Size()]}
     with state.rig(known.loaded, **sizes) as rig:
         (prefill,), (decode, other) = rig.prefill, rig.decode
