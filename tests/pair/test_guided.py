@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, whichever node samples, and whatever happens to their request."""
+"""Responses that follow a grammar, whichever node samples and whatever happens to the request."""
 
 import json
 import re
@@ -47,7 +47,7 @@ TAG = GuidedDecoding(
         }
     ),
 )
-END = 258  # of an answer, to the noise model
+END = 258  # cost of a token for the noise model
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 15, 64, 150)]
 
 
@@ -66,7 +66,7 @@ def _holds(guide, text):
 
 
 def _asked(rig, tokenizer):
-    """Start a greedy and a sampled request of every form.
+    """Start a greedy and a sampled request of every grammar.
 
     A bias forbids spaces, which random weights prefer to JSON.
     """
@@ -89,7 +89,7 @@ def _asked(rig, tokenizer):
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
 @pytest.mark.parametrize("pool", ["large", "small", "colocated"])
-def test_every_finished_answer_has_its_form(noise, pool, overlap):
+def test_every_finished_response_follows_its_grammar(noise, pool, overlap):
     """Seen failing with the first token unmasked on the prefill node, and with rows that do not
     wait."""
     loaded, tokenizer = noise
@@ -112,9 +112,8 @@ def test_every_finished_answer_has_its_form(noise, pool, overlap):
         assert free.tokens == alone.tokens
 
 
-def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
-    """Continue the response as the router replays it. Seen failing where the matcher starts
-    again."""
+def test_a_response_that_continues_on_another_node_follows_its_grammar(noise):
+    """Continue the response as the router replays it. Seen failing if the matcher starts again."""
     loaded, _ = noise
     with PairRig(loaded) as rig:
         for guide in (PERSON, ANSWER):
@@ -132,8 +131,8 @@ def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
 
 
 def _thinking(rig, tokenizer):
-    """Every form again, behind thought that one more token ends; half of it is ended for it. The
-    end of the answer would come at once, if it could."""
+    """Every grammar again, behind reasoning text that one more token ends. Half of it is ended
+    for the request. The response could end at once."""
     close = tokenizer.token_to_id("|")
     thought = ReasoningTokens(close, open=None)
     spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
@@ -162,8 +161,8 @@ def _thinking(rig, tokenizer):
 
 
 @pytest.mark.parametrize("pool", [pytest.param("large", marks=pytest.mark.long), "small"])
-def test_a_form_begins_behind_the_thought(noise, pool):
-    """Seen failing with an end within the thought, and with a matcher that follows all tokens."""
+def test_a_grammar_begins_after_the_reasoning(noise, pool):
+    """Seen failing with an end inside the reasoning, and with a matcher that follows all tokens."""
     loaded, tokenizer = noise
     with PairRig(
         loaded,
@@ -195,7 +194,7 @@ def test_a_form_begins_behind_the_thought(noise, pool):
 
 
 def test_text_is_free_until_a_tag_begins(noise):
-    """Then it goes as the tag has it; seen failing with bits that are not filled in."""
+    """Then the tag's grammar applies. Seen failing with mask bits that are not filled in."""
     loaded, tokenizer = noise
     with PairRig(loaded) as rig:
         asked = [
@@ -218,7 +217,7 @@ def test_text_is_free_until_a_tag_begins(noise):
 
 
 def test_channels_are_marked_with_tokens(noise):
-    """Special ones, which no text is made of: seen failing where these have no bytes."""
+    """Special tokens, which have no text. Seen failing if these have no bytes."""
     loaded, tokenizer = noise
     begin, end = "<|endoftext|>", "<|im_start|>"
     spelt = {CHANNEL: begin, MESSAGE: begin, CONSTRAIN: begin, END_MARKER: end, START: end}
@@ -254,8 +253,8 @@ def test_channels_are_marked_with_tokens(noise):
         assert found and _holds(PERSON if number % 2 else DATE, found[1]), text
 
 
-def test_an_answer_that_may_think_may_as_well_not(noise):
-    """Its first token is of the form, or begins thought."""
+def test_a_response_may_skip_optional_reasoning(noise):
+    """Its first token follows the grammar, or begins the reasoning."""
     loaded, tokenizer = noise
     opens, close = tokenizer.token_to_id("~"), tokenizer.token_to_id("|")
     fields = {"guide": DATE, "thought": ReasoningTokens(close, opens), "ignore_eos": False}
@@ -277,7 +276,9 @@ def test_an_answer_that_may_think_may_as_well_not(noise):
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_what_is_no_guide_is_refused_with_its_place_and_costs_nobody_else(noise, guide, where):
+def test_an_invalid_grammar_is_rejected_with_its_place_and_affects_no_other_request(
+    noise, guide, where
+):
     loaded, _ = noise
     with PairRig(loaded) as rig:
         refused = rig.ask(PROMPTS[0], 8, guide=guide)
@@ -288,7 +289,7 @@ def test_what_is_no_guide_is_refused_with_its_place_and_costs_nobody_else(noise,
         assert len(fine.tokens) == 4
 
 
-def test_a_request_whose_guide_is_not_compiled_yet_can_be_cancelled(noise):
+def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(noise):
     loaded, _ = noise
     with PairRig(loaded) as rig:
         asked = rig.ask(PROMPTS[0], 8, guide=JSON_OBJECT)
@@ -301,8 +302,8 @@ SLOW = GuidedDecoding("regex", "[a-h]{30}z")
 
 
 def _gated(monkeypatch, at):
-    """One matcher stands still before the mask of token `at`, on its thread, until `open` is set.
-    Returns two events: `stands` says that it does."""
+    """Block one matcher on its thread before the mask of token `at`, until `open` is set. Return
+    two events: `stands` is set while the matcher is blocked."""
     stands, gate = threading.Event(), threading.Event()
     follow = Match._follow
 
@@ -321,8 +322,8 @@ def _gated(monkeypatch, at):
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
 @pytest.mark.parametrize(("colocated", "at"), [(False, 5), (True, 5), (True, 1)])
-def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, colocated, at):
-    """The others, with a grammar and without, come to their end while it stands still."""
+def test_a_slow_matcher_delays_only_its_own_row(noise, monkeypatch, overlap, colocated, at):
+    """The other rows, with a grammar and without, complete while it is blocked."""
     loaded, tokenizer = noise
     fields = {"guide": SLOW, "ignore_eos": False, "temperature": 1.0, "seed": 4}
     where = {"prefill": (), "mode": "colocated"} if colocated else {}
@@ -347,7 +348,7 @@ def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, coloc
         assert again.tokens == slow.tokens
 
 
-def test_a_row_that_is_held_can_be_cancelled(noise, monkeypatch):
+def test_a_row_that_waits_for_its_mask_can_be_cancelled(noise, monkeypatch):
     loaded, _ = noise
     with PairRig(loaded) as rig:
         stands, gate = _gated(monkeypatch, 5)
@@ -362,8 +363,9 @@ def test_a_row_that_is_held_can_be_cancelled(noise, monkeypatch):
         rig.run()
 
 
-def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monkeypatch):
-    """Really slow: it has ever more readings. It is ended while the prover lets all pass."""
+def test_a_response_over_its_grammar_budget_ends_and_no_other(noise, monkeypatch):
+    """The matcher is really slow, because its number of parser states grows. The verifier
+    accepts every grammar, so only the budget ends it."""
     monkeypatch.setattr(matching, "ALLOWANCE_S", 0.05)
     monkeypatch.setattr(matching, "S_PER_TOKEN", 1e-5)
     loaded, _ = noise
@@ -381,8 +383,8 @@ def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monke
 
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"ignore_eos": False, "min_tokens": 50}])
-def test_an_answer_ends_where_its_grammar_ends(noise, fields):
-    """End the response with its grammar, whatever the fields say about its end.
+def test_a_response_ends_where_its_grammar_ends(noise, fields):
+    """The response ends with its grammar, whatever its stop conditions are.
 
     Seen failing with free text behind the first response, and with tokens that the grammar forbids
     behind the second.

@@ -1,5 +1,5 @@
-"""Images are encoded beside the steps of other requests. The encoder is held until the test lets it
-go on, so that a request is surely in this stage."""
+"""Images are encoded beside the steps of other requests. The test blocks the encoder, so that a
+request is certainly in this stage."""
 
 import threading
 
@@ -73,7 +73,7 @@ def greedy(model, seed):
     return model.greedy(parts_of(seed))
 
 
-def test_other_requests_go_on_while_images_are_encoded(rig, model):
+def test_other_requests_continue_while_images_are_encoded(rig, model):
     encoder = held(rig)
     running = rig.ask(TEXT, 200)
     rig.until(lambda: running.tokens, "it runs")
@@ -120,7 +120,7 @@ def test_a_request_may_end_while_its_image_waits(rig, model, end):
     assert again.tokens == greedy(model, 2)
 
 
-def test_what_the_thread_fails_to_encode_the_forward_encodes(rig, model):
+def test_an_image_that_the_thread_fails_to_encode_is_encoded_by_the_forward(rig, model):
     encoder = held(rig)
     encoder.fails = True
     encoder.release()
@@ -144,7 +144,7 @@ def test_requests_wait_while_the_queue_of_images_is_full(rig, model, monkeypatch
 
 @pytest.mark.long
 def test_an_image_that_was_evicted_is_encoded_by_the_forward(rig, model):
-    """Each pushes out those before it."""
+    """Each image evicts earlier ones."""
     rig.decode[0].engine.model.seeing._most_bytes = 1
     asked = [ask(rig, seed) for seed in range(4)]
     rig.run()

@@ -1,4 +1,4 @@
-"""Prompts with images to each vision model: logits and tokens are those of transformers' class,
+"""Prompts with images to each vision model. Logits and tokens are those of transformers' class,
 wherever chunks end, whichever node computes them, and behind cached pages."""
 
 import json
@@ -137,7 +137,7 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
     num_pages = 4 * tables.pages_to_compute(47) + 1
     size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
     with rig_of(model, prefill=[], decode=[size], mode="colocated", new_token_ratio=0.01) as rig:
-        # All are admitted together, because their images are cached.
+        # All start together, because their images are cached.
         rig.decode[0].engine.model.seeing.encode([image for _, image, _ in prompts], None)
         asked = [ask(rig, parts, 24) for parts in prompts]
         rig.run()
@@ -148,7 +148,7 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
 
 @LONG
 def test_tensor_names_of_older_llavas(tmp_path):
-    """Checkpoints of LLaVA 1.5 have one more prefix in the encoder's names, and a buffer."""
+    """Checkpoints of LLaVA 1.5 have another prefix in the encoder's names, and a buffer."""
     new, old = tmp_path / "new", tmp_path / "old"
     shutil.copytree(make_vision_checkpoint(new, model_type="llava"), old)
     tensors = load_file(old / TENSORS)
@@ -165,7 +165,7 @@ def test_tensor_names_of_older_llavas(tmp_path):
 
 
 def test_stacked_experts_may_have_their_inputs_first(tmp_path):
-    """Published checkpoints of Qwen3-VL have."""
+    """Published checkpoints of Qwen3-VL have this layout."""
     directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl_moe")
     token_ids, images = with_images("What is it? ", picture(5, 3, 1))
     expected = logits_after(load(directory, CPU, torch.float32), token_ids, images=images)
@@ -179,8 +179,8 @@ def test_stacked_experts_may_have_their_inputs_first(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=LONG)])
-def test_quantised_decoders_see_images(tmp_path, model_type):
-    """Quantisers leave the encoder as it is."""
+def test_decoders_with_quantized_weights_support_images(tmp_path, model_type):
+    """Quantizers leave the encoder unchanged."""
     source = make_vision_checkpoint(tmp_path / "source", model_type=model_type)
     form = FORMATS["awq"]
     quantised, twin = requantised(source, tmp_path, form, spared="visual.")
@@ -193,7 +193,7 @@ def test_quantised_decoders_see_images(tmp_path, model_type):
     assert not torch.allclose(found, floats, atol=1e-3)
 
 
-def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
+def test_a_node_rejects_an_image_that_its_encoder_does_not_support(tmp_path):
     model = ImageModel(tmp_path, "llava")
     with rig_of(model, prefill=[]) as rig:
         asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
@@ -202,7 +202,7 @@ def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "llava"])
-def test_a_dtype_of_the_whole_configuration_is_the_decoders(tmp_path, model_type):
+def test_a_top_level_dtype_applies_to_the_decoder(tmp_path, model_type):
     write_vision_files(tmp_path, model_type=model_type)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"dtype": "bfloat16"}
@@ -212,7 +212,7 @@ def test_a_dtype_of_the_whole_configuration_is_the_decoders(tmp_path, model_type
 
 
 @LONG
-def test_a_draft_layer_that_is_right_is_right_behind_images(tmp_path):
+def test_a_correct_draft_layer_has_all_drafts_accepted_behind_images(tmp_path):
     """Its vectors are found by token indices, which differ from positions. Seen failing with
     positions."""
     directory = make_followed_vision(tmp_path)

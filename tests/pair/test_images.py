@@ -1,5 +1,5 @@
-"""Prompts with images through a prefill and a decode node: what is generated is what transformers
-generates, wherever a chunk ends and whoever computes it, and KV is shared by content."""
+"""Prompts with images through a prefill and a decode node. Tokens are those of transformers,
+wherever a chunk ends and whichever node computes it, and KV is shared by content."""
 
 import json
 import shutil
@@ -44,15 +44,15 @@ def model(tmp_path_factory):
     return VisionModel(tmp_path_factory.mktemp("vision"))
 
 
-def test_what_is_seen_matters_and_where(model):
+def test_content_and_place_of_an_image_change_the_response(model):
     other = ("What is on this? ", picture(5, 3, 9), " Say it in one word.")
     turned = ("What is on this? ", picture(3, 5, 1), " Say it in one word.")
     answers = [model.greedy(parts) for parts in (ONE, other, turned)]
     assert len({tuple(answer) for answer in answers}) == 3
 
 
-def test_kv_is_shared_by_prompts_with_the_same_image_and_by_no_others(model):
-    other = (ONE[0], picture(5, 3, 9), ONE[2])  # the same placeholders, as many
+def test_only_prompts_with_the_same_image_share_kv(model):
+    other = (ONE[0], picture(5, 3, 9), ONE[2])  # as many placeholders
     longer = (*ONE, " And another: ", picture(2, 2, 4), ".")
     with rig_of(model) as rig:
         first = ask(rig, ONE)
@@ -67,14 +67,14 @@ def test_kv_is_shared_by_prompts_with_the_same_image_and_by_no_others(model):
         assert different.tokens == model.greedy(other)
         assert follow_up.tokens == model.greedy(longer)
         num_tokens = len(again.prompt)
-        assert different.cached_tokens == 16 < len(ONE[0]) + 1 + 15  # what is before the image
+        assert different.cached_tokens == 16 < len(ONE[0]) + 1 + 15  # the text before the image
         assert again.cached_tokens == (num_tokens - 1) // 16 * 16
         assert follow_up.cached_tokens == num_tokens // 16 * 16
-        # What the cache had was not encoded again.
+        # Cached images were not encoded again.
         assert seen(rig.prefill[0])[0] == 3
 
 
-def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
+def test_an_image_that_occurs_twice_in_a_prompt_is_encoded_once(model):
     parts = ("One: ", picture(4, 4, 5), ", two: ", picture(4, 4, 5), ".")
     with rig_of(model) as rig:
         asked = ask(rig, parts)
@@ -83,7 +83,7 @@ def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
         assert seen(rig.prefill[0]) == (1, 1)
 
 
-def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
+def test_a_replay_continues_after_the_tokens_sent(model):
     token_ids, images = with_images(*TWO)
     answer = model.greedy(TWO)
     with rig_of(model) as rig:
@@ -91,14 +91,14 @@ def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
         assert asked.tokens == answer[3:]
 
 
-def test_a_request_moves_with_its_images(model):
+def test_a_request_migrates_with_its_images(model):
     with rig_of(model, decode=[Size(), Size(prefix_cache=False)], migrates=True) as rig:
         token_ids, images = with_images(*ONE)
         tokens = rig.moved_midway(rig.ask(token_ids, 40, images=images), 2)
         assert tokens == model.greedy(ONE, num_tokens=40)
 
 
-def test_what_a_node_cannot_compute_it_refuses(model):
+def test_a_node_rejects_images_that_it_cannot_compute(model):
     token_ids, images = with_images(*ONE)
     (image,) = images
     smaller = msgspec.structs.replace(image, pixels=image.pixels[: image.num_tokens * 3])
@@ -114,7 +114,7 @@ def test_what_a_node_cannot_compute_it_refuses(model):
             assert reason in asked.ended.error
 
 
-def test_other_tokens_in_the_place_of_an_image_are_refused_at_the_door():
+def test_a_prompt_with_wrong_placeholder_tokens_is_rejected_at_submission():
     token_ids, images = with_images(*ONE)
     check_images(images, token_ids)
     other = with_images(ONE[0], picture(5, 3, 9), ONE[2])[0]
@@ -132,13 +132,13 @@ def test_other_tokens_in_the_place_of_an_image_are_refused_at_the_door():
 
 
 class SaysImages:
-    """A drafter whose guesses are what the prompt has of images."""
+    """A drafter whose drafts are tokens of images in the prompt."""
 
     def propose(self, tokens, count):
         return np.resize(tokens[tokens >= FIRST_IMAGE_TOKEN], count)
 
 
-def test_tokens_of_images_are_neither_guessed_nor_counted(model):
+def test_tokens_of_images_are_neither_drafted_nor_penalized(model):
     size = Size(speculator=Speculator(SaysImages(), AllDrafts(5), 5))
     with rig_of(model, decode=[size]) as rig:
         guessed = ask(rig, ONE)
@@ -148,8 +148,9 @@ def test_tokens_of_images_are_neither_guessed_nor_counted(model):
         assert len(penalised.tokens) == NUM_TOKENS
 
 
-def test_drafts_that_are_rejected_leave_no_trace(model):
-    """Rows that begin earlier than they were launched for, at positions that are no indices."""
+def test_rejected_drafts_behind_images_change_nothing(model):
+    """The rows move back to an earlier start than at launch, at positions that differ from
+    indices."""
     asked_of = {parts: with_images(*parts)[0] for parts in (ONE, TWO)}
     answers = [[*asked_of[parts], *model.greedy(parts, num_tokens=24)] for parts in asked_of]
     guesses = speculator("random", recall(answers), 256)
@@ -162,7 +163,7 @@ def test_drafts_that_are_rejected_leave_no_trace(model):
         assert rig.decode[0].count("draft_tokens/rejected") > 0
 
 
-def test_a_configuration_of_transformers_4_says_the_same(model, tmp_path):
+def test_a_configuration_of_transformers_4_is_read_alike(model, tmp_path):
     directory = model.loaded.directory
     config = json.loads((directory / "config.json").read_text())
     text = config.pop("text_config")
@@ -184,7 +185,7 @@ def test_a_configuration_of_transformers_4_says_the_same(model, tmp_path):
     assert torch.equal(*embedded)
 
 
-def test_embeddings_are_kept_up_to_so_many_bytes():
+def test_the_cache_of_embeddings_has_a_limit_in_bytes():
     class Encoder:
         def encode(self, images):
             return [torch.full((image.num_tokens, 4), float(image.pixels[0])) for image in images]
@@ -201,7 +202,7 @@ def test_embeddings_are_kept_up_to_so_many_bytes():
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Return a directory of two models with one configuration, whose image encoders differ too."""
+    """Return a directory of two models with one configuration. Their image encoders differ, too."""
     root = tmp_path_factory.mktemp("shelf")
     for seed, name in enumerate(("old", "new")):
         make_vision_checkpoint(root / name, seed=seed)
@@ -209,7 +210,7 @@ def shelf(tmp_path_factory):
 
 
 @pytest.mark.parametrize("from_node", [False, True], ids=["from_disk", "from_a_node"])
-def test_other_weights_are_the_encoders_too(shelf, from_node):
+def test_an_update_of_weights_includes_the_encoder(shelf, from_node):
     references = {name: reference_vision_model(shelf / name) for name in ("old", "new")}
     token_ids, images = with_images(*ONE)
     known = {
@@ -239,7 +240,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
         assert (asked.tokens, asked.cached_tokens) == (known["new"], 0)
 
 
-def test_weights_whose_encoder_is_another_are_refused(shelf):
+def test_an_update_with_another_encoder_architecture_is_rejected(shelf):
     broken = shelf / "broken"
     shutil.copytree(shelf / "new", broken, dirs_exist_ok=True)
     tensors = load_file(broken / "model.safetensors")
@@ -253,7 +254,7 @@ def test_weights_whose_encoder_is_another_are_refused(shelf):
         assert name in call_node(rig, rig.decode[0], PrepareWeights("broken")).error
 
 
-def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
+def test_memory_of_the_encoder_is_released_and_restored(shelf):
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:

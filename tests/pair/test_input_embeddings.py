@@ -1,5 +1,5 @@
-"""Input embeddings across a hand-off: the tokens are those of transformers for the same inputs,
-whichever node computes them, and KV is shared by content alone."""
+"""Input embeddings across a hand-off. Tokens are those of transformers for the same inputs,
+whichever node computes them, and KV is shared only by content."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ LENGTHS = (1, 15, 65, 150)
 
 
 class Given:
-    """A prompt of embeddings that no ids have, and what transformers generates after it."""
+    """A prompt of embeddings that no token id has, and the tokens that transformers generates
+    after it."""
 
     def __init__(self, known, length, seed=0):
         table = known.reference.get_input_embeddings().weight.detach()
@@ -76,7 +77,7 @@ def test_tokens_are_those_of_transformers(known, pool):
             assert asked[-1].cached_tokens == 144  # of 150, in pages of 16
 
 
-def test_other_embeddings_and_other_namespaces_share_nothing(known):
+def test_other_embeddings_and_other_namespaces_share_no_kv(known):
     one, other = (Given(known, 65, seed) for seed in range(2))
     with rig_of(known) as rig:
         for each, namespace, cached in (
@@ -91,7 +92,7 @@ def test_other_embeddings_and_other_namespaces_share_nothing(known):
             assert asked.cached_tokens == cached
 
 
-def test_a_recomputed_prompt_has_its_embeddings_again(known):
+def test_a_prompt_computed_again_has_its_embeddings(known):
     asking = [Given(known, length) for length in LENGTHS]
     size = Size(swap_pages=0, prefix_cache=False, input_embeddings=True)
     with rig_of(known, prefill=(), decode=[size], mode="colocated", retract_every=3) as rig:
@@ -133,7 +134,7 @@ def test_a_node_holds_the_embeddings_of_few_requests_at_a_time(known, monkeypatc
         assert [each.tokens for each in asked] == [one.greedy(), one.greedy(), []]
 
 
-def test_what_the_model_cannot_take_is_refused_by_name(known):
+def test_unsupported_embeddings_are_rejected_with_a_reason(known):
     one, table = Given(known, 12), known.reference.get_input_embeddings().weight.detach()
     wide, odd, large = (Given(known, 12) for _ in range(3))
     wide.embeddings = given(torch.cat((one.rows, one.rows), dim=1))
@@ -183,7 +184,7 @@ def test_nodes_refuse_embeddings_that_do_not_fit_their_prompt(values, prompt, er
         ({}, "transformers", "engine.model_backend: transformers"),
     ],
 )
-def test_what_takes_no_embeddings_is_refused_at_start(settings, backend, named):
+def test_a_model_without_support_for_embeddings_is_refused_at_start(settings, backend, named):
     config = EngineConfig.model_validate(
         {"model": "m", "input_embeddings": {"enabled": True}, **settings}
     )

@@ -1,4 +1,5 @@
-"""Weights that a node takes from another one, over the path that KV takes: whole, or not at all."""
+"""Weights that a node reads from another node, over the path of KV. They are applied as a whole
+or not at all."""
 
 import shutil
 import threading
@@ -28,21 +29,21 @@ CHANGING = "its weights are being changed"
 
 
 class Pair:
-    """Two nodes that may pair with each other; one has been started with the new weights."""
+    """Two nodes that may pair. One has been started with the new weights."""
 
     def __init__(self, rig, lender, taker):
         self.rig, self.lender, self.taker = rig, lender, taker
         self.num_answers = 0
 
     def tell(self, *, of=None, weights=None):
-        """The taker is to take them."""
+        """Ask the reading node to fetch the weights."""
         lender = of or self.lender
         command = TakeWeights(weights or lender.control.weights, lender.front.address)
         self.rig.tell(self.taker, command)
         self.num_answers = len(self.taker.router.answers)
 
     def answer(self):
-        """To that, as the last one of the taker."""
+        """Return the reading node's response to the last request."""
         answers, before = self.taker.router.answers, self.num_answers
         self.rig.until(lambda: len(answers) > before, "the answer")
         return answers[-1]
@@ -63,7 +64,7 @@ class Pair:
         self.rig.settle()
 
     def still_has(self, answers):
-        """It computes with those that it had."""
+        """Check that the node still computes with its previous weights."""
         assert not self.taker.role.busy
         resumed(self.rig, self.taker)
         asked = self.rig.ask(PROMPT, 8)
@@ -89,14 +90,15 @@ def pair(shelf):
 
 @contextmanager
 def impatient():
-    """A taker gives up soon what does not come at all: for what cannot, not for what is slow."""
+    """Let a reader soon abandon a fetch that makes no progress. For tests of impossible fetches,
+    not of slow ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_reads, "STILL_S", 0.5)
         yield
 
 
 @pytest.mark.parametrize("lender", ["prefill", "decode"])
-def test_who_has_taken_them_answers_with_them_and_finds_nothing_of_the_old(shelf, greedy, lender):
+def test_a_node_with_fetched_weights_uses_them_and_finds_no_old_kv(shelf, greedy, lender):
     with pair_of(shelf, lender) as rig:
         nodes = {"prefill": rig.prefill[0], "decode": rig.decode[0]}
         has, takes = nodes.pop(lender), *nodes.values()
@@ -116,7 +118,7 @@ def test_who_has_taken_them_answers_with_them_and_finds_nothing_of_the_old(shelf
         assert (asked.cached_tokens > 0) == (has in rig.prefill and before.cached_tokens > 0)
 
 
-def test_what_runs_goes_on_from_its_tokens_and_what_comes_meanwhile_has_the_new_ones(pair, greedy):
+def test_running_requests_continue_and_new_ones_start_with_the_fetched_weights(pair, greedy):
     rig = pair.rig
     asked = rig.ask(PROMPT, MANY)
     one_runs(rig)
@@ -135,7 +137,7 @@ def test_what_runs_goes_on_from_its_tokens_and_what_comes_meanwhile_has_the_new_
     assert late.tokens == greedy("new", PROMPT, 8)
 
 
-def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, greedy):
+def test_the_source_continues_to_serve_and_a_lost_stream_repeats_only_a_part(pair, greedy):
     rig = pair.rig
     pause(rig, pair.taker)
     rig.wires.hold_back(PagesReleased)
@@ -153,7 +155,7 @@ def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, g
     assert asked.tokens == greedy("new", PROMPT, 8)
 
 
-def test_of_a_lender_that_is_gone_halfway_nothing_is_put_in_place(pair, greedy):
+def test_no_weights_are_applied_if_the_source_fails_halfway(pair, greedy):
     pause(pair.rig, pair.taker)
     pair.tell()
     pair.until_halfway()
@@ -161,7 +163,7 @@ def test_of_a_lender_that_is_gone_halfway_nothing_is_put_in_place(pair, greedy):
     pair.rig.wires.let_go()
     with impatient():
         error = pair.answer().error
-    # As whether its end, or that nothing comes, is noticed first.
+    # Depends on which is detected first: the end of the stream or the lack of progress.
     assert "it does not pair with this node" in error or "it sends no weights" in error
     pair.still_has(greedy)
 
@@ -180,7 +182,7 @@ def test_of_a_lender_that_is_gone_halfway_nothing_is_put_in_place(pair, greedy):
         pytest.param(lambda path: path.unlink(), "cannot be read again", id="gone"),
     ],
 )
-def test_what_is_not_what_was_wanted_is_not_put_in_place(shelf, greedy, tmp_path, spoil, why):
+def test_weights_other_than_requested_are_not_applied(shelf, greedy, tmp_path, spoil, why):
     for name in ("old", "new"):
         shutil.copytree(shelf / name, tmp_path / name)
     with pair_of(tmp_path) as rig:
@@ -192,17 +194,19 @@ def test_what_is_not_what_was_wanted_is_not_put_in_place(shelf, greedy, tmp_path
         pair.still_has(greedy)
 
 
-def test_who_has_other_weights_lends_none_and_who_is_not_paused_takes_none(pair, greedy):
+def test_a_node_with_other_weights_serves_none_and_a_running_node_fetches_none(pair, greedy):
     assert pair.take().error == "this node is not paused"
     pause(pair.rig, pair.taker)
-    assert pair.take(of=pair.taker).weights == pair.taker.control.weights  # there is nothing to do
+    # there is nothing to fetch
+    assert pair.take(of=pair.taker).weights == pair.taker.control.weights
     with impatient():
         assert "it does not pair with this node" in pair.take(weights=b"o" * 16).error
     pair.still_has(greedy)
 
 
-def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
-    """By one that was started with others, after whoever had the files has others, too."""
+def test_fetched_weights_are_served_to_other_nodes(shelf, greedy):
+    """The reader was started with other weights, and the node with the files has other weights
+    by then."""
     size = Size(weights_dir=shelf)
     first = Size(weights_dir=shelf, started_with=shelf / "new")
     loaded = Loaded.from_directory(shelf / "old")
@@ -227,8 +231,8 @@ def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
             assert asked.tokens == greedy("new", PROMPT, 8)
 
 
-def test_weights_that_came_from_a_node_are_kept_until_others_are_to_come(pair, greedy):
-    """So that they are in memory no more often than with those that take their place."""
+def test_fetched_weights_are_kept_until_the_next_update(pair, greedy):
+    """So memory never has more copies than with weights that replace them."""
     rig = pair.rig
     pause(rig)
     assert not pair.take().error
@@ -247,15 +251,15 @@ def test_weights_that_came_from_a_node_are_kept_until_others_are_to_come(pair, g
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
 
 
-def test_who_reads_what_came_from_a_node_keeps_it_open(tmp_path):
-    """Another file could be at its number: seen failing where `close` does not wait."""
+def test_a_reader_of_fetched_weights_keeps_their_file_open(tmp_path):
+    """Another file could get its descriptor. Seen failing if `close` does not wait."""
     received = ReceivedFile(tmp_path)
     path = received.directory / "model.safetensors"
     received.write(0, memoryview(b"weights"))
     closing = threading.Thread(target=received.close)
     with received:
         closing.start()
-        closing.join(0.05)  # it would be through, if it could
+        closing.join(0.05)  # it would complete if it could
         assert path.read_bytes() == b"weights"
     closing.join(60.0)
     assert not closing.is_alive() and not path.exists()
@@ -263,8 +267,9 @@ def test_who_reads_what_came_from_a_node_keeps_it_open(tmp_path):
         pass
 
 
-def test_what_could_not_be_put_in_place_whole_is_taken_again(pair, shelf, greedy):
-    """A node with a part of the weights says so, computes nothing, and is helped by another."""
+def test_weights_that_were_applied_in_part_are_fetched_again(pair, shelf, greedy):
+    """A node with a part of the weights reports it and computes nothing. Another node serves the
+    weights."""
     rig = pair.rig
     shutil.copytree(shelf / "new", shelf / "vanishing", dirs_exist_ok=True)
     weights = call_node(rig, pair.taker, PrepareWeights("vanishing")).weights

@@ -1,5 +1,5 @@
-"""Memory given back and taken again by nodes that stay paired: answers are right, none is of KV
-that is gone."""
+"""Sleep mode of nodes that remain paired: memory is released and restored, and no response uses
+KV that was released."""
 
 import shutil
 
@@ -32,7 +32,7 @@ def taken_again(rig, *nodes, tags=ALL):
 
 
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
-def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy, tags):
+def test_paused_nodes_release_memory_and_respond_correctly_afterwards(rig, greedy, tags):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     running = rig.ask(PROMPT, MANY)
     one_runs(rig)
@@ -61,7 +61,7 @@ def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy
     assert rig.wires.num_begun == pairs
 
 
-def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
+def test_idle_nodes_sleep_without_a_pause_and_resume_by_themselves(rig, greedy):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     rig.until_free()
     released(rig)
@@ -74,7 +74,7 @@ def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
     assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
 
 
-def test_who_is_paused_meanwhile_stays_so(rig):
+def test_a_node_paused_during_sleep_remains_paused(rig):
     (node,) = rig.decode
     released(rig, node)
     assert not call_node(rig, node, PauseGeneration(PauseMode("retract"))).fresh
@@ -83,7 +83,7 @@ def test_who_is_paused_meanwhile_stays_so(rig):
     resumed(rig, node)
 
 
-def test_other_weights_are_put_where_weights_are(rig, greedy):
+def test_an_update_after_sleep_writes_into_the_restored_weights(rig, greedy):
     pause(rig)
     released(rig)
     for node in rig.nodes:
@@ -98,7 +98,7 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
 
 
-def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
+def test_a_node_whose_weights_cannot_be_loaded_remains_asleep(rig, shelf, greedy):
     (node,) = rig.decode
     stored, aside = shelf / "old" / "model.safetensors", shelf / "aside"
     released(rig, node)

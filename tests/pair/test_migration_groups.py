@@ -10,7 +10,7 @@ CANCELLED = RequestEnd(FinishReason.ABORT, "cancelled")
 
 
 class Fetches:
-    """Fetches that end when the test says so."""
+    """Fetches that end when the test ends them."""
 
     def __init__(self):
         self.ended = []

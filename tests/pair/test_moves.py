@@ -1,4 +1,4 @@
-"""A running request goes from one decode node to another, and nobody sees more than a pause."""
+"""Live migration between decode nodes. The client notices no more than a pause."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +22,15 @@ TWO = (Size(), Size())
 
 
 def _begin(rig: PairRig, num_tokens: int, max_tokens: int = 40, **sampling: object) -> Asked:
-    """A request that runs on the first decode node and has so many tokens, or some more."""
+    """Start a request on the first decode node, and run until it has at least this many tokens."""
     asked = rig.ask(PROMPT, max_tokens, **sampling)
     rig.until(lambda: len(asked.tokens) >= num_tokens, "it generates")
     return asked
 
 
 def _move(rig: PairRig, asked: Asked, source: int = 0) -> Asked:
-    """Asks for it to go on at the other decode node, and waits until it is to stop; returns the
-    second submission."""
+    """Request the migration to the other decode node, and wait until the source is asked to
+    pause. Return the second submission."""
     successor = rig.move(asked, source, 1 - source)
     rig.until_granted(source)
     return successor
@@ -44,17 +44,17 @@ def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: bool) -> None:
+def test_a_migrated_request_continues_where_it_paused(known: Known, overlap: bool) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True, overlap_schedule=overlap) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 40))
         assert rig.asked[-1].reason is FinishReason.LENGTH
         assert tokens == known.greedy(PROMPT, 40)
-        # Nothing is computed again: not one prompt token was the second node's to compute.
+        # Nothing is computed again: the second node computes no prompt token.
         assert rig.decode[1].count("prompt_tokens") == 0
         assert rig.decode[1].count("moves/here") == rig.decode[0].count("moves/away") == 1
 
 
-def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
+def test_a_request_migrates_there_and_back_and_there_again(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, tokens, at = _begin(rig, 3), [], 0
         for _ in range(3):
@@ -71,7 +71,7 @@ def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
 
 
 def _with(asked: Asked, tokens: list[int]) -> Asked:
-    """The submission as its router knows it: with the tokens of those before."""
+    """Return the submission as its router knows it, with the tokens of the previous ones."""
     known = Asked(asked.number, (*asked.prompt, *()), asked.sampling)
     known.ticket, known.tokens = asked.ticket, [*tokens, *asked.tokens]
     return known
@@ -101,7 +101,7 @@ QUICK = ("sampled-with-penalties", "grammar")
         for name, sampling in CARRIED.items()
     ],
 )
-def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
+def test_a_request_migrates_with_all_its_options(known: Known, sampling: dict[str, Any]) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         sampling = {"seed": 7, **sampling}
         undisturbed = rig.serve(PROMPT, **{"max_tokens": 40, **sampling})
@@ -110,7 +110,7 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
         tokens, successor = rig.moved_midway(asked), rig.asked[-1]
         assert tokens == undisturbed.tokens
         assert successor.reason is undisturbed.reason
-        assert not successor.prompt_logprobs  # they have been told
+        assert not successor.prompt_logprobs  # the client has received them
         if "logprobs" in sampling:
             reported = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
             assert len(successor.logprobs) == len(successor.tokens)
@@ -122,17 +122,17 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
 @pytest.mark.parametrize(
     "architecture", [pytest.param("gpt_oss", marks=pytest.mark.long), "qwen3_next"]
 )
-def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
+def test_windows_and_states_migrate(model: Callable[[str], Known], architecture: str) -> None:
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 40), 9)
         assert tokens == known.greedy(PROMPT, 40)
 
 
-def test_states_go_along_when_the_drafts_in_flight_are_wrong(
+def test_states_migrate_when_the_drafts_in_flight_are_rejected(
     model: Callable[[str], Known],
 ) -> None:
-    """The source stops while a step verifies drafts, all of which are rejected."""
+    """The source pauses while a step verifies drafts, all of which are rejected."""
     known = model("qwen3_next")
     answer = known.greedy(PROMPT, 40)
     guesses = recall([[*PROMPT, *answer]])
@@ -155,7 +155,7 @@ def test_states_go_along_when_the_drafts_in_flight_are_wrong(
         assert accepted == 0 and rejected > 0
 
 
-def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
+def test_a_prefix_cached_at_the_target_is_not_read_again(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         rig.run(rig.ask(PROMPT, 1, node=1))
         rig.run(rig.ask((*PROMPT, 3), 2, node=1))
@@ -164,11 +164,11 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         rig.run()
         (grant,) = [each for each in rig.wires.said(GrantHandoff) if each.room_tokens]
         assert grant.prefix_tokens == 32
-        assert grant.gib_per_s > 0.0  # by which the source bounds its pause
+        assert grant.gib_per_s > 0.0  # by which the source limits its pause
 
 
-def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None:
-    """It would miss the step under way, and the one that is queued behind that."""
+def test_no_step_is_launched_ahead_while_a_migration_is_arriving(known: Known) -> None:
+    """The request would miss the running step, and the one queued behind it."""
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         target = rig.decode[1]
         launch, seen = target.engine.runner.launch, list[tuple[bool, bool]]()
@@ -188,11 +188,11 @@ def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None
         rig.cancel(other, node=1)
 
 
-# What comes to nothing ------------------------------------------------------------------------
+# Failed migrations --------------------------------------------------------------------------------
 
 
 def _paused(rig: PairRig) -> tuple[Asked, Asked]:
-    """A request that stands still, and its mover: Ready is on its way and does not arrive."""
+    """Return a paused request and its migration. Ready has been sent and does not arrive."""
     asked = _begin(rig, 4)
     rig.wires.hold_back(PagesReady)
     successor = _move(rig, asked)
@@ -202,7 +202,7 @@ def _paused(rig: PairRig) -> tuple[Asked, Asked]:
 
 
 def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
-    """It goes on where it is, and its mover has ended without a word."""
+    """Check that the request continues at the source, and that the migration ended silently."""
     rig.until(lambda: successor.ended, "the mover ends")
     assert successor.ended.error_code == StatusCode.UNAVAILABLE.value[0]
     assert not successor.tokens
@@ -212,7 +212,9 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
 
 
 @pytest.mark.parametrize("sides", [("consumer",), ("producer",), ("consumer", "producer")])
-def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
+def test_a_request_continues_at_the_source_when_the_stream_is_cut(
+    known: Known, sides: tuple[str]
+) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
     with PairRig(known.loaded, decode=TWO, migrates=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
@@ -222,7 +224,7 @@ def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tupl
         _stays(rig, known, asked, successor)
 
 
-def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> None:
+def test_a_request_continues_at_the_source_when_its_migration_is_cancelled(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(successor, node=1)
@@ -233,7 +235,7 @@ def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> Non
         assert asked.tokens == known.greedy(PROMPT, 40)
 
 
-def test_no_pause_lasts_for_ever(known: Known) -> None:
+def test_a_pause_for_a_migration_is_limited(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.until(lambda: len(asked.tokens) == 40, "it goes on after its longest pause")
@@ -251,7 +253,7 @@ def test_a_paused_request_may_be_cancelled(known: Known) -> None:
         assert asked.reason is FinishReason.ABORT and not successor.tokens
 
 
-def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> None:
+def test_an_unknown_ticket_and_an_unpaired_source_end_the_migration(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4, 400)
         nobody = MigrateFrom(rig.decode[0].front.address, 5)
@@ -267,8 +269,8 @@ def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> N
         rig.cancel(asked)
 
 
-def test_of_two_movers_one_gets_it(known: Known) -> None:
-    """Its router has lost its stream to the first, and lives in the belief that it is gone."""
+def test_only_one_of_two_migrations_of_a_request_succeeds(known: Known) -> None:
+    """The router has lost its stream of the first one, and assumes that it has failed."""
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4)
         num_known = len(asked.tokens)
@@ -280,7 +282,7 @@ def test_of_two_movers_one_gets_it(known: Known) -> None:
         assert _joined(asked, winner, num_known) == known.greedy(PROMPT, 40)
 
 
-def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: Known) -> None:
+def test_a_draining_node_migrates_its_requests_and_ends(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
@@ -292,19 +294,20 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
         rig.cancel(successor, node=1)
 
 
-# What is copied before ------------------------------------------------------------------------
+# Copies before the pause --------------------------------------------------------------------------
 
 
 def _copied(rig: PairRig) -> list[int]:
-    """Tokens that movers had here when they asked for the rest."""
+    """Return how many tokens the target had when it requested the rest."""
     return [each.prefix_tokens for each in rig.wires.said(GrantHandoff) if each.room_tokens]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long)])
-def test_it_stands_still_for_what_has_come_since_only(
+def test_the_pause_covers_only_tokens_generated_after_the_copy(
     model: Callable[[str], Known], architecture: str
 ) -> None:
-    """Copy the generated tokens before the pause too: the node's tree inserts them on request."""
+    """The generated tokens are copied before the pause, too: the source inserts them into its
+    tree on request."""
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 200)
@@ -320,8 +323,8 @@ def test_it_stands_still_for_what_has_come_since_only(
         rig.cancel(successor, node=1)
 
 
-def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> None:
-    """The one that it goes on from is the newest; what is copied before is not in the way."""
+def test_states_are_read_during_the_pause(model: Callable[[str], Known]) -> None:
+    """The target uses the newest state. Earlier copies do not interfere."""
     known = model("qwen3_next")
     with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
@@ -331,12 +334,13 @@ def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> 
 @pytest.mark.parametrize(
     "source, target, copied",
     [
-        # No more than the eighth part of a pool is lent; but this is nothing that it goes without.
+        # At most an eighth of the pool is reserved for readers, but the request loses nothing by
+        # this.
         pytest.param(Size(num_pages=23), Size(), True, id="much-of-the-pool"),
         pytest.param(Size(), Size(prefix_cache=False), False, id="no-cache-for-it"),
     ],
 )
-def test_what_is_not_copied_before_is_read_while_it_stands_still(
+def test_pages_that_are_not_copied_before_are_read_during_the_pause(
     known: Known, source: Size, target: Size, copied: bool
 ) -> None:
     with PairRig(
@@ -348,7 +352,7 @@ def test_what_is_not_copied_before_is_read_while_it_stands_still(
 
 
 @pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])
-def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str) -> None:
+def test_a_request_keeps_running_during_the_copy(known: Known, what: str) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
     with PairRig(
         known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig(), transfer=transfer

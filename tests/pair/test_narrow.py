@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, from one node to another: who reads them goes on as who made them."""
+"""KV in 8 bits, handed from one node to another. The reader continues as the writer would."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ NARROW = Size(num_pages=256, kv_dtype="fp8_e4m3")
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2", "qwen3_next", "deepseek_v3"])
 def known(request, model) -> Known:
-    """Return models with full attention, with windows, with states, with latents."""
+    """Return models with full attention, windows, states and latents."""
     return model(request.param)
 
 
@@ -58,8 +58,8 @@ def with_scales(directory: Path, key: float, value: float) -> Loaded:
     return Loaded.from_directory(directory)
 
 
-def test_scales_of_a_checkpoint_change_what_is_kept_and_not_what_it_means(tmp_path: Path) -> None:
-    """Powers of two cancel out to the digit, where nothing is too large or too small."""
+def test_scales_of_a_checkpoint_change_the_bytes_and_not_the_values(tmp_path: Path) -> None:
+    """Powers of two cancel exactly, unless a number overflows or underflows."""
     size = Size(num_pages=256, kv_dtype="fp8_e5m2")
     plain, scaled, large = (
         answers(with_scales(tmp_path / name, *scales), [], size)

@@ -1,6 +1,6 @@
-"""KV that is no numbers, as a device at fault leaves it: its request ends with an error, and nobody
-else in the batch, nor whoever has its pages afterwards, sees any of it. Who asks the same again has
-it computed anew."""
+"""KV that contains NaN, as a faulty device leaves it. Its request ends with an error. It affects
+no other request of the batch, nor later users of its pages. The same prompt is computed again
+for the next request."""
 
 import numpy as np
 from grpc import StatusCode
@@ -15,7 +15,7 @@ from tests.pair.rig import ALWAYS_SHARES, PATIENT, Asked, Node, PairRig, Size
 
 MANY = 60  # tokens
 ROOM = Size(num_pages=256)
-# Bytes that change once they are published are found out by their checksums else.
+# Otherwise checksums would detect bytes that change after publication.
 UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"checksum_interval": 0})
 
 
@@ -27,7 +27,7 @@ def ended_at_fault(asked: Asked) -> bool:
     return asked.ended is not None and asked.ended.error_code == StatusCode.INTERNAL.value[0]
 
 
-def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
+def test_a_request_with_nan_logits_ends_alone(known: Known) -> None:
     with PairRig(known.loaded, prefill=(), mode="colocated") as rig:
         (node,) = rig.decode
         spoiled = rig.ask(range(5, 45), MANY)
@@ -45,24 +45,24 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
         assert again.tokens == known.greedy(again.prompt, MANY)
 
 
-def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None:
+def test_a_prefill_node_recomputes_a_prefix_that_caused_nan(known: Known) -> None:
     with PairRig(known.loaded) as rig:
         (producer,), (consumer,) = rig.prefill, rig.decode
         rig.serve(range(5, 75), 1)
-        rig.flush(consumer)  # else it needs little of the other's
+        rig.flush(consumer)  # otherwise it reads little from the other
         producer.engine.pool.tensor[
             np.flatnonzero(producer.engine.pages.holds(PageHolder.CACHE))
         ] = 0xFF
         spoiled = rig.ask(range(5, 90), MANY)
-        rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
+        rig.run()  # by the error or by the decode node's own check, whichever comes first
         computed_here = consumer.count("local_prefills")
         again = rig.serve(spoiled.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
         assert consumer.count("local_prefills") == computed_here
 
 
-# Seen failing without being told: the prefill node goes on from what it had, to the same error.
-def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -> None:
+# Seen failing without the report: the prefill node reuses its cache, and the error repeats.
+def test_a_prefill_node_is_notified_of_nan_in_its_kv(known: Known) -> None:
     with PairRig(known.loaded, transfer=UNCHECKED) as rig:
         (producer,), (consumer,) = rig.prefill, rig.decode
         rig.wires.hold_back(PagesReady)
@@ -79,8 +79,8 @@ def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -
         assert producer.count("forgotten_prefixes/own") == 0
 
 
-# Seen failing without being told, however often it is asked: the other one lends it again.
-def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
+# Seen failing without the report, after any number of requests: the other node serves it again.
+def test_a_peer_serves_a_prefix_with_nan_only_once(known: Known) -> None:
     sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
     with PairRig(known.loaded, prefix_sharing=ALWAYS_SHARES, **sizes) as rig:
         lender, consumer = rig.prefill
@@ -90,7 +90,7 @@ def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
         spoil(lender, PageHolder.CACHE)
         hint = PrefixHint("prefill-0:1", 96)
         rig.ask(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
-        rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
+        rig.run()  # by the error or by the decode node's own check, whichever comes first
         assert consumer.count("forgotten_prefixes/own") == 1
         rig.until(lambda: lender.count("forgotten_prefixes/asked") == 1, "the lender is told")
         rig.flush(rig.decode[0])  # which may have computed it
@@ -100,7 +100,7 @@ def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
         assert consumer.count("prompt_token_ways/computed") == before + 120
 
 
-def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Known) -> None:
+def test_the_source_of_a_migration_is_notified_of_nan(known: Known) -> None:
     sizes = {"prefill": (), "decode": (ROOM, ROOM)}
     with PairRig(known.loaded, migrates=True, mode="colocated", **sizes) as rig:
         source, target = rig.decode
@@ -109,7 +109,7 @@ def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Know
         successor = rig.move(asked, 0, 1)
         rig.until_granted(0)
         rig.until(lambda: successor.tokens, "it runs where it has moved to")
-        spoil(target, PageHolder.REQUEST)  # which cannot tell since when it has been wrong
+        spoil(target, PageHolder.REQUEST)  # which does not know since when it has been wrong
         rig.run()
         assert asked.reason is FinishReason.MOVED
         assert ended_at_fault(successor)

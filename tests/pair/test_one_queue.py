@@ -18,16 +18,14 @@ def _soon(monkeypatch):
 
 
 def _ask_small(rig: PairRig, number: int, **options) -> Asked:
-    """They do not end at the same time."""
+    """Submit small requests that do not end at the same time."""
     return rig.ask([number, *SMALL], 30 if number else 15, **options)
 
 
-# Seen failing with each queue for itself, either way: more than forty small ones passed.
+# Seen failing with separate queues, either way: more than forty small requests overtook it.
 @pytest.mark.parametrize("large", ["prompt", "hand-off"])
-def test_a_large_one_of_either_queue_is_not_passed_for_ever_by_small_ones_of_the_other(
-    known, large
-):
-    """There are always two small ones of the other kind that run and two that wait."""
+def test_small_requests_of_one_queue_do_not_starve_a_large_one_of_the_other(known, large):
+    """At any time, two small requests of the other kind run and two wait."""
     here, away = {"prefill": []}, {"prefill": [0]}
     ways = (here, away) if large == "prompt" else (away, here)
     with PairRig(known.loaded, decode=SMALL_NODE) as rig:
@@ -53,9 +51,9 @@ def _waits(rig: PairRig) -> bool:
     return bool(node.queue("waiting") or node.queue("prealloc"))
 
 
-# Seen failing with requests that begin anew at the end of the queue, either way.
+# Seen failing, either way, if requests start again at the end of the queue.
 @pytest.mark.parametrize("goes_on", ["elsewhere", "here"])
-def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
+def test_a_request_that_has_lost_its_hand_off_keeps_its_queue_position(known, goes_on):
     with PairRig(known.loaded, prefill=[Size(), Size()], decode=SMALL_NODE) as rig:
         running = rig.ask(LARGE[:60], 60, prefill=[])
         rig.until(lambda: running.tokens, "it runs")
@@ -63,7 +61,7 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         second = rig.ask(LARGE, 2, prefill=[1])
         third = _ask_small(rig, 3, prefill=[1])
         (node,) = rig.decode
-        # From here until the loss the first one's pages must not come free.
+        # From here until the loss the first request's pages must not be released.
         rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)
         rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its producer knows", *rig.prefill)
         if goes_on == "here":
@@ -79,5 +77,5 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         rig.wires.heal()
         rig.until_paired()
         rig.run()
-        # A lost attempt no longer counts among those that wait for pages.
+        # A lost attempt no longer counts as waiting for pages.
         assert not node.role._queues.prealloc.backlog._line

@@ -1,6 +1,6 @@
-"""Layers that keep windows, states or latents in place of all keys and values.
+"""Layers that keep windows, states or latents instead of all keys and values.
 
-Only live pages travel. They leave the device with their request and come back with it.
+Only live pages are transferred. They are retracted and restored with their request.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.support.checkpoints import LATENT_ARCHITECTURES
 
 LONG = 150
 ROOM = Size(num_pages=128)
-WINDOW = 24  # of gemma3_text as these tests make it: two pages, and three at a page's edge
+WINDOW = 24  # of these tests' gemma3_text: two pages, and three at a page boundary
 LENGTHS = {
     "gemma3_text": (1, 16, WINDOW, 48, 300),
     "qwen3_next": (1, 48, LONG),
@@ -19,7 +19,7 @@ LENGTHS = {
     "qwen3_5_moe_text": (3, 70),
     **dict.fromkeys(LATENT_ARCHITECTURES, (1, 16, 17, LONG)),
 }
-# Quick for deepseek_v3 and qwen3_5_text, which have the same caches.
+# deepseek_v3 and qwen3_5_text have the same caches and are quick.
 ALIKE = {"deepseek_v2": pytest.mark.long, "qwen3_5_moe_text": pytest.mark.long}
 
 
@@ -37,7 +37,9 @@ def handed(rig: PairRig) -> int:
 
 
 @pytest.mark.parametrize("architecture", each(*LENGTHS))
-def test_answers_are_those_of_transformers_and_only_live_pages_travel(model, architecture):
+def test_responses_are_those_of_transformers_and_only_live_pages_are_transferred(
+    model, architecture
+):
     known, lengths = model(architecture), LENGTHS[architecture]
     tables = known.tables(16)
     assert tables.windows[1:] == (WINDOW,) * 3 or architecture != "gemma3_text"
@@ -53,7 +55,7 @@ def test_answers_are_those_of_transformers_and_only_live_pages_travel(model, arc
 
 
 @KINDS
-def test_a_full_hit_here_needs_the_windows_and_states_from_there(model, architecture):
+def test_a_full_cache_hit_reads_windows_and_states_from_the_prefill_node(model, architecture):
     known = model(architecture)
     length = {"gemma3_text": 300, "qwen3_next": 144}.get(architecture, LONG)
     with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM]) as rig:
@@ -68,19 +70,19 @@ def test_a_full_hit_here_needs_the_windows_and_states_from_there(model, architec
         assert rig.prefill[0].count("cached_tokens") >= 2 * ((length - 1) // 16 * 16)
 
 
-def test_the_next_turn_of_a_conversation_goes_on_from_where_the_last_prompt_left_a_state(model):
+def test_the_next_turn_of_a_conversation_continues_from_the_state_of_the_last_prompt(model):
     known = model("qwen3_next")
     with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM]) as rig:
         first = rig.serve(prompt(100), 20)
         second = rig.serve([*prompt(100), *first.tokens, *prompt(20, 3)], 20)
         known.check(second)
         assert rig.prefill[0].count("cached_tokens") == 96
-        # Of the attention layer the decode node has the answer's pages too.
+        # The decode node also has the response's pages of the attention layer.
         assert second.cached_tokens == (100 + 20 - 1) // 16 * 16
 
 
-def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model):
-    """Retract some of the responses that do not fit, and continue them later."""
+def test_a_pool_fits_more_responses_with_windows_than_with_all_pages(model):
+    """Some of the responses that do not fit are retracted, and continue later."""
     known = model("gemma3_text")
     tables = known.tables(16)
     for factor, retracts in ((1.0, True), (2.2, False)):
@@ -98,7 +100,7 @@ def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model
     [*(pytest.param(each, marks=pytest.mark.long) for each in LATENT_ARCHITECTURES), "qwen3_next"],
 )
 @pytest.mark.parametrize("swap_pages, recomputed", [(64, False), (0, True)])
-def test_a_request_that_leaves_the_device_comes_back(model, architecture, swap_pages, recomputed):
+def test_a_retracted_request_returns(model, architecture, swap_pages, recomputed):
     known = model(architecture)
     size = Size(num_pages=3 * known.tables(16).pages_for(64) + 2, swap_pages=swap_pages)
     with PairRig(known.loaded, decode=[size], new_token_ratio=0.01) as rig:
@@ -111,9 +113,7 @@ def test_a_request_that_leaves_the_device_comes_back(model, architecture, swap_p
 
 
 @KINDS
-def test_a_request_goes_on_elsewhere_and_is_computed_here_when_no_owner_is_left(
-    model, architecture
-):
+def test_a_request_continues_on_another_node_or_is_recomputed_without_a_source(model, architecture):
     known = model(architecture)
     with PairRig(known.loaded, prefill=(), decode=[ROOM]) as rig:
         asked = rig.ask(prompt(LONG), 40)

@@ -1,4 +1,4 @@
-"""Refusals of requests that cannot start in time or find a full queue, before any work."""
+"""Rejections before any work, of requests that cannot start in time or find a full queue."""
 
 import time
 
@@ -15,24 +15,24 @@ from tests.support.specs import make_spec
 
 SHORT = list(range(40, 60))
 LONG = list(range(300))
-NOW = 1e-6  # it must be begun at once
+NOW = 1e-6  # it must start at once
 ROOMY = Size(num_pages=256)
 
 
 def _prompts(count: int, length: int = 300) -> list[list[int]]:
-    """Without a common prefix."""
+    """Return prompts without a common prefix."""
     return [[number + 1, *LONG[: length - 1]] for number in range(count)]
 
 
 def _know_how_fast(rig: PairRig, **how: object) -> None:
-    """Each node has computed enough prompts to know what a token takes."""
+    """Let each node compute enough prompts to know the duration of a token."""
     for prompt in _prompts(20, length=20):
         rig.run(rig.ask([99, *prompt], max_tokens=1, **how))  # type: ignore[arg-type]
 
 
 def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
-    """Requests that this node computes: most of them still wait, and one is computed in part, which
-    is ahead of all others."""
+    """Submit requests that this node computes. Most of them still wait, and one, ahead of all
+    others, is partly computed."""
     asked = [rig.ask(prompt, max_tokens=2, **how) for prompt in _prompts(6)]  # type: ignore[arg-type]
     rig.until(lambda: node.queue("waiting") >= 4 and node.queue("chunked"), "prompts wait")
     rig.turn(node)
@@ -40,7 +40,7 @@ def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
 
 
 def _open(rig: PairRig, asked: Asked) -> None:
-    """Its producer's engine hears of it at its next turn; until then that computes nothing."""
+    """The producer's engine receives the Open at its next turn, and computes nothing before."""
     (decode,) = rig.decode
     opened = decode.count("handoffs_opened")
     rig.until(lambda: decode.count("handoffs_opened") > opened, "it is opened", decode)
@@ -56,7 +56,7 @@ def _assert_refused(asked: Asked) -> None:
     assert asked.tokens == []
 
 
-def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(known):
+def test_a_prefill_node_with_a_long_queue_rejects_late_requests_at_once(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         _know_how_fast(rig)
         (prefill,) = rig.prefill
@@ -73,7 +73,7 @@ def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(kn
         known.check(*before)
 
 
-def test_idle_nodes_refuse_nothing_however_little_time_there_is(known):
+def test_idle_nodes_reject_no_request_for_lack_of_time(known):
     with PairRig(known.loaded) as rig:
         _know_how_fast(rig)
         for _ in range(3):
@@ -85,10 +85,10 @@ def test_idle_nodes_refuse_nothing_however_little_time_there_is(known):
             known.check(asked)
 
 
-def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
+def test_a_request_that_has_waited_too_long_is_dropped_before_any_work(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         node = rig.prefill[0]
-        before = _busy(rig, node)  # how long that takes nobody knows yet
+        before = _busy(rig, node)  # the duration is still unknown
         late = rig.ask(SHORT, queue_s=NOW)
         rig.until(lambda: rig.decode[0].queue("transfer") > len(before), "granted", *rig.decode)
         rig.let_time_pass(time.monotonic() + 0.2)
@@ -100,7 +100,7 @@ def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-def test_an_answer_that_goes_on_is_never_refused(known, mode):
+def test_a_running_response_is_never_rejected(known, mode):
     producers = (ROOMY,) if mode == "disaggregated" else ()
     with PairRig(known.loaded, prefill=producers, decode=(ROOMY,), mode=mode) as rig:
         _know_how_fast(rig)
@@ -111,8 +111,8 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
         known.check(*before)
 
 
-# Seen failing without the new `start_by` in PrefillPlacement.retry: the second producer refuses it.
-def test_who_has_lost_a_producer_may_wait_for_another_as_long_as_it_takes(known):
+# Seen failing without the new `start_by` in PrefillPlacement.retry: the second producer rejects it.
+def test_a_request_that_has_lost_a_producer_has_no_time_limit_for_another(known):
     with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
         (first, second), (decode,) = rig.prefill, rig.decode
         _know_how_fast(rig, prefill=[1])
@@ -131,12 +131,12 @@ def test_who_has_lost_a_producer_may_wait_for_another_as_long_as_it_takes(known)
         rig.wires.heal()
 
 
-# Seen failing without the look at `num_generated` at the prefill node's door.
+# Seen failing without the check of `num_generated` at the prefill node's admission.
 @pytest.mark.parametrize("num_generated", [0, 2])
-def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_consumer_says(
+def test_a_prefill_node_rejects_no_running_response_even_if_its_consumer_sets_a_limit(
     known, num_generated
 ):
-    """The consumer's words are the test's own: a decode node asks for no such haste itself."""
+    """The test makes the consumer's message: a decode node sets no such limit."""
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         _know_how_fast(rig)
@@ -156,7 +156,7 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_consumer_say
         decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
 
 
-def test_a_node_that_prefills_itself_refuses_at_once_too(known):
+def test_a_node_that_prefills_itself_also_rejects_at_once(known):
     with PairRig(known.loaded, prefill=(), decode=(ROOMY,), mode="colocated") as rig:
         _know_how_fast(rig)
         before = _busy(rig, rig.decode[0])
@@ -168,7 +168,7 @@ def test_a_node_that_prefills_itself_refuses_at_once_too(known):
         known.check(*before)
 
 
-def test_who_may_wait_less_is_begun_first(known):
+def test_the_request_with_the_earliest_start_limit_starts_first(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         before = _busy(rig, prefill, queue_s=200.0)
@@ -184,10 +184,10 @@ def test_who_may_wait_less_is_begun_first(known):
             for reported in rig.wires.seen
             if isinstance(reported, PagesReady) and reported.last
         ]
-        assert last.index(max(last)) < len(last) - 1  # it came last, and so has the largest key
+        assert last.index(max(last)) < len(last) - 1  # it arrived last, and so has the largest key
 
 
-def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
+def test_a_request_that_waits_for_pages_is_dropped_at_its_limit(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(Size(num_pages=24),)) as rig:
         running = rig.ask(LONG[:60], max_tokens=60)
         rig.until(lambda: running.tokens, "it runs")
@@ -202,7 +202,7 @@ def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-def test_a_node_tells_what_waits_and_none_when_it_is_idle(known, mode):
+def test_a_node_reports_its_queue_and_an_empty_one_when_idle(known, mode):
     producers = (ROOMY,) if mode == "disaggregated" else ()
     with PairRig(known.loaded, prefill=producers, decode=(ROOMY,), mode=mode) as rig:
         node = rig.prefill[0] if producers else rig.decode[0]
@@ -220,7 +220,7 @@ FULL = 8  # RESOURCE_EXHAUSTED
 
 
 def _fill(rig: PairRig, num_waiting: int) -> None:
-    """One that runs for long, and prompts that wait for its only slot."""
+    """Submit a long request, and prompts that wait for its only slot."""
     running = rig.ask(PROMPT, 100, prefill=[])
     rig.until(lambda: running.tokens, "it runs")
     for number in range(num_waiting):
@@ -228,7 +228,7 @@ def _fill(rig: PairRig, num_waiting: int) -> None:
     rig.until(lambda: rig.decode[0].queue("waiting") == num_waiting, "they wait")
 
 
-def test_no_more_requests_wait_than_may_in_both_queues_together(known):
+def test_both_queues_together_have_one_limit(known):
     with PairRig(known.loaded, decode=[Size(max_running_requests=1, max_queued_requests=3)]) as rig:
         _fill(rig, 2)
         last, refused = rig.ask([7], 2), rig.ask([8], 2)
@@ -238,8 +238,8 @@ def test_no_more_requests_wait_than_may_in_both_queues_together(known):
         assert last.tokens == known.greedy([7], 2)
 
 
-# Seen failing with the bound in Scheduler.add: RESOURCE_EXHAUSTED after one token.
-def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
+# Seen failing with the limit in Scheduler.add: RESOURCE_EXHAUSTED after one token.
+def test_a_request_that_has_sent_a_token_continues_even_if_the_queue_is_full(known):
     with PairRig(known.loaded, decode=[Size(max_running_requests=2, max_queued_requests=2)]) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
@@ -254,8 +254,8 @@ def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
         assert reported.tokens == known.greedy(PROMPT, 8)
 
 
-# Seen failing with one bound for all: RESOURCE_EXHAUSTED of an answer half told.
-def test_a_replay_is_taken_where_new_requests_are_refused(known):
+# Seen failing with one limit for all: RESOURCE_EXHAUSTED for a response that had begun.
+def test_a_replay_is_accepted_while_new_requests_are_rejected(known):
     tokens = known.greedy(PROMPT, 8)
     with PairRig(known.loaded, decode=[Size(max_running_requests=1, max_queued_requests=2)]) as rig:
         _fill(rig, 2)
@@ -265,7 +265,7 @@ def test_a_replay_is_taken_where_new_requests_are_refused(known):
         assert replayed.tokens == tokens[3:]
 
 
-# Seen failing with prompts that count until their grant only.
+# Seen failing if prompts count only until their grant.
 def test_a_prefill_node_counts_granted_prompts_too(known):
     producer = Size(max_running_requests=1, max_queued_requests=2)
     with PairRig(known.loaded, prefill=[producer], chunked_prefill_tokens=16) as rig:

@@ -1,5 +1,5 @@
 """Architecture, page size, overlap, caches and pool: disaggregated tokens are those of
-transformers, and sampled ones those of a node that does both halves itself."""
+transformers, and sampled tokens are those of a colocated node."""
 
 import random
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ QUICK_EXPERTS = ("qwen3_moe",)
 
 
 def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
-    """All lengths that matter; some that outgrow their page together; one with the longest
-    prompt's first page in common."""
+    """Return prompts of all relevant lengths. Some outgrow their page at the same time, and one
+    shares its first page with the longest."""
     lengths = [1, page_size - 1, page_size, page_size + 1, 3 * CHUNK_TOKENS + 5]
     lengths += [page_size - 8] * NUM_GROWING
     source = random.Random(page_size)
@@ -32,7 +32,7 @@ def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
     return [*prompts, [*prompts[4][:page_size], *prompts[3]]]
 
 
-# Page size, overlap and small pool: every two values of two of them are in one row.
+# Page size, overlap and small pool: every pair of values of two of them occurs in a row.
 PAIRWISE = ((16, True, True), (64, False, True), (64, True, False), (16, False, False))
 QUICK = dict(zip(("gemma2", "mistral", "qwen2", "qwen3"), PAIRWISE, strict=True))
 
@@ -57,7 +57,7 @@ def _crossed() -> Iterator:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.9, "top_p": 0.95}], ids=["greedy", "seeded"]
 )
-def test_injected_retractions_change_no_answer(known, sampling, swap_pages):
+def test_injected_retractions_change_no_response(known, sampling, swap_pages):
     def answers(every: int) -> list[list[int]]:
         size = Size(64, swap_pages=swap_pages)
         with PairRig(known.loaded, decode=[size], retract_every=every) as rig:
@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(
     ],
 )
 def test_greedy_tokens_of_experts_are_those_of_transformers(model, architecture):
-    """A token's experts do not depend on the node that it is on, nor on who is beside it there."""
+    """The experts of a token depend neither on its node nor on other requests of the batch."""
     _check_greedy(model(architecture), page_size=16, overlap=True, small_pool=True)
 
 
@@ -126,7 +126,7 @@ def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> Non
 @pytest.mark.parametrize(
     "cold", ["", "prefill", "decode", "prefill decode"], ids=lambda cold: cold or "none"
 )
-def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, cold):
+def test_tokens_cached_on_either_side_are_neither_computed_nor_read_again(known, cold):
     prompt = list(range(100))  # 6 whole pages and a part
     with PairRig(known.loaded) as rig:
         (prefill,) = rig.prefill
@@ -174,7 +174,7 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
 
 
 @pytest.mark.parametrize("wrong", [(), (0,), (3, 4), (7,), range(8)], ids=str)
-def test_tokens_are_those_of_transformers_whatever_is_guessed(known, wrong):
+def test_tokens_are_those_of_transformers_with_any_drafts(known, wrong):
     asked = [5, 6, 7]
     (expected,) = greedy_tokens(known.reference, [asked], 8)
     guessed = [token + (place in wrong) for place, token in enumerate(expected)]

@@ -1,4 +1,4 @@
-"""Pauses of generation: nothing is computed or lost, and what waits keeps its deadlines."""
+"""Pauses of generation: nothing is computed or lost, and waiting requests keep their deadlines."""
 
 import time
 
@@ -19,7 +19,7 @@ SHORT_S = 0.5
 
 
 def call_node(rig: PairRig, node: Node, command: Command):
-    """The node's answer."""
+    """Return the node's response."""
     before = len(node.router.answers)
     rig.tell(node, command)
     rig.until(lambda: len(node.router.answers) > before, f"{command} is answered")
@@ -46,7 +46,7 @@ def computes_nothing(rig: PairRig) -> bool:
 
 
 def one_runs(rig: PairRig, node: int = 0) -> None:
-    """One of those that have been asked for has just begun to, and so none has ended."""
+    """Run until the first of these requests has just started, so none has ended."""
     rig.until(lambda: rig.decode[node].queue("on_device"), "one runs")
 
 
@@ -54,7 +54,7 @@ def one_runs(rig: PairRig, node: int = 0) -> None:
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_requests_go_on_after_a_pause_as_if_there_had_been_none(known, mode, overlap):
+def test_requests_continue_unchanged_after_a_pause(known, mode, overlap):
     with PairRig(known.loaded, overlap_schedule=overlap) as rig:
         asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
         one_runs(rig)
@@ -69,7 +69,7 @@ def test_requests_go_on_after_a_pause_as_if_there_had_been_none(known, mode, ove
         known.check(*asked, late)
 
 
-def test_an_aborting_pause_ends_what_is_there_and_no_more(known):
+def test_an_aborting_pause_ends_only_present_requests(known):
     with PairRig(known.loaded) as rig:
         asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
         one_runs(rig)
@@ -85,7 +85,7 @@ def test_an_aborting_pause_ends_what_is_there_and_no_more(known):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_hand_off_between_its_chunks_is_paused_and_loses_nothing(known, mode):
+def test_a_hand_off_is_paused_between_its_chunks_and_loses_nothing(known, mode):
     prompt = list(range(5, 135))
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         asked = rig.ask(prompt)
@@ -98,7 +98,7 @@ def test_a_hand_off_between_its_chunks_is_paused_and_loses_nothing(known, mode):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
+def test_requests_with_kv_in_host_memory_are_paused_too(known, mode):
     prompts = [[10 * number, *range(40)] for number in range(4)]
     with PairRig(
         known.loaded,
@@ -106,7 +106,7 @@ def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
         new_token_ratio=0.02,
     ) as rig:
         (node,) = rig.decode
-        # The pages that others are granted keep the first one from its end until they run.
+        # The pages granted to others keep the first request on the host until they run.
         asked = [rig.ask(prompt, 100) for prompt in prompts]
         rig.until(lambda: node.queue("retracted"), "one is off the device")
         paused(rig, mode)
@@ -117,7 +117,7 @@ def test_requests_whose_kv_is_in_host_memory_are_paused_too(known, mode):
         known.check(*asked)
 
 
-def test_a_paused_prefill_node_is_passed_over(known):
+def test_prompts_avoid_a_paused_prefill_node(known):
     prompt = PROMPTS[2]
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         paused(rig, "retract", rig.prefill[0])
@@ -128,7 +128,7 @@ def test_a_paused_prefill_node_is_passed_over(known):
         resumed(rig, rig.prefill[0])
 
 
-def test_what_waits_for_the_end_of_a_pause_keeps_its_deadlines(known):
+def test_requests_that_wait_for_the_end_of_a_pause_keep_their_deadlines(known):
     with PairRig(known.loaded) as rig:
         runs = rig.ask(PROMPTS[1], MANY)
         one_runs(rig)
@@ -166,7 +166,7 @@ def test_a_colocated_node_computes_its_prompts_after_the_pause(known):
         known.check(*asked)
 
 
-def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
+def test_a_second_pause_may_be_stricter_and_a_pause_may_be_cancelled(known):
     with PairRig(known.loaded) as rig:
         (node,) = rig.decode
         asked = rig.ask(PROMPTS[1], MANY)
@@ -188,7 +188,7 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
 
 
 @pytest.mark.parametrize("mode, status", [("retract", 0), ("abort", StatusCode.CANCELLED.value[0])])
-def test_prompts_of_calls_for_vectors_are_paused_as_well(known, mode, status):
+def test_prompts_of_pooling_calls_are_paused_too(known, mode, status):
     prompt = np.arange(130, dtype="<i4").tobytes()
     call = SubmitPooling(1, "call", (prompt,), PoolingParams(PoolingMode.MEAN), 300.0)
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
@@ -207,7 +207,7 @@ def test_prompts_of_calls_for_vectors_are_paused_as_well(known, mode, status):
         assert again.vectors == (whole.vectors if not status else ())
 
 
-def test_a_request_that_leaves_stays_where_it_is_paused(known):
+def test_a_migration_of_a_paused_request_fails_and_the_request_stays(known):
     with PairRig(known.loaded, decode=[Size(), Size()], migrates=True) as rig:
         asked = rig.ask(PROMPTS[1], 40)
         one_runs(rig)

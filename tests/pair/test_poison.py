@@ -1,5 +1,5 @@
-"""Requests that engines of prefill nodes have died with: alone from then on, and no further than to
-a second death."""
+"""Requests that were running when an engine of a prefill node crashed. They then run alone, and
+end at the second crash."""
 
 from grpc import StatusCode
 
@@ -15,8 +15,8 @@ FIRST = 1  # the key of the first request of a decode node
 
 
 def _lose_engine(rig: PairRig, producer: int) -> None:
-    """Crash the engine of a producer, as its frontends report it, while it has computed part of the
-    first prompt."""
+    """Crash the engine of a producer, as its frontend reports it, in the middle of the first
+    prompt."""
     reported = _num_ready(rig)
 
     def the_consumer_knows() -> bool:
@@ -28,8 +28,7 @@ def _lose_engine(rig: PairRig, producer: int) -> None:
 
 
 def _num_ready(rig: PairRig) -> int:
-    """Count the Ready messages of the first request. Those of other requests are irrelevant to
-    it."""
+    """Count the Ready messages of the first request, and of no other."""
     return sum(isinstance(each, PagesReady) and each.id.request == FIRST for each in rig.wires.seen)
 
 
@@ -37,7 +36,7 @@ def _trials(rig: PairRig) -> set[int]:
     return set(rig.decode[0].router.trials) - {0}
 
 
-def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
+def test_a_prompt_that_was_running_in_a_crash_continues_alone_on_both_nodes(known):
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         under_way, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS)
         _lose_engine(rig, 0)
@@ -48,7 +47,7 @@ def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
         assert under_way.number in _trials(rig)
 
 
-def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
+def test_a_prompt_that_was_alone_in_a_second_crash_ends(known):
     with PairRig(known.loaded, prefill=[Size(), Size(), Size()], chunked_prefill_tokens=32) as rig:
         guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, prefill=[2])
         _lose_engine(rig, 0)
@@ -63,7 +62,7 @@ def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
         assert rig.decode[0].count("local_prefills") == 0
 
 
-def test_a_request_that_comes_with_a_death_is_told_before_it_computes_and_gets_its_tokens(known):
+def test_a_request_submitted_with_a_crash_is_reported_before_it_is_computed_and_completes(known):
     with PairRig(known.loaded, prefill=[]) as rig:
         suspect = rig.ask(LONG, NUM_TOKENS, engine_crashes=1)
         others = [rig.ask(OTHER, NUM_TOKENS), rig.ask(OTHER[:9], NUM_TOKENS)]

@@ -1,4 +1,4 @@
-"""Calls for vectors at a prefill node that has hand-offs too: answers, ends, refusals."""
+"""Pooling calls at a prefill node that also has hand-offs: results, ends, rejections."""
 
 import time
 
@@ -49,7 +49,7 @@ def code(status: StatusCode) -> int:
     return int(status.value[0])
 
 
-def test_prompts_of_calls_are_pooled_beside_hand_offs_that_go_on(known, decoder):
+def test_prompts_of_calls_are_pooled_beside_hand_offs(known, decoder):
     with PairRig(known.loaded) as rig:
         (node,) = rig.prefill
         asked = [rig.ask(prompt, 6) for prompt in PROMPTS]
@@ -65,7 +65,7 @@ def test_prompts_of_calls_are_pooled_beside_hand_offs_that_go_on(known, decoder)
         assert node.count("pooled_prompts") == 6
 
 
-def test_a_call_that_nobody_waits_for_leaves_nothing_behind(known):
+def test_an_abandoned_call_leaves_no_resources(known):
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
@@ -76,7 +76,7 @@ def test_a_call_that_nobody_waits_for_leaves_nothing_behind(known):
         assert pooled.number == 2
 
 
-def test_an_operator_ends_a_call_by_its_name(known):
+def test_an_operator_aborts_a_call_by_its_id(known):
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
@@ -85,7 +85,7 @@ def test_an_operator_ends_a_call_by_its_name(known):
         assert refusal(rig, node) == (code(StatusCode.CANCELLED), "aborted by an operator")
 
 
-def test_a_call_ends_with_its_budget(known):
+def test_a_call_ends_at_its_deadline(known):
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS, budget_s=1e-6)
@@ -106,7 +106,7 @@ def test_a_call_ends_with_its_budget(known):
         ([[1]], PoolingParams(PoolingMode.LABELS), "no classification head"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_whole(known, prompts, pooling, said):
+def test_a_call_with_one_invalid_prompt_is_rejected_as_a_whole(known, prompts, pooling, said):
     with PairRig(known.loaded) as rig:
         (node,) = rig.prefill
         call(node, 1, prompts, pooling=pooling)
@@ -116,10 +116,10 @@ def test_what_cannot_be_computed_is_refused_whole(known, prompts, pooling, said)
         assert node.count("finished") == 0
 
 
-def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
+def test_calls_over_the_queue_limit_are_rejected_but_never_a_single_one(known):
     with PairRig(known.loaded, prefill=[Size(max_queued_requests=4)]) as rig:
         (node,) = rig.prefill
-        # Both come before the first has begun.
+        # Both arrive before the first has started.
         call(node, 1, [[token] for token in range(1, 9)])
         call(node, 2, [[9]])
         reported = {pooled.number: pooled for pooled in answered(rig, node, 2)}
@@ -127,7 +127,7 @@ def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
         assert reported[2].error_code == code(StatusCode.RESOURCE_EXHAUSTED)
 
 
-def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
+def test_a_draining_node_completes_its_calls_and_accepts_no_more(known):
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)

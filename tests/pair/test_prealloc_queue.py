@@ -1,4 +1,4 @@
-"""The decode node's queue for pages: the order of grants, how much at a time, and reservations."""
+"""The decode node's queue for pages: order of grants, limits, and reservations."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ from tests.pair.states import make_decode_state
 from tests.support.engine_rig import Rig, ints
 from tests.support.specs import make_request
 
-SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first has come
+SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first arrival
 
 
 def _queue(
@@ -30,11 +30,11 @@ def _queue(
     clients: str = "",
     weights: Mapping[str, float] = {},
 ) -> PreallocQueue:
-    """Attempts of so many pages that arrive at 0, 1, 2 ..., put in backwards; some are a step more
-    urgent.
+    """Return a queue of attempts of these numbers of pages, which arrived at 0, 1, 2 ... and are
+    put in reverse order. Some have a higher priority.
 
     Args:
-        clients: a letter for the client of each.
+        clients: a letter for the client of each attempt.
     """
     queue = PreallocQueue(lambda state, reason: None)
     for arrived, wanted in reversed(list(enumerate(num_pages))):
@@ -78,7 +78,7 @@ def _granted(
     num_unready: float = math.inf,
     demand: PageDemand | None = None,
 ) -> list[int]:
-    """Return the keys of the attempts that are granted, each with all of that capacity."""
+    """Return the keys of the attempts that are granted, each with the whole capacity."""
     keys, room = [], FreeCapacity(num_pages, num_slots)
     while (state := queue.take_fitting(now, room, num_unready, demand)) is not None:
         keys.append(state.key)
@@ -86,7 +86,7 @@ def _granted(
 
 
 IN_TURN = {"clients": "aaaabb"}
-# Name: pages of the queue, its options, granted when nothing has waited long.
+# Name: pages of the queue, its options, granted attempts when none has waited long.
 ORDERS = {
     "by arrival": ([1, 1, 1], {}, [0, 1, 2]),
     "urgent first": ([1] * 4, {"urgent": (2, 3)}, [2, 3, 0, 1]),
@@ -101,7 +101,7 @@ ORDERS = {
         {"clients": "aabcde"},
         [0, 2, 3, 4, 5, 1],
     ),
-    # Seen failing with turns among all: then 4 goes before 1, which is more urgent.
+    # Seen failing with turns among all attempts: then 4 precedes 1, which has a higher priority.
     "turns within a priority": ([1] * 5, {"clients": "aaaab", "urgent": (0, 1)}, [0, 1, 2, 4, 3]),
 }
 
@@ -111,8 +111,8 @@ def test_attempts_are_granted_by_priority_client_and_arrival(num_pages, options,
     assert _granted(_queue(*num_pages, **options), SOON) == granted
 
 
-def test_a_stream_of_new_clients_does_not_keep_one_waiting():
-    """One place comes free each time a new client comes."""
+def test_new_clients_do_not_starve_a_waiting_one():
+    """One slot is freed each time a new client arrives."""
     queue = _queue(1, 1, 1, clients="aab")
     granted = []
     for number in range(3, 8):
@@ -120,10 +120,10 @@ def test_a_stream_of_new_clients_does_not_keep_one_waiting():
         state = queue.take_fitting(SOON, FreeCapacity(1, 1), math.inf, None)
         assert state is not None
         granted.append(state.key)
-    assert granted == [0, 2, 3, 1, 4]  # seen failing with new clients in the round under way
+    assert granted == [0, 2, 3, 1, 4]  # seen failing with new clients in the current round
 
 
-def test_who_leaves_the_queue_makes_those_behind_it_come_sooner():
+def test_an_attempt_that_leaves_the_queue_advances_those_behind_it():
     queue = _queue(*[1] * 5, clients="aaabb")
     first = next(state for state in queue if state.key == 0)
     assert queue.remove(first, RequestEnd(FinishReason.ABORT))
@@ -138,7 +138,7 @@ CAP = {"num_unready": 2}
 CAPACITY = {
     # Seen failing without skip-ahead.
     "small ones overtake a large one for a while": ([9, 1, 9, 1], {}, SOON, (4, 4), {}, [1, 3]),
-    # Seen failing without ageing, and with ageing from when the attempt began (100.0).
+    # Seen failing without ageing, and with ageing from the start of the attempt (100.0).
     "none overtakes one that has waited too long": ([9, 1, 1], {}, LATE, (4, 4), {}, []),
     "which is granted when it fits": ([9, 1, 1], {}, LATE, (9, 4), {}, [0, 1, 2]),
     "nor one that waits for its turn": ([9, 1, 1], {"clients": "aab"}, LATE, (4, 4), {}, []),
@@ -160,11 +160,11 @@ CAPACITY = {
 @pytest.mark.parametrize(
     "num_pages, options, now, free, limits, granted", CAPACITY.values(), ids=list(CAPACITY)
 )
-def test_no_more_is_granted_than_there_is_room_for(num_pages, options, now, free, limits, granted):
+def test_grants_fit_into_the_free_capacity(num_pages, options, now, free, limits, granted):
     assert _granted(_queue(*num_pages, **options), now, *free, **limits) == granted
 
 
-def test_prompts_do_not_pass_an_attempt_that_has_waited_too_long_for_their_pages():
+def test_prompts_do_not_overtake_an_attempt_that_has_waited_too_long():
     assert _queue(9, 1).barrier(SOON, math.inf) == math.inf
     assert _queue(9, 1).barrier(LATE, math.inf) == 0.0
     assert _queue(9, 1, 1, clients="aab").barrier(LATE, math.inf) == 0.0
@@ -172,8 +172,8 @@ def test_prompts_do_not_pass_an_attempt_that_has_waited_too_long_for_their_pages
     assert _queue(9, 9, urgent=(1,)).barrier(LATE, math.inf) == 1.0 - STEP_S
 
 
-# Seen failing with a queue by arrival, and without the client in the engine's request.
-def test_a_client_with_many_requests_does_not_keep_another_one_waiting(known):
+# Seen failing with a queue in order of arrival, and without the client in the engine's request.
+def test_a_client_with_many_requests_does_not_starve_another(known):
     with PairRig(known.loaded, decode=[Size(max_running_requests=1)]) as rig:
         many = [rig.ask([n] * 50, client=1) for n in range(6)]
         one = rig.ask([9] * 50, client=2)
@@ -183,8 +183,8 @@ def test_a_client_with_many_requests_does_not_keep_another_one_waiting(known):
         known.check(*many, one)
 
 
-# Seen failing without the cap, and with a cap that counts what is ready.
-def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
+# Seen failing without the limit, and with a limit that includes ready attempts.
+def test_a_hand_off_waits_while_too_many_granted_pages_are_unready(known):
     with PairRig(known.loaded, decode=[Size()], max_inflight_pages=5) as rig:
         rig.wires.hold_back(PagesReady)
         asked = [rig.ask([n] * 50) for n in range(2)]
@@ -200,9 +200,9 @@ def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
         known.check(*asked)
 
 
-# Seen failing with nothing kept for the growth of granted requests: both are granted.
-def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
-    """Each has four pages, and one to grow into. One page is missing for both."""
+# Seen failing with no pages kept for the growth of granted requests: both are granted.
+def test_a_granted_request_keeps_pages_for_its_growth(known):
+    """Each has four pages, and needs one for growth. One page is missing for both."""
     with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], new_token_ratio=1.0) as rig:
         rig.wires.hold_back(PagesReady)
         asked = [rig.ask([n] * 50, max_tokens=20) for n in range(2)]
@@ -224,8 +224,8 @@ ID = HandoffId(1, 1, 1)
 PROMPT = ints([n % 90 for n in range(50)])  # three pages and a part
 
 
-# Rule 1 of the hand-off. Seen failing without the hold for reads.
-def test_pages_are_held_for_reads_after_the_request_has_dropped_them():
+# Rule 1 of the hand-off. Seen failing without the READ hold.
+def test_pages_stay_reserved_for_reads_after_the_request_has_released_them():
     rig = Rig(num_pages=8)
     destinations = rig.reservations
     destination = destinations.reserve(ID, PROMPT, SHARED)
@@ -237,8 +237,8 @@ def test_pages_are_held_for_reads_after_the_request_has_dropped_them():
     assert rig.pages.num_free == 8
 
 
-# Rule 8. Seen failing with the cached prefix still held: no request could have its pages again.
-def test_a_reservation_that_finds_too_few_pages_holds_nothing():
+# Rule 8. Seen failing if the cached prefix is still held: no request could use its pages again.
+def test_a_reservation_without_enough_pages_holds_none():
     rig = Rig(num_pages=8, vandal=False)
     rig.add(PROMPT.tolist()[:33], max_tokens=1)
     rig.run()
@@ -252,11 +252,11 @@ def test_a_reservation_that_finds_too_few_pages_holds_nothing():
 ROOMY = Size(num_pages=256)  # a decode node grants all three at once
 
 
-# Seen failing with the key left out of Submit, and of Open.
+# Seen failing without the key in Submit, and in Open.
 @pytest.mark.parametrize("where", ["prefill node", "decode node"])
-def test_who_has_the_key_of_what_is_computed_goes_first(known: Known, where: str) -> None:
+def test_a_request_with_the_key_of_a_computed_prompt_goes_first(known: Known, where: str) -> None:
     producers = [0] if where == "prefill node" else []
-    # In so many chunks that the two others arrive meanwhile, however slow the threads are.
+    # In so many chunks that the two others arrive during them, however slow the threads are.
     steps = {"chunked_prefill_tokens": 16}
     with PairRig(known.loaded, decode=[ROOMY], policy="routing-key", **steps) as rig:
         under_way = rig.ask([3] * 400, 2, prefill=producers, routing_key=7)

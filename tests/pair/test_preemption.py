@@ -1,4 +1,4 @@
-"""Urgent requests take the places of others on a decode node: real forwards and real copies."""
+"""Preemption on a decode node, with real forwards and real copies."""
 
 import pytest
 
@@ -9,12 +9,10 @@ PREEMPTS = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_
 LOW, HIGH = [3] * 70, [4, *range(60)]
 
 
-# Seen failing with the least urgent left where it is, either way.
+# Seen failing if the request of lowest priority keeps its place, either way.
 @pytest.mark.parametrize("way", ["hand-off", "prompt"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
-def test_an_urgent_request_takes_the_place_of_another_and_both_are_answered(
-    model, architecture, way
-):
+def test_an_urgent_request_preempts_another_and_both_complete(model, architecture, way):
     known = model(architecture)
     producers = [0] if way == "hand-off" else []
     size = known.tables(16).pages_for(112)
@@ -31,7 +29,7 @@ def test_an_urgent_request_takes_the_place_of_another_and_both_are_answered(
         known.check(low, high)
 
 
-def test_where_it_is_off_the_urgent_goes_first_and_waits(known):
+def test_an_urgent_retracted_request_returns_first(known):
     nodes = [Size(num_pages=8, prefix_cache=False)]
     with PairRig(known.loaded, decode=nodes) as rig:
         (node,) = rig.decode
@@ -50,7 +48,7 @@ def test_where_it_is_off_the_urgent_goes_first_and_waits(known):
         assert low.tokens == known.greedy([5] * 90, 4)
 
 
-def test_one_that_is_away_may_be_cancelled(known):
+def test_a_preempted_request_can_be_cancelled(known):
     with PairRig(known.loaded, decode=SMALL, **PREEMPTS) as rig:
         (node,) = rig.decode
         low = rig.ask(LOW, 60)

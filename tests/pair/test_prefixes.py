@@ -1,5 +1,5 @@
-"""Prefixes that one node has cached and another one reads: the answers are those of a node that
-computes everything, whatever the others have, say or do meanwhile."""
+"""Prefixes that a node reads from the cache of another one. Responses are those of a node that
+computes everything, whatever the other nodes have, send or do."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def rig_of(known: Known, **how: object) -> PairRig:
 
 
 def ways(node: Node) -> tuple[int, int, int]:
-    """Tokens from its own cache, from other nodes', and computed."""
+    """Return the numbers of tokens from the node's own cache, from other nodes, and computed."""
     return tuple(node.count(f"prompt_token_ways/{way}") for way in ("own", "fetched", "computed"))
 
 
@@ -36,7 +36,7 @@ def since(node: Node, before: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def opened(rig: PairRig) -> list[OpenHandoff]:
-    """Prefixes that were asked for."""
+    """Return the prefixes that were requested."""
     return [one for one in rig.wires.said(OpenHandoff) if isinstance(one.source, Prefix)]
 
 
@@ -55,7 +55,7 @@ def cached_at_first(known: Known, num_tokens: int = 100, **how: object) -> Itera
         yield rig
 
 
-def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Known) -> None:
+def test_the_next_turn_is_read_from_the_node_of_the_last_response(known: Known) -> None:
     with rig_of(known) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.learn_what_computing_takes()
@@ -69,13 +69,13 @@ def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Kn
         assert (
             decode.count("prefix_loans/completed") == prefill.count("prefix_fetches/completed") == 1
         )
-        # It is in the tree: whoever comes next needs nobody.
+        # It is now in the tree, so the next request needs no other node.
         before = ways(prefill)
         answered(rig, known, rig.ask([*longer, 1, 2, 3], 10))
         assert since(prefill, before)[1] == 0
 
 
-def test_a_prefill_node_reads_what_another_one_has(known: Known) -> None:
+def test_a_prefill_node_reads_prefixes_from_another_one(known: Known) -> None:
     with cached_at_first(known) as rig:
         before = ways(rig.prefill[1])
         rest = [*prompt(100), *prompt(30, 7)]
@@ -83,7 +83,7 @@ def test_a_prefill_node_reads_what_another_one_has(known: Known) -> None:
         assert since(rig.prefill[1], before) == (0, 96, 34)
 
 
-def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Known) -> None:
+def test_a_decode_node_that_prefills_itself_reads_prefixes_from_another_one(known: Known) -> None:
     with rig_of(known, prefill=(), decode=TWO, mode="colocated") as rig:
         rig.learn_what_computing_takes()
         first = rig.ask(prompt(60), 30, node=0)
@@ -97,7 +97,7 @@ def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Kn
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
-def test_states_and_windows_come_along(model, architecture: str) -> None:
+def test_states_and_windows_are_read_with_a_prefix(model, architecture: str) -> None:
     known = model(architecture)
     with cached_at_first(known, 130, chunked_prefill_tokens=32) as rig:
         rest = [*prompt(130), *prompt(30, 7)]
@@ -109,10 +109,10 @@ def test_states_and_windows_come_along(model, architecture: str) -> None:
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 128
 
 
-def test_who_was_told_wrong_computes(known: Known) -> None:
+def test_a_node_with_wrong_hints_computes_the_prompt(known: Known) -> None:
     with cached_at_first(known, 70) as rig:
         (_, second) = rig.prefill
-        # It has another prompt; it has less of it; nobody is there; and there is no such prompt.
+        # The hints name another prompt, too long a prefix, an unknown node, and an unknown prompt.
         for number, (tokens, hint) in enumerate(
             (
                 (prompt(90, 5), PrefixHint("prefill-0:1", 80)),
@@ -129,7 +129,7 @@ def test_who_was_told_wrong_computes(known: Known) -> None:
         assert rig.prefill[0].count("prefix_loans/refused") == 2
 
 
-def test_nobody_reads_what_is_of_another_namespace(known: Known) -> None:
+def test_prefixes_of_another_namespace_are_not_read(known: Known) -> None:
     with rig_of(known, prefill=TWO) as rig:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, prefill=[0], namespace=SALTED))
@@ -143,7 +143,7 @@ def test_nobody_reads_what_is_of_another_namespace(known: Known) -> None:
 
 
 @pytest.mark.parametrize("what", ["the read fails", "the stream is cut", "a byte is wrong"])
-def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what: str) -> None:
+def test_a_failed_read_costs_only_time(known: Known, what: str) -> None:
     with cached_at_first(known) as rig:
         match what:
             case "the read fails":
@@ -163,7 +163,7 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
 
 
-def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
+def test_pages_being_read_outlive_their_eviction_from_the_tree(known: Known) -> None:
     with cached_at_first(known) as rig:
         producer, consumer = rig.prefill
         rig.wires.hold_back(ReadsDone)
@@ -177,9 +177,9 @@ def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
         assert producer.pages("cache") == 0
 
 
-def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
+def test_a_prefix_without_free_pages_is_computed(known: Known) -> None:
     with cached_at_first(known, prefill=(ROOM, Size(num_pages=8)), page_size=16) as rig:
-        # Pages for one prompt of 100 tokens: another one that is computed has them.
+        # Pages for one prompt of 100 tokens: another prompt that is being computed has them.
         rig.faults[1].freeze()
         busy = rig.ask(prompt(90, 9), 2, prefill=[1])
         rig.until(lambda: rig.prefill[1].queue("inflight"), "it has the pages")
@@ -191,14 +191,14 @@ def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
         assert not opened(rig)
 
 
-def test_no_more_than_a_part_of_the_pool_is_lent_at_once(known: Known) -> None:
+def test_the_part_of_the_pool_that_is_read_at_once_is_limited(known: Known) -> None:
     with cached_at_first(known, 120, prefill=(Size(num_pages=40), ROOM)) as rig:
-        hint = PrefixHint("prefill-0:1", 112)  # 7 pages, and 5 may be lent
+        hint = PrefixHint("prefill-0:1", 112)  # 7 pages, of which 5 may be read
         answered(rig, known, rig.ask(prompt(120), 20, prefill=[1], prefix_hints=[hint]))
         assert rig.prefill[0].count("prefix_loans/refused") == 1
 
 
-def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) -> None:
+def test_a_request_cancelled_during_a_read_leaves_no_resources(known: Known) -> None:
     with cached_at_first(known) as rig:
         rig.wires.hold_back(ReadsDone)
         asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
@@ -208,7 +208,7 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) 
         rig.wires.let_go()
 
 
-def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
+def test_requests_for_the_same_prefix_read_it_once(known: Known) -> None:
     with cached_at_first(known) as rig:
         rig.wires.hold_back(ReadsDone)
         both = [
@@ -222,7 +222,7 @@ def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
         assert len(opened(rig)) == 1
 
 
-def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
+def test_a_node_with_sharing_disabled_neither_reads_nor_serves_prefixes(known: Known) -> None:
     with rig_of(known, prefill=TWO, prefix_sharing=PrefixSharingConfig(enabled=False)) as rig:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, prefill=[0]))
@@ -230,8 +230,8 @@ def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
         assert not opened(rig)
 
 
-def test_conversations_wander_between_nodes_that_evict(known: Known) -> None:
-    """Right hints, wrong ones, and pools in which everything is evicted soon."""
+def test_conversations_alternate_between_nodes_that_evict(known: Known) -> None:
+    """Correct hints, wrong ones, and pools in which all pages are soon evicted."""
     source = random.Random(11)
     with rig_of(known, prefill=(SMALL, SMALL), decode=(SMALL, SMALL)) as rig:
         rig.learn_what_computing_takes()

@@ -1,6 +1,6 @@
-"""Pages and weights in memory that cannot be accessed while it is released, as that of a GPU.
+"""Pages and weights in memory that is inaccessible while it is released, like that of a GPU.
 
-Any access is a SIGSEGV, which ends the test run. Memory that comes back contains NaN.
+Any access is a SIGSEGV, which ends the test run. Memory contains NaN when it is restored.
 """
 
 import threading
@@ -33,13 +33,13 @@ __all__ = ["greedy", "shelf"]  # fixtures
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
-    """Operations compiled for a CPU keep weights in a form of their own, and not in regions."""
+    """Operations compiled for a CPU keep weights in their own format, outside of the regions."""
     use("torch", monkeypatch)
 
 
 @pytest.fixture
 def log(monkeypatch):
-    """The calls of all drivers and of the network, in order."""
+    """Return the calls of all drivers and of the network, in order."""
     made: list[str] = []
 
     def noted(owner: type, method: str, name: str) -> None:
@@ -89,7 +89,7 @@ def memory_of(node):
 
 
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
-def test_nodes_whose_memory_is_gone_answer_afterwards_as_if_it_had_not(rig, greedy, tags):
+def test_nodes_respond_correctly_after_their_memory_was_released(rig, greedy, tags):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     running = rig.ask(PROMPT, MANY)
     one_runs(rig)
@@ -119,7 +119,7 @@ def test_nodes_whose_memory_is_gone_answer_afterwards_as_if_it_had_not(rig, gree
     assert len(rig.wires.said(OpenHandoff)) == handed + 1
 
 
-def test_peers_are_gone_before_memory_is_and_come_back_after_it(rig, log):
+def test_peers_are_unpaired_before_the_release_and_paired_after_it(rig, log):
     (producer,), (consumer,) = rig.prefill, rig.decode
     ask(rig)
     for node, gone, back in (
@@ -141,7 +141,7 @@ def test_peers_are_gone_before_memory_is_and_come_back_after_it(rig, log):
         assert "connect" in log[log.index("serve") :]
 
 
-def test_a_second_release_and_a_second_allocation_are_no_error(rig, log, greedy):
+def test_repeated_releases_and_allocations_are_no_errors(rig, log, greedy):
     released(rig)
     log.clear()
     released(rig)
@@ -154,7 +154,7 @@ def test_a_second_release_and_a_second_allocation_are_no_error(rig, log, greedy)
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
 
 
-def test_a_node_without_room_sleeps_on_and_wakes_later(rig, greedy):
+def test_a_node_without_free_memory_sleeps_until_there_is_some(rig, greedy):
     (node,) = rig.decode
     released(rig, node)
     memory_of(node).driver.total = 0
@@ -168,7 +168,7 @@ def test_a_node_without_room_sleeps_on_and_wakes_later(rig, greedy):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
 
 
-def test_pages_that_another_node_reads_stay_until_it_is_done(shelf, log, greedy):
+def test_pages_that_another_node_reads_are_released_after_the_read(shelf, log, greedy):
     sharing = PrefixSharingConfig(enabled=True)
     with rig_of(shelf, log, prefill=2, prefix_sharing=sharing) as rig:
         lender, _ = rig.prefill
@@ -195,7 +195,7 @@ def test_pages_that_another_node_reads_stay_until_it_is_done(shelf, log, greedy)
         resumed(rig, lender)
 
 
-def test_weights_of_another_node_need_pages(rig):
+def test_fetching_weights_requires_allocated_pages(rig):
     (node,) = rig.decode
     pause(rig, node)
     released(rig, node, tags=("kv_cache",))
@@ -215,7 +215,7 @@ def test_a_node_without_its_memory_keeps_its_role(rig):
         assert not call_node(rig, node, PrepareRole("prefill")).error
 
 
-def test_links_that_do_not_end_leave_the_memory_and_the_pairs(rig, log, greedy, monkeypatch):
+def test_links_that_do_not_end_prevent_the_release(rig, log, greedy, monkeypatch):
     (node,) = rig.decode
     real, goes_on = LoopbackConnection.close, threading.Event()
     monkeypatch.setattr(sides, "_CLOSE_S", 0.1)

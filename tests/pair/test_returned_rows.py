@@ -1,6 +1,6 @@
 """Hidden states and routed experts across a hand-off.
 
-Those of the prompt come from the prefill node, the others from the decode node, and each position
+Rows of the prompt come from the prefill node, all others from the decode node, and each position
 has exactly one row.
 """
 
@@ -109,7 +109,9 @@ def wanted(returned):
 
 
 def check(returned, one, first=1, logprobs=None):
-    """`first`: index of the first prompt token whose preceding row is wanted."""
+    """Args:
+    first: index of the first prompt token whose preceding row is requested.
+    """
     rows = [returned.row(each) for each in [*one.prompt_logprobs, *(logprobs or one.logprobs)]]
     returned.check([*one.prompt, *one.tokens], rows, first)
 
@@ -191,7 +193,7 @@ def test_a_node_without_the_option_names_it_and_records_nothing(returned):
         assert rig.serve(range(12), 2).tokens == returned.known.greedy(range(12), 2)
 
 
-def test_a_first_token_without_its_row_costs_the_attempt_alone(returned, monkeypatch):
+def test_a_first_token_without_its_row_fails_only_the_attempt(returned, monkeypatch):
     honest, lies = codec._ready_proto, iter([True])
 
     def lying(ready):
@@ -252,7 +254,7 @@ def test_a_model_without_experts_is_refused_at_start(tmp_path):
         ({}, "transformers", "engine.model_backend: transformers"),
     ],
 )
-def test_what_returns_no_experts_is_refused_by_name(settings, backend, named):
+def test_a_model_that_returns_no_experts_is_rejected_by_name(settings, backend, named):
     config = EngineConfig.model_validate({"model": "m", "routed_experts": RETURNED, **settings})
     with pytest.raises(ConfigError, match=f"^{named} is not supported with engine.routed_experts"):
         check_features(config, backend)

@@ -22,7 +22,9 @@ def by_transformers(known, tokens):
 
 
 def check(reported, tokens, expected, num_top):
-    """expected: of the places before each of `tokens`."""
+    """Args:
+    expected: log-probabilities for the positions before each of `tokens`.
+    """
     assert len(reported) == len(tokens)
     for each, token, row in zip(reported, tokens, expected, strict=True):
         assert abs(each.logprob - float(row[token])) < TOLERANCE
@@ -35,9 +37,9 @@ def check(reported, tokens, expected, num_top):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize("pool", ["large", "small", "colocated"])
 def test_logprobs_are_those_of_transformers(known, overlap, pool):
-    """The prompt is in both caches the second time, and is computed all the same where its own are
-    asked for. Seen failing with the prompt matched in the cache, with the targets of a chunk one
-    place off, and without those of the first token."""
+    """The second time the prompt is in both caches, but is computed again if its own
+    log-probabilities are requested. Seen failing with the prompt matched in the cache, with the
+    targets of a chunk shifted by one, and without those of the first token."""
     asking = random_prompts(known.vocabulary_size, *LENGTHS)
     num_pages = 12 if pool == "small" else 64
     with PairRig(
@@ -67,7 +69,7 @@ def test_logprobs_are_those_of_transformers(known, overlap, pool):
 def test_prompt_logprobs_begin_at_a_token_and_the_prefix_before_it_comes_from_the_cache(
     known, nodes
 ):
-    """In whole pages, chunks and parts of both."""
+    """The cached prefix consists of whole pages, chunks and parts of both."""
     prompt = random_prompts(known.vocabulary_size, *LENGTHS)[-1]
     rows = by_transformers(known, prompt)
     with PairRig(known.loaded, **nodes) as rig:
@@ -99,15 +101,15 @@ def test_prompt_logprobs_are_sent_once_each_when_the_prompt_is_recomputed(known)
                 check(one.prompt_logprobs, one.prompt[first:], rows[first - 1 : -1], 1)
 
 
-def test_prompt_logprobs_that_begin_behind_the_prompt_are_none(known):
+def test_prompt_logprobs_that_begin_after_the_prompt_are_empty(known):
     with PairRig(known.loaded) as rig:
         for start in (40, 41, 500):
             one = rig.serve(range(40), 4, prompt_logprobs=0, prompt_logprobs_start=start)
             assert one.tokens == known.greedy(range(40), 4) and not one.prompt_logprobs
 
 
-def test_what_may_not_be_sampled_is_not_on_either_node(known):
-    """Against a node that does both halves itself, and what is asked for."""
+def test_neither_node_samples_a_forbidden_token(known):
+    """Compared with a colocated node, and with the request's options."""
     asking = random_prompts(known.vocabulary_size, *LENGTHS)
     likeliest = [known.greedy(prompt, NUM_TOKENS) for prompt in asking]
     wanted = [
@@ -135,7 +137,7 @@ def test_what_may_not_be_sampled_is_not_on_either_node(known):
             assert f",{','.join(map(str, word))}," not in f",{text},"
 
 
-def test_a_token_that_there_is_not_in_a_request_ends_no_node(known):
+def test_a_token_outside_the_vocabulary_in_a_request_ends_no_node(known):
     """Seen failing without RequestLimits.check_sampling: the forward raised."""
     beyond = known.vocabulary_size
     with PairRig(known.loaded) as rig:
@@ -151,10 +153,10 @@ def test_a_token_that_there_is_not_in_a_request_ends_no_node(known):
 
 
 @pytest.mark.parametrize("missing", ["logprobs", "prompt_logprobs"])
-def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
+def test_a_first_token_without_requested_logprobs_fails_only_the_attempt(
     known, monkeypatch, missing
 ):
-    """Seen failing without Handoffs' look at them: the router would have to make them up."""
+    """Seen failing without the check in Handoffs: the router would have to invent them."""
     honest, lies = codec._ready_proto, iter([True])
 
     def lying(ready):

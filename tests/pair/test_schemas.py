@@ -1,4 +1,5 @@
-"""Every answer that has ended is valid, whatever its schema says; what cannot be is named."""
+"""Every complete response is valid for its schema. Unsupported schemas are rejected with the
+place."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def _validator(schema: object) -> Validator:
 def _answers(
     noise: tuple[Loaded, Tokenizer], names: list[str], seeds: range
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield each schema with its response, or None where the response did not end.
+    """Yield each schema with its response, or None if the response did not end.
 
     A bias on closing tokens makes most responses of random weights end.
     """
@@ -92,13 +93,13 @@ def _check(answers: Iterator[tuple[str, str | None]]) -> None:
     assert ended > 9 * len(cut), cut
 
 
-def test_answers_of_one_schema_in_sixteen_are_valid(noise: tuple[Loaded, Tokenizer]) -> None:
-    """Seen failing with schemas given to xgrammar as they are."""
+def test_responses_of_one_schema_in_sixteen_are_valid(noise: tuple[Loaded, Tokenizer]) -> None:
+    """Seen failing with schemas that are passed to xgrammar unchanged."""
     _check(_answers(noise, list(SCHEMAS)[::16], range(2)))
 
 
 @pytest.mark.long
-def test_answers_of_every_schema_are_valid(noise: tuple[Loaded, Tokenizer]) -> None:
+def test_responses_of_every_schema_are_valid(noise: tuple[Loaded, Tokenizer]) -> None:
     assert len(SCHEMAS) >= 200
     _check(_answers(noise, list(SCHEMAS), range(4)))
 
@@ -140,13 +141,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("schema, where", REFUSED.values(), ids=list(REFUSED))
-def test_what_no_grammar_holds_to_is_refused_by_its_place(schema: object, where: str) -> None:
+def test_an_unsupported_schema_is_rejected_with_the_place(schema: object, where: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         enforced(json.dumps(schema))
     assert where in str(refused.value)
 
 
-def test_a_refusal_reaches_the_client_and_an_empty_grammar_is_one(
+def test_a_rejection_reaches_the_client_and_an_empty_grammar_is_one(
     noise: tuple[Loaded, Tokenizer],
 ) -> None:
     loaded, _ = noise
@@ -165,7 +166,7 @@ def test_a_refusal_reaches_the_client_and_an_empty_grammar_is_one(
 
 
 def test_constants_of_one_of_are_compared_as_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pair of them is looked at; seen failing with all pairs."""
+    """No pair of constants is compared. Seen failing with a comparison of all pairs."""
 
     def compared(*_: object) -> bool:
         raise AssertionError("two branches are compared")
@@ -177,13 +178,13 @@ def test_constants_of_one_of_are_compared_as_sets(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("values", [(1, 1.0), ({"a": [1]}, {"a": [1.0]}), ("a", "b", "a")])
-def test_equal_constants_of_one_of_are_refused(values: tuple[object, ...]) -> None:
+def test_equal_constants_in_one_of_are_rejected(values: tuple[object, ...]) -> None:
     schema = {"oneOf": [{"const": value} for value in values]}
     with pytest.raises(InvalidRequest, match=f"branches 0 and {len(values) - 1}"):
         enforced(json.dumps(schema))
 
 
-def test_other_branches_of_one_of_have_a_limit() -> None:
+def test_other_branches_of_one_of_are_limited() -> None:
     def branch(number: int) -> object:
         return {"type": "object", "properties": {"k": {"const": number}}, "required": ["k"]}
 

@@ -1,4 +1,4 @@
-"""An idle node checks its books, and ends when a page is missing from them."""
+"""An idle node checks its page accounting, and ends when a page is missing."""
 
 import pytest
 
@@ -8,9 +8,9 @@ from node.control import engine_control
 from tests.pair.rig import PairRig
 
 
-# Seen failing without the call of `self_check` in the desk, and with a role that passes no check.
+# Seen failing without the call of `self_check` in the desk, and with a role without a self-check.
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_idle_node_finds_a_page_that_leaked(known, monkeypatch, role):
+def test_an_idle_node_detects_a_leaked_page(known, monkeypatch, role):
     monkeypatch.setattr(engine_control, "SELF_CHECK_INTERVAL_S", 0.0)
     with PairRig(known.loaded) as rig:
         (node,) = getattr(rig, role)
@@ -22,8 +22,8 @@ def test_an_idle_node_finds_a_page_that_leaked(known, monkeypatch, role):
         node.engine.pages.drop(leaked, PageHolder.REQUEST)
 
 
-# Seen failing with the look at `busy` removed: each pause of a running node looks at every page.
-def test_a_node_with_requests_does_not_check_its_books(known, monkeypatch):
+# Seen failing without the check of `busy`: each pause of a running node checks every page.
+def test_a_node_with_requests_does_not_check_its_pages(known, monkeypatch):
     monkeypatch.setattr(engine_control, "SELF_CHECK_INTERVAL_S", 0.0)
     with PairRig(known.loaded) as rig:
         rig.faults[0].freeze()

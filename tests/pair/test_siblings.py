@@ -1,4 +1,4 @@
-"""Several requests with one prompt, as the choices of n > 1 are: it is computed and moved once."""
+"""Several requests with one prompt, as for n > 1. The prompt is computed and transferred once."""
 
 import math
 
@@ -14,13 +14,13 @@ LENGTHS = [pytest.param(100, id="a part of a page"), pytest.param(96, id="whole 
 
 @pytest.fixture(autouse=True)
 def _reads_are_soon(monkeypatch):
-    """However long this machine takes for them."""
+    """However slow this machine is."""
     monkeypatch.setattr(handoffs, "READ_SOON_S", math.inf)
 
 
-# Seen failing with all of them granted at once: each read all pages.
+# Seen failing if all of them are granted at once: each read all pages.
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_prompt_is_computed_and_moved_once(known, length):
+def test_the_prompt_is_computed_and_transferred_once(known, length):
     text = prompt(length, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
@@ -34,7 +34,7 @@ def test_the_prompt_is_computed_and_moved_once(known, length):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
-def test_states_and_windows_come_to_each(model, architecture):
+def test_each_request_gets_states_and_windows(model, architecture):
     known, text = model(architecture), prompt(150, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         asked = [rig.ask(text, 20) for _ in range(NUM)]
@@ -44,7 +44,7 @@ def test_states_and_windows_come_to_each(model, architecture):
         assert rig.decode[0].count("pages_read") < NUM * alone
 
 
-def test_each_has_its_own_seed_and_answer(known):
+def test_each_request_has_its_own_seed_and_response(known):
     text, sampled = prompt(100, 0), {"temperature": 1.0}
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         alone = []
@@ -58,9 +58,9 @@ def test_each_has_its_own_seed_and_answer(known):
         assert len({tuple(each.tokens) for each in together}) > 1
 
 
-# Seen failing with what has been given up still on its way: the others waited for ever.
+# Seen failing if an abandoned attempt still counts as coming: the others waited without limit.
 @pytest.mark.parametrize("how", ["cancelled", "lost"])
-def test_if_the_first_does_not_come_the_next_goes_first(known, how):
+def test_if_the_first_attempt_fails_the_next_goes_first(known, how):
     text = prompt(100, 0)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         (decode,) = rig.decode
@@ -79,7 +79,7 @@ def test_if_the_first_does_not_come_the_next_goes_first(known, how):
         rig.wires.heal()
 
 
-def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
+def test_no_request_waits_for_reads_that_take_too_long(known, monkeypatch):
     monkeypatch.setattr(handoffs, "READ_SOON_S", 0.0)
     text = prompt(100, 0)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
@@ -92,7 +92,7 @@ def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
         assert slow.tokens == other.tokens == known.greedy(text, 20)
 
 
-def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
+def test_a_request_with_a_fully_cached_prompt_does_not_wait(known):
     text = prompt(100, 0)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (decode,) = rig.decode
@@ -105,7 +105,7 @@ def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
         assert [each.tokens for each in asked] == [known.greedy(text, 20)] * NUM
 
 
-def test_without_a_cache_there_is_nothing_to_wait_for(known):
+def test_without_a_cache_no_request_waits(known):
     text = prompt(100, 0)
     nodes = (Size(num_pages=256, prefix_cache=False),)
     with PairRig(known.loaded, prefill=ROOMY, decode=nodes) as rig:

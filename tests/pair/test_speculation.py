@@ -1,5 +1,5 @@
-"""Drafts on real models: the answers are those without, greedy and sampled, whatever stands beside
-them in a batch and wherever the requests go on."""
+"""Drafts on real models. Responses equal those without drafts, greedy and sampled, in any batch
+and wherever the requests continue."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ AS_MANY_KINDS = pytest.mark.parametrize(
         ),
     ],
 )
-# What forbids drafts, and what does not.
+# Options that forbid drafts, and options that do not.
 PARTICULAR: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},
     {"frequency_penalty": 0.6, "repetition_penalty": 1.2, **SAMPLED},
@@ -47,7 +47,7 @@ PARTICULAR: tuple[dict[str, Any], ...] = (
 
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
-    """Return prompts with lengths around a page's edge. Some repeat themselves."""
+    """Return prompts with lengths around a page boundary. Some repeat themselves."""
     prompts = random_prompts(vocabulary_size, 3, 15, 16, 33, 70)
     return [*prompts, prompts[0] * 12, prompts[1] * 3]
 
@@ -75,7 +75,7 @@ def _repeating() -> Size:
 def test_greedy_tokens_are_those_of_transformers(
     model: Callable[[str], Known], architecture: str, kind: str, overlap: bool
 ) -> None:
-    """Seen failing with the state behind all drafts, and with the one before them."""
+    """Seen failing with the state after all drafts, and with the state before them."""
     known = model(architecture)
     prompts = _prompts(known.vocabulary_size)
     size = _repeating() if kind == "ngram" else _guessing(kind, known, prompts)
@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", *OTHERS])
-def test_windows_latents_states_and_experts_take_drafts(
+def test_windows_latents_states_and_experts_support_drafts(
     model: Callable[[str], Known], architecture: str
 ) -> None:
     known = model(architecture)
@@ -113,13 +113,14 @@ def test_windows_latents_states_and_experts_take_drafts(
     ],
     ids=["logprobs", "bias", "allowed"],
 )
-def test_what_is_asked_of_each_token_alike_is_had_with_drafts(
+def test_options_that_treat_every_token_alike_work_with_drafts(
     known: Known, kind: str, asked_for: dict[str, Any]
 ) -> None:
-    """Log-probabilities are those without drafts, of each token that is told and of no other: a
-    stop token ends one of the answers among drafts.
+    """Log-probabilities equal those without drafts, for each token that is sent and for no other: a
+    stop token ends one of the responses among drafts.
 
-    Seen failing with those of a row's last token alone, and with those behind the end."""
+    Seen failing with those of a row's last token alone, and with those after the end.
+    """
     prompts = [*_prompts(known.vocabulary_size)[3:5], [7, 8, 9] * 5]
 
     def ask(rig: PairRig, stops: dict[int, int]) -> list[Asked]:
@@ -156,7 +157,8 @@ def test_what_is_asked_of_each_token_alike_is_had_with_drafts(
 
 
 def _answers(known: Known, size: Size, prompts: list[list[int]]) -> tuple[list[Asked], int]:
-    """Greedy, sampled and particular ones, all in one batch; and how many drafts stood."""
+    """Return greedy, sampled and special responses of one batch, and the number of accepted
+    drafts."""
     ways = [{}, SAMPLED, {**SAMPLED, "min_p": 0.02, "top_k": 9, "seed": 8}, *PARTICULAR]
     with PairRig(known.loaded, prefill=[ROOM], decode=[size]) as rig:
         asked = [rig.ask(p, NUM_TOKENS, **way) for p in prompts for way in ways]
@@ -165,13 +167,14 @@ def _answers(known: Known, size: Size, prompts: list[list[int]]) -> tuple[list[A
 
 
 @AS_MANY_KINDS
-def test_sampled_tokens_and_those_that_forbid_drafts_are_the_same_in_one_batch(
+def test_sampled_requests_and_requests_that_forbid_drafts_share_a_batch(
     model: Callable[[str], Known], architecture: str, kind: str
 ) -> None:
-    """Recall the sampled responses as drafts. At any temperature a draft is accepted if the
-    request's own noise would have drawn it.
+    """Sampled responses recur as drafts. At any temperature a draft is accepted if the request's
+    own noise would have drawn it.
 
-    Seen failing with rows that are not moved back, and with samples whose positions are not."""
+    Seen failing with rows that are not moved back, and with samples whose positions are not.
+    """
     known, size = model(architecture), replace(ROOM, max_running_requests=32)
     prompts = _prompts(known.vocabulary_size)[3:5]
     plain, _ = _answers(known, size, prompts)
@@ -187,7 +190,7 @@ def test_sampled_tokens_and_those_that_forbid_drafts_are_the_same_in_one_batch(
 
 @AS_MANY_KINDS
 @pytest.mark.parametrize("swap_pages", [ROOM.num_pages, pytest.param(0, marks=LONG)])
-def test_a_small_pool_takes_requests_off_the_device_among_drafts(
+def test_requests_with_drafts_are_retracted_from_a_small_pool(
     model: Callable[[str], Known], architecture: str, kind: str, swap_pages: int
 ) -> None:
     known = model(architecture)
@@ -195,7 +198,7 @@ def test_a_small_pool_takes_requests_off_the_device_among_drafts(
     answers = [[*prompt, *known.greedy(prompt, NUM_TOKENS)] for prompt in prompts]
     guessed = speculator(kind, recall(answers), known.vocabulary_size, 4)
     size = Size(
-        num_pages=len(prompts) * known.tables(16).pages_for(20),  # all may begin
+        num_pages=len(prompts) * known.tables(16).pages_for(20),  # all may start
         swap_pages=swap_pages,
         max_running_requests=40,
         speculator=guessed,
@@ -217,7 +220,7 @@ def test_a_small_pool_takes_requests_off_the_device_among_drafts(
         pytest.param("qwen3_next", SAMPLED, id="states-sampled"),
     ],
 )
-def test_a_request_migrates_among_drafts(
+def test_a_request_with_drafts_migrates(
     model: Callable[[str], Known], architecture: str, sampling: dict[str, Any]
 ) -> None:
     known, prompt = model(architecture), tuple(range(5, 45))
@@ -237,8 +240,9 @@ def test_a_request_migrates_among_drafts(
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str, Any]) -> None:
-    """Right, wrong in the middle, and of another text; in one batch, beside one without."""
+def test_predictions_change_no_response(known: Known, sampling: dict[str, Any]) -> None:
+    """Correct predictions, predictions with an error in the middle, and predictions of another
+    text share a batch with a request without one."""
     prompt = _prompts(known.vocabulary_size)[3]
     fields = {"seed": 1, **sampling}
     with PairRig(known.loaded) as rig:
@@ -257,7 +261,7 @@ def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str,
         assert (reported.accepted, reported.rejected) == rig.decode[0].drafts()
 
 
-def test_a_prediction_of_tokens_that_the_model_has_not_is_refused(known: Known) -> None:
+def test_a_prediction_with_tokens_outside_the_vocabulary_is_rejected(known: Known) -> None:
     with PairRig(known.loaded) as rig:
         asked = rig.serve([1, 2, 3], 4, prediction=[known.vocabulary_size])
         assert asked.reason is FinishReason.ERROR
@@ -287,11 +291,11 @@ def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts(
 
 
 @WITH_STATES
-def test_what_was_accepted_is_in_the_prefix_cache_and_nothing_else(
+def test_only_accepted_tokens_enter_the_prefix_cache(
     model: Callable[[str], Known], architecture: str
 ) -> None:
-    """A second turn finds prompt and answer of the first, or the state that its prompt has left,
-    and goes on rightly from there."""
+    """A second turn finds the prompt and response of the first, or the state that its prompt has
+    left, and continues correctly."""
     known = model(architecture)
     prompt = _prompts(known.vocabulary_size)[3]
     texts = [[*prompt, *known.greedy(prompt, NUM_TOKENS)]]

@@ -1,5 +1,5 @@
-"""Prompts that a decode node computes in groups of layers, one layer at a time, beside responses:
-all responses are those of transformers."""
+"""Prompts that a decode node computes in groups of layers, one layer at a time, beside
+responses. All responses are those of transformers."""
 
 from functools import partial
 

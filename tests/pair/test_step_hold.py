@@ -1,4 +1,4 @@
-"""A forward that is still on the device, and KV that lands meanwhile."""
+"""A forward that is still on the device while KV arrives."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class _Pending:
 
 
 class SlowStream:
-    """A forward stream that begins with a forward only when somebody waits for it. Before each,
-    `meanwhile` is called: what else happens while the device is busy."""
+    """A forward stream that starts a forward only when its result is needed. Before each
+    forward, `meanwhile` is called for everything that happens while the device is busy."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[_Pending, Callable[[], None]]] = deque()
@@ -39,16 +39,17 @@ class SlowStream:
             pending.done = True
 
     def close(self) -> None:
-        """Drop operations that were not waited for."""
+        """Drop operations whose results were not needed."""
 
 
-def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
-    """Four requests end with a stop token while the forward after it is on the device. Another
-    one waits for pages; whatever it is granted is read before that forward runs.
+def test_kv_never_arrives_in_a_page_that_a_stale_forward_may_still_write(known):
+    """Four requests end with a stop token while the next forward is on the device. Another request
+    waits for pages. Its granted pages are read before that forward runs.
 
-    Seen failing with the STEP holds of Scheduler.next_batch and finish removed, and the check of
-    them: the forward wrote into pages that had been read, and wrong tokens came of it."""
-    ending = [[n, *PROMPT[1:16]] for n in range(4)]  # each is going to have two pages
+    Seen failing without the STEP holds of Scheduler.next_batch and finish, and without their check:
+    the forward wrote into pages that had been read, and the tokens were wrong.
+    """
+    ending = [[n, *PROMPT[1:16]] for n in range(4)]  # each will have two pages
     stops = [known.greedy(prompt, 3) for prompt in ending]
     assert all(stop[2] not in stop[:2] for stop in stops)
     streams = [SlowStream(), SlowStream()]

@@ -1,5 +1,5 @@
-"""Prompts whose prefix has been forgotten by the cache, and is brought back from host memory: the
-answers are those of a node that computes everything, whatever the pages hold."""
+"""Prompts whose prefix was evicted from the cache and is restored from host memory. Responses
+are those of a node that computes everything, whatever the pages contain."""
 
 from dataclasses import replace
 
@@ -16,8 +16,7 @@ LONG = 150
 ANSWER = 6
 TURNS = 2
 CHUNKS = {"chunked_prefill_tokens": 64}
-# Of keys and values, with windows, with states, of latents, in 8 bits; and whether a prefill node
-# computes them.
+# Keys and values, windows, states, latents and 8 bits, with and without a prefill node.
 CASES = [
     *[("qwen3", "auto", True), ("gemma3_text", "auto", True), ("qwen3_next", "auto", False)],
     *[("deepseek_v3", "auto", True), ("qwen3", "fp8_e4m3", False)],
@@ -36,10 +35,12 @@ PROMPTS = [prompt(LONG, seed) for seed in range(1, 4)]
 
 
 def small(known: Known, kv_dtype: str = "auto") -> Size:
-    """Room for one request and a half, and below for all there are."""
+    """Return settings with room for one request and a half, and with a tier that has room for
+    all."""
     tables = known.tables(16, kv_dtype)
     num_pages = tables.pages_to_compute(LONG + TURNS * ANSWER)
-    room = num_pages + max(num_pages // 2, tables.state_pages)  # the state is copied to be kept
+    # the state is copied before it changes
+    room = num_pages + max(num_pages // 2, tables.state_pages)
     return Size(num_pages=room, tier_pages=20 * num_pages, kv_dtype=kv_dtype)
 
 
@@ -48,7 +49,7 @@ def brought(node: Node) -> int:
 
 
 def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:
-    """Answers; whatever is to be copied has been, before the next one."""
+    """Return the responses. All copies end before the next request."""
     answers = []
     for each in prompts:
         asked = rig.ask(each, ANSWER)
@@ -59,7 +60,7 @@ def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def in_turns(known: Known, size: Size, kv_dtype: str, *, prefill: bool) -> tuple[Node, list[int]]:
-    """Conversations; the node that computes them, and all tokens."""
+    """Return conversations, the node that computes them, and all tokens."""
     wide = Size(num_pages=1024, kv_dtype=kv_dtype)
     how = {"prefill": (size,), "decode": (wide,)} if prefill else {"prefill": (), "decode": (size,)}
     with PairRig(known.loaded, **CHUNKS, **how) as rig:
@@ -73,19 +74,20 @@ def in_turns(known: Known, size: Size, kv_dtype: str, *, prefill: bool) -> tuple
 
 
 @pytest.mark.parametrize("architecture, kv_dtype, prefill", CASES)
-def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, kv_dtype, prefill):
+def test_responses_are_the_same_from_every_tier(model, architecture, kv_dtype, prefill):
     known = model(architecture)
     node, reported = in_turns(known, small(known, kv_dtype), kv_dtype, prefill=prefill)
     _, alone = in_turns(known, Size(num_pages=1024, kv_dtype=kv_dtype), kv_dtype, prefill=prefill)
     assert reported == alone
-    if architecture in ("qwen3", "deepseek_v3"):  # all that was said before, but the last page
+    # the whole previous conversation, except for the last page
+    if architecture in ("qwen3", "deepseek_v3"):
         assert brought(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
-    else:  # from places where there were windows, or a state, to go on from
+    else:  # from positions with windows or a state to continue from
         assert brought(node) >= 64
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
-def test_answers_are_the_same_from_files(model, architecture, tmp_path):
+def test_responses_are_the_same_from_files(model, architecture, tmp_path):
     """Use little host memory, and send all requests again to the next process."""
     known = model(architecture)
     size = small(known)
@@ -98,7 +100,7 @@ def test_answers_are_the_same_from_files(model, architecture, tmp_path):
     assert node.engine.tiers.file_tokens >= 64
 
 
-def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> None:
+def test_a_decode_node_reads_only_pages_that_its_own_tiers_lack(known: Known) -> None:
     with PairRig(known.loaded, prefill=(ROOM,), decode=(small(known),), **CHUNKS) as rig:
         one_by_one(rig, PROMPTS)
         before = len(rig.wires.seen)
@@ -109,13 +111,14 @@ def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> N
         assert brought(rig.decode[0]) == LONG // 16 * 16
 
 
-# So much of it is lent at once that a prompt fits.
+# Enough may be read at once for a whole prompt.
 LENDS = Size(num_pages=80, tier_pages=400)
 TOLD = LONG // 16 * 16
 
 
 def forget_above(rig: PairRig) -> None:
-    """The first prefill node's cache has room for others only, and the decode node has nothing."""
+    """Evict the prompts from the first prefill node's cache to its tier. The decode node has
+    none."""
     for seed in range(11, 15):
         rig.run(rig.ask(prompt(400, seed), 1, prefill=[0]))
         rig.until_free()
@@ -123,7 +126,7 @@ def forget_above(rig: PairRig) -> None:
     rig.flush(rig.decode[0])
 
 
-def test_others_read_what_only_a_tier_has(known: Known) -> None:
+def test_other_nodes_read_pages_that_only_a_tier_has(known: Known) -> None:
     sizes = LENDS, ROOM
     with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
         rig.learn_what_computing_takes()
@@ -138,7 +141,7 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
         assert brought(first) == TOLD and first.count("prefix_loans/completed") == 1
 
 
-def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
+def test_pages_in_a_tier_are_not_read_from_other_nodes(known: Known) -> None:
     sizes = LENDS, ROOM
     with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
         rig.learn_what_computing_takes()

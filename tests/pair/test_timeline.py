@@ -1,4 +1,4 @@
-"""The timeline that comes with a request's end, whatever way the request went."""
+"""The timeline that comes with the end of every request."""
 
 import time
 
@@ -25,7 +25,7 @@ def besides_delay(asked: Asked) -> float:
     return max(row.end for row in asked.ended.stamps.timeline().intervals) - DELAY_S
 
 
-def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
+def test_the_timeline_of_a_hand_off_has_every_phase_of_both_nodes(known):
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         asked = rig.serve(LONG)
         timeline = asked.ended.stamps.timeline()
@@ -52,7 +52,7 @@ def test_the_laws_reject_a_running_phase_without_time(known):
         attempt.joined = joined
 
 
-def test_a_prompt_prefilled_here_has_no_attempt(known):
+def test_a_prompt_prefilled_on_the_decode_node_has_no_attempt(known):
     with PairRig(known.loaded, prefill=()) as rig:
         asked = rig.serve(LONG)
         timeline = asked.ended.stamps.timeline()
@@ -62,7 +62,7 @@ def test_a_prompt_prefilled_here_has_no_attempt(known):
         assert running.start == timeline.first_token
 
 
-def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was_not(known):
+def test_a_lost_attempt_is_reported_with_its_reason_beside_the_successful_one(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG, prefill=[0, 1])
@@ -73,7 +73,7 @@ def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was
         assert not of(asked.ended.stamps.timeline(), Phase.JOIN, attempt=1)
 
 
-def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
+def test_after_the_last_lost_attempt_the_timeline_has_a_local_prefill(known):
     with PairRig(known.loaded) as rig:
         rig.faults[0].fail_next("by the test")
         asked = rig.serve(LONG)
@@ -81,7 +81,7 @@ def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
         assert len(of(asked.ended.stamps.timeline(), *LOCAL)) == 2
 
 
-def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_queue(known):
+def test_a_delayed_grant_counts_as_the_prefill_nodes_bootstrap_queue(known):
     with PairRig(known.loaded) as rig:
         rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG)
@@ -96,7 +96,7 @@ def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_
         assert seconds(asked, Phase.TRANSFER, 1) <= besides_delay(asked)
 
 
-def test_time_in_which_pages_do_not_land_is_the_transfer(known):
+def test_delayed_pages_count_as_the_transfer(known):
     with PairRig(known.loaded) as rig:
         rig.faults[0].freeze()
         asked = rig.ask(LONG)
@@ -107,12 +107,12 @@ def test_time_in_which_pages_do_not_land_is_the_transfer(known):
         timeline = asked.ended.stamps.timeline()
         (transfer,) = of(timeline, Phase.TRANSFER, attempt=1)
         assert transfer.end - transfer.start >= DELAY_S
-        assert timeline.first_token < transfer.end - DELAY_S / 2  # told before its KV has landed
+        assert timeline.first_token < transfer.end - DELAY_S / 2  # sent before its KV has arrived
         assert seconds(asked, Phase.PREFILL, 1) <= besides_delay(asked)
 
 
 def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
-    """Seen failing with the moment of the last Ready in place of the first one's."""
+    """Seen failing with the time of the last Ready instead of the first one."""
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         rig.faults[0].freeze()  # all chunks may be there by then, and would be read at once
         asked = rig.ask(LONG)
@@ -124,7 +124,7 @@ def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
         assert seconds(asked, Phase.TRANSFER, 1) >= DELAY_S / 2
 
 
-def test_a_request_taken_off_the_device_says_when_and_for_how_long(known):
+def test_a_retracted_request_has_the_times_of_its_retraction(known):
     with PairRig(known.loaded, decode=[Size(num_pages=16)], new_token_ratio=0.02) as rig:
         asked = [rig.ask(prompt, 60) for prompt in (LONG, OTHER)]
         rig.run()
@@ -133,14 +133,14 @@ def test_a_request_taken_off_the_device_says_when_and_for_how_long(known):
         assert sum(each > 0.0 for each in away) >= 1
 
 
-def test_a_request_that_is_refused_has_a_timeline_too(known):
+def test_a_rejected_request_has_a_timeline_too(known):
     with PairRig(known.loaded, context_length=64) as rig:
         asked = rig.serve(LONG)
         assert asked.ended.error
         assert {row.phase for row in asked.ended.stamps.timeline().intervals} == {Phase.DISPATCH}
 
 
-def test_a_request_out_of_time_is_told_up_to_its_end(known):
+def test_a_request_that_timed_out_has_a_timeline_up_to_its_end(known):
     with PairRig(known.loaded) as rig:
         rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG, budget_s=1.0)

@@ -1,4 +1,5 @@
-"""All pairs of a decode node end at once, and come back: what was lost goes to a producer again."""
+"""All pairs of a decode node end at once and are restored. Lost hand-offs go to a producer
+again."""
 
 import pytest
 
@@ -29,16 +30,17 @@ def _cut_all(rig: PairRig) -> None:
 
 
 def _under_way(rig: PairRig) -> list[Asked]:
-    """Requests in mid hand-off at either producer; the reads from the first rest."""
+    """Return requests in the middle of a hand-off at either producer. The reads from the first
+    are blocked."""
     rig.faults[0].freeze()
     asked = [rig.ask(p, prefill=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
     rig.until(lambda: rig.faults[0].wait_until_resting(1, 0.0), "a read has begun")
     return asked
 
 
-def test_what_was_lost_with_all_pairs_goes_to_a_producer_again_and_is_not_prefilled_here(known):
-    """Seen failing with `may_return` of Lost never set, and with `worth_until` in the past: both
-    prefill here."""
+def test_hand_offs_lost_with_all_pairs_go_to_a_producer_again_and_are_not_prefilled_locally(known):
+    """Seen failing if `may_return` of Lost is never set, and with `worth_until` in the past: the
+    decode node prefills both."""
     with _rig(known) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
@@ -56,7 +58,7 @@ def test_what_was_lost_with_all_pairs_goes_to_a_producer_again_and_is_not_prefil
 
 
 def test_the_wait_for_a_producer_is_bounded(known):
-    """Seen failing with waiters taken only for a producer."""
+    """Seen failing if waiting requests leave only for a producer."""
     with _rig(known, reconnect_wait_s=0.3) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
@@ -68,9 +70,9 @@ def test_the_wait_for_a_producer_is_bounded(known):
         rig.wires.heal()
 
 
-def test_who_waits_for_a_producer_can_be_cancelled_aborted_and_runs_out_of_time(known):
-    """Seen failing with `unpaired` not looked at in DecodeRole._abort, and with its own deadline
-    left out of how long it waits, or not looked at in PrefillPlacement.place."""
+def test_a_request_that_waits_for_a_producer_can_be_cancelled_aborted_and_time_out(known):
+    """Seen failing if DecodeRole._abort ignores `unpaired`, if the wait ignores the deadline,
+    and if PrefillPlacement.place ignores it."""
     with _rig(known) as rig:
         (decode,) = rig.decode
         _cut_all(rig)
@@ -86,7 +88,7 @@ def test_who_waits_for_a_producer_can_be_cancelled_aborted_and_runs_out_of_time(
         rig.wires.heal()
 
 
-def test_other_producers_are_not_waited_for_while_one_is_there(known):
+def test_no_request_waits_for_other_producers_while_one_is_paired(known):
     with _rig(known) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
@@ -100,8 +102,8 @@ def test_other_producers_are_not_waited_for_while_one_is_there(known):
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_who_has_had_all_its_attempts_waits_for_no_producer(known, retries):
-    """Seen failing with the count of attempts not looked at before it waits."""
+def test_a_request_without_attempts_left_waits_for_no_producer(known, retries):
+    """Seen failing if the number of attempts is not checked before the wait."""
     with _rig(known, handoff_retries=retries) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
@@ -124,8 +126,8 @@ def test_who_has_had_all_its_attempts_waits_for_no_producer(known, retries):
         rig.wires.heal()
 
 
-def test_who_has_had_all_its_attempts_goes_to_no_producer_that_is_left(known):
-    """Seen failing with the count of attempts not looked at in PrefillPlacement._why_here."""
+def test_a_request_without_attempts_left_goes_to_no_remaining_producer(known):
+    """Seen failing if PrefillPlacement._why_here does not check the number of attempts."""
     with PairRig(known.loaded, prefill=[Size()] * 3, handoff_retries=1) as rig:
         (decode,) = rig.decode
         for faults in rig.faults[:2]:

@@ -1,5 +1,5 @@
-"""Prompts with videos through nodes: what is generated is what transformers' class generates,
-wherever chunks end and whichever node computes them, and KV is shared by content and by time."""
+"""Prompts with videos through a pair of nodes. Tokens are those of transformers' class, wherever
+chunks end and whichever node computes them, and KV is shared by content and time."""
 
 import msgspec
 import pytest
@@ -61,9 +61,9 @@ def test_tokens_after_a_hand_off_are_those_of_transformers(model):
 
 
 def test_logits_are_those_of_transformers_where_a_video_is_long(tmp_path):
-    """Its time axis is longer than its rows and columns. Text then follows the time axis, as in the
-    model's own code and in vLLM. transformers 5 does that only for generated tokens, so it gets the
-    positions here."""
+    """Its time axis is longer than its rows and columns. Text then follows the time axis, as in
+    the model's own code and in vLLM. transformers 5 does that only for generated tokens, so the
+    test passes the positions."""
     directory = make_vision_checkpoint(tmp_path)
     long = ("First ", clip(4, 2, 3, 7, 9), ", then ", clip(2, 3, 2, 8, 5), picture(2, 2, 1), ".")
     token_ids, images = with_images(*long)
@@ -103,7 +103,7 @@ def test_kv_is_shared_by_prompts_with_the_same_video(model):
         assert encoded(rig.prefill[0]) == 3
 
 
-def test_kv_is_not_shared_by_videos_of_other_times():
+def test_videos_of_other_times_do_not_share_kv():
     slow, fast = (with_images("See ", clip(3, 4, 4, 1, step), "!") for step in (2, 3))
     first = slow[1][0]
     assert slow[0][: first.end] == fast[0][: first.end]
@@ -112,7 +112,7 @@ def test_kv_is_not_shared_by_videos_of_other_times():
 
 
 @LONG
-def test_a_request_moves_with_its_video(model):
+def test_a_request_migrates_with_its_video(model):
     with rig_of(
         model, decode=[ROOM, Size(num_pages=400, prefix_cache=False)], migrates=True
     ) as rig:
@@ -130,7 +130,7 @@ def test_a_replay_continues_behind_a_video(model):
         assert asked.tokens == answer[3:]
 
 
-def test_a_model_without_videos_refuses_them(tmp_path):
+def test_a_model_without_videos_rejects_them(tmp_path):
     loaded = Loaded.from_directory(make_vision_checkpoint(tmp_path, model_type="llava"))
     patch = msgspec.structs.replace(picture(SQUARE, SQUARE, 1, 4), frames=1)
     doubled = msgspec.structs.replace(patch, pixels=2 * patch.pixels, frames=2)
@@ -141,7 +141,7 @@ def test_a_model_without_videos_refuses_them(tmp_path):
         assert "the model accepts no videos" in asked.ended.error
 
 
-def test_patches_that_continue_no_video_are_refused():
+def test_patches_that_continue_no_video_are_rejected():
     token_ids, images = with_images("See ", clip(3, 2, 2, 1, 2), "!")
     check_images(images, token_ids)
     first, second, third = images

@@ -1,4 +1,4 @@
-"""Random walks over everything that can befall two prefill and two decode nodes at once."""
+"""Random events, of every kind, on two prefill and two decode nodes at the same time."""
 
 import random
 from collections.abc import Callable
@@ -51,7 +51,8 @@ KINDS = (
 
 @dataclass(eq=False)
 class Walk:
-    """One run. What may end a request early is remembered: all others must run to their end."""
+    """One run. It records every event that may end a request early. All other requests must
+    complete."""
 
     rig: PairRig
     source: random.Random
@@ -59,7 +60,7 @@ class Walk:
     nodes: dict[Asked, int] = field(default_factory=dict)  # the decode node of each request
     doomed: set[Asked] = field(default_factory=set)
     hurried: set[Asked] = field(default_factory=set)  # with hardly any time
-    pauses: bool = False  # operators do
+    pauses: bool = False  # an operator's actions
 
     def step(self) -> None:
         actions: list[tuple[int, Callable[[], None]]] = [
@@ -111,7 +112,7 @@ class Walk:
             self.rig.cancel(asked, self.nodes[asked])
 
     def abort(self) -> None:
-        """By an operator of any node; a producer's costs the hand-off only."""
+        """Abort a request as an operator of any node. At a producer this ends only the hand-off."""
         if live := self.live():
             asked, node = self.source.choice(live), self.source.choice(self.rig.nodes)
             if node in self.rig.decode:
@@ -142,7 +143,7 @@ class Walk:
         self.rig.wires.cut(producer.front, consumer.front, sides)
 
     def end(self) -> None:
-        """No more faults: whoever is left runs to its end."""
+        """Inject no more faults, and let every remaining request complete."""
         self.rig.wires.let_go()
         self.rig.wires.heal()
         for faults in self.rig.faults:
@@ -161,7 +162,7 @@ class Walk:
         *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(10, 20)),
     ],
 )
-def test_every_request_ends_once_and_rightly(known, seed, pauses):
+def test_every_request_ends_once_and_correctly(known, seed, pauses):
     source = random.Random(seed)
     stem = [source.randrange(320) for _ in range(max(PROMPT_TOKENS))]
     other = stem[:40] + stem[:10:-1]  # with two pages in common
@@ -190,5 +191,5 @@ def test_every_request_ends_once_and_rightly(known, seed, pauses):
             elif one.reason is FinishReason.ABORT:
                 assert one in walk.doomed
             else:
-                # Out of time, or refused where it would have been.
+                # It timed out, or was rejected for lack of time.
                 assert one in walk.hurried and one.ended.error_code in (4, 8), one.ended

@@ -1,4 +1,4 @@
-"""New weights through a prefill and a decode node: no KV of the old ones is ever used again."""
+"""New weights on a prefill and a decode node. KV of the previous weights is never used again."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def prepared(rig, node, path="new") -> bytes:
 
 
 def put(rig, node, path="new") -> bytes:
-    """With the node paused."""
+    """Update the weights of the node, which is paused."""
     weights = prepared(rig, node, path)
     answer = call_node(rig, node, PutWeights(weights))
     assert not answer.error and node.control.weights == weights
@@ -67,7 +67,7 @@ def ask(rig, *, count=8):
     return asked
 
 
-def test_what_was_cached_of_the_old_weights_is_not_found(rig, greedy):
+def test_kv_of_the_previous_weights_is_not_found(rig, greedy):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     assert ask(rig).cached_tokens > 0
     pause(rig)
@@ -86,7 +86,7 @@ def test_what_was_cached_of_the_old_weights_is_not_found(rig, greedy):
     assert (back.tokens, back.cached_tokens) == (greedy("old", PROMPT, 8), 0)
 
 
-def test_a_request_that_runs_goes_on_from_its_tokens_with_the_new_weights(rig, greedy):
+def test_a_running_request_continues_from_its_tokens_with_the_new_weights(rig, greedy):
     asked = rig.ask(PROMPT, MANY)
     one_runs(rig)
     pause(rig)
@@ -104,7 +104,7 @@ def test_a_request_that_runs_goes_on_from_its_tokens_with_the_new_weights(rig, g
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, greedy, first):
+def test_nodes_with_different_weights_do_not_pair_until_they_have_the_same(rig, greedy, first):
     (producer,), (consumer,) = rig.prefill, rig.decode
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     early, late = (producer, consumer) if first == "prefill" else (consumer, producer)
@@ -131,7 +131,7 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
 
 
 @pytest.mark.parametrize("fresh", ["prefill", "decode"])
-def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy, fresh):
+def test_updated_weights_equal_those_of_a_node_that_was_started_with_them(shelf, greedy, fresh):
     same = [Size(weights_dir=shelf)]
     sizes = {"prefill": same, "decode": same}
     sizes[fresh] = [Size(weights_dir=shelf, started_with=shelf / "new")]
@@ -151,7 +151,7 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
         rig.until(lambda: not consumer.control.links, "the pair has ended")
 
 
-def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):
+def test_weights_are_updated_only_during_a_pause_and_the_pause_lasts_as_long(rig, greedy):
     (node,) = rig.decode
     weights = prepared(rig, node)
     assert call_node(rig, node, PutWeights(weights)).error == "this node is not paused"
@@ -172,7 +172,7 @@ def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(r
     assert asked.tokens[-1:] == tail
 
 
-def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
+def test_a_node_with_incomplete_weights_does_not_continue(rig, shelf):
     (node,) = rig.decode
     make_checkpoint(shelf / "vanishing", seed=5)
     weights = prepared(rig, node, "vanishing")
@@ -184,8 +184,8 @@ def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
     resumed(rig, node)
 
 
-def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
-    """Nor of the first ones, when these are back: what was cached is gone from everywhere."""
+def test_files_of_other_weights_are_not_used(shelf, greedy, tmp_path):
+    """Not even those of the first weights after these are restored: everything cached is gone."""
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(num_pages=12, tier_pages=40, weights_dir=shelf, disk_dir=tmp_path, swap_pages=0)
     with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:

@@ -74,7 +74,7 @@ def _check_attempts(timeline: Timeline, last: float) -> None:
 def _check_running(timeline: Timeline, last: float, num_tokens: int) -> None:
     running = of(timeline, Phase.RUNNING)
     assert len(running) <= 1
-    # One that is retracted may have its last chunk under way still.
+    # The last chunk of a retracted request may still be running.
     begun = [row.start for row in of(timeline, Phase.RUNNING, Phase.LOCAL_PREFILL)]
     for away in of(timeline, Phase.RETRACTED):
         assert begun and min(begun) <= away.start
@@ -92,7 +92,7 @@ def _check_split(timeline: Timeline, first_token: float) -> None:
     assert all(part >= 0.0 for part in parts)
     assert parts[TtftPhase.TOKENIZE] == 0.25
     assert parts[TtftPhase.PLACE] == 0.5
-    assert parts[TtftPhase.NETWORK] >= 0.25 - 1e-9  # what no phase of the node has
+    assert parts[TtftPhase.NETWORK] >= 0.25 - 1e-9  # time that no phase of the node has
 
 
 def _rounded(timeline: Timeline) -> object:

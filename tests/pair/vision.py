@@ -1,4 +1,4 @@
-"""Vision models of tests, and what transformers generates after prompts with images."""
+"""Vision models of tests, and the tokens that transformers generates after prompts with images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def ask(rig: PairRig, parts: Parts, num_tokens: int = NUM_TOKENS, **options: Any
 
 
 def seen(node: Node) -> tuple[int, int]:
-    """Return the numbers of images that a node has encoded, and found."""
+    """Return how many images a node has encoded, and how many it has found in its cache."""
     counts = node.engine.model.seeing.counts
     return counts.encoded, counts.found
 

@@ -76,7 +76,7 @@ class Wires:
         self._held_back: set[type] = set()
         self._cut_off: set[tuple[FrontEnd, FrontEnd]] = set()
         self._refused: set[tuple[FrontEnd, FrontEnd]] = set()
-        self.num_begun = 0  # streams, ever
+        self.num_begun = 0  # streams since the start
         self.seen: list[AnyMessage] = []  # messages that have arrived, without heartbeats
 
     def add(
@@ -126,7 +126,7 @@ class Wires:
     def heal(self) -> None:
         self._cut_off.clear()
 
-    # Carrying -------------------------------------------------------------------------------------
+    # Delivery -------------------------------------------------------------------------------------
 
     def pump(self) -> bool:
         """Deliver all messages that are not held back. Return whether there were any."""
