@@ -1,5 +1,5 @@
-"""Fixtures of the data paths: producers that end with their test, and what this machine permits;
-and of searches."""
+"""Fixtures of the data paths (producers that end with their test, capabilities of this machine)
+and of the searches."""
 
 import gc
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.loopback import LoopbackBackend
 
 @pytest.fixture(scope="session")
 def one_sided(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skips where a process may not read another's memory: nixl has no path to prove there."""
+    """Skip if processes may not read each other's memory: nixl then has no proven path."""
     refusal = one_sided_refusal(tmp_path_factory.mktemp("one_sided") / "log")
     if refusal:
         pytest.skip(f"THE NIXL PATH IS NOT TESTED, this machine forbids it: {refusal}")
@@ -42,7 +42,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("tcp-tls", "tcp-
 
 @pytest.fixture(params=["nixl", "tcp", *LONG, *ON_GPU])
 def far_backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend that joins processes."""
+    """Return the name of a backend that connects processes."""
     if request.param.startswith("nixl"):
         request.getfixturevalue("one_sided")
     return str(request.param)
@@ -56,7 +56,7 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """A search has millions of tuples, and no cycle among them."""
+    """Disable the garbage collector: a search has millions of tuples, and no cycle among them."""
     gc.disable()
     yield
     gc.enable()

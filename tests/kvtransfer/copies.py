@@ -26,27 +26,27 @@ _WITH_ATTRIBUTES = (
     ProducerPace,
     DeadlineTimer,
 )
-# Moments that change nothing in how an end behaves: the pace learns from them, or they are told.
+# Times that do not change the behaviour of an end. They are only reported, or averaged.
 _TOLD_ONLY = ("admitted_at", "first_ready", "landed")
 
 
 def fork(value: Any) -> Any:
-    """A copy that shares only what never changes."""
+    """Return a copy that shares only immutable parts."""
     copier = _COPIERS[type(value)]
     return value if copier is None else copier(value)
 
 
 def key_of(value: Any, now: float) -> Hashable:
-    """Equal for states that behave alike. Times count from `now`."""
+    """Return a key that is equal for states that behave alike. Times are relative to `now`."""
     keyer = _KEYERS[type(value)]
     return value if keyer is None else keyer(value, now)
 
 
-# Both are asked of a hundred values for each state: what is taken as it is costs no call.
+# Both functions handle about a hundred values for each state. Values used unchanged cost no call.
 
 
 class _Copiers(dict[type, Copier | None]):
-    """By type. None: it never changes."""
+    """Copiers by type. None: immutable."""
 
     def __missing__(self, kind: type) -> Copier | None:
         copier = self[kind] = _copier(kind)
@@ -54,7 +54,7 @@ class _Copiers(dict[type, Copier | None]):
 
 
 class _Keyers(dict[type, Keyer | None]):
-    """By type. None: it is its own key."""
+    """Key functions by type. None: the value is its own key."""
 
     def __missing__(self, kind: type) -> Keyer | None:
         keyer = self[kind] = _keyer(kind)
@@ -94,7 +94,7 @@ def _copy_attributes(value: Any) -> Any:
 
 
 class _Rebuilt:
-    """Copies a dataclass field by field."""
+    """Copy a dataclass field by field."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind

@@ -1,14 +1,14 @@
-"""A running request that goes from one decode node to another, as a pair for the search: the
-product's own ends, its books of departures, and a model of what is beneath and beside them.
+"""A live migration between two decode nodes, as a pair for the search. The protocol ends and the
+bookkeeping of migrations are the product's. The parts around them are models.
 
-The source runs one request, a step at a time, and may have it submitted anew under another ticket
-(its router has lost the stream, and replays). It may retract what it runs: its pages are others' at
-once, and it comes back in other pages, from host memory or computed anew. The target has movers of
-the first submission: more than one where the router has moved it twice. What has joined there lets
-go of its pages at once, as one does that is retracted in the same turn. KV is tracked page by page,
-in all tables of pages, with how many tokens of it are there, and whose submission's they are; and
-states, which every step changes. Where the target copies before, it reads whole pages of the
-running request as a prefix, has them in its tree, and may lose them again.
+The source runs one request, a step at a time. The router may lose its stream and replay the request
+under another ticket. The source may retract the request: its pages are freed at once, and it
+returns in other pages, from host memory or computed again. The target has migrations of the first
+submission, and several of them if the router has migrated it twice. A request that has joined the
+target releases its pages at once, like one that is retracted in the same turn. The model tracks KV
+for each page of each table: the number of tokens, and the submission. It also tracks states, which
+every step changes. A target that copies first reads whole pages of the running request as a prefix,
+has them in its tree, and may evict them.
 """
 
 import copy
@@ -66,11 +66,10 @@ FOR_EVER = 1e9
 class LivePlan(NamedTuple):
     """The parameters of a search.
 
-    known: tokens that the router has when it submits the mover.
-    most: tokens at which the request ends.
-    room: tokens whose KV the target has room for.
-    windows, state_pages: as of PageTables.
-    copies: whether the target reads whole pages of what is known before it asks for the rest.
+    known: tokens that the router has when it submits the migration. most: number of tokens at which
+    the request ends. room: number of tokens whose KV fits at the target. windows, state_pages: as
+    in PageTables. copies: whether the target reads whole pages of the known tokens before it
+    requests the rest.
     """
 
     known: int = 4
@@ -80,7 +79,8 @@ class LivePlan(NamedTuple):
     windows: tuple[int | None, ...] = (None,)
     state_pages: int = 0
     copies: bool = False
-    asynchronous: bool = False  # whether the engines take events, and ends commands, later
+    # whether the engines handle events, and the ends handle commands, later
+    asynchronous: bool = False
     only_faults: tuple[str, ...] = ()
 
     def plan(self) -> Plan:
@@ -102,7 +102,7 @@ class Kv(Enum):
     """The location of a submission's KV.
 
     HERE --retract--> AWAY --return--> RETURNING --a launched step--> FILLING --finished--> HERE
-                        `--------------computed anew---------------------^
+                    `--------------computed again--------------------^
     """
 
     HERE = "in its pages"
@@ -120,13 +120,13 @@ NAMED = make_spec([0], request_id="r")
 
 @dataclass(eq=False)
 class Running:
-    """One submission of the request; its tokens are 0, 1, 2, ...
+    """One submission of the request. Its tokens are 0, 1, 2, ...
 
-    launched: a step that computes its next token is.
-    bank: which of its two it has its pages in.
+    launched: a step that computes its next token has been launched. bank: index of the bank that
+    has its pages, of two.
     """
 
-    key: int  # its ticket too
+    key: int  # also its ticket
     num_tokens: int
     tables: PageTables
     in_batch: bool = True
@@ -138,7 +138,7 @@ class Running:
     spec: RequestSpec = NAMED
     sampling: SamplingParams = SAMPLING
     weights: WeightsId = UNNAMED
-    # Its record on the node.
+    # The request's record on the node
     claims: Claims = field(default_factory=Claims)
     migration: OutgoingMigration | None = None
     queue: None = None
@@ -155,12 +155,13 @@ class Running:
 
     @property
     def runs(self) -> bool:
-        """One that is back is retracted until a step has been launched that fills its pages."""
+        """Return whether it runs. A request that has returned counts as retracted until a step
+        that fills its pages has been launched."""
         return self.in_batch and self.kv is not Kv.RETURNING
 
     @property
     def holding(self) -> PageHolding:
-        """Return the pages that it holds on the device."""
+        """Return its pages on the device."""
         tables = self.tables
         return (
             PageHolding.none(tables.num_tables)
@@ -169,7 +170,8 @@ class Running:
         )
 
     def holding_in(self, bank: int) -> PageHolding:
-        """With the pages that its newest token gets. Each table has a part of its own."""
+        """Return its pages in a table, including those of its next token. Each table has a part
+        of its own."""
         tables, num_pages = self.tables, self.tables.num_pages(self.num_tokens)
         bank = (2 * ((self.key - 1) % 2) + bank) * bank_pages(tables)
         rows = np.arange(num_pages) + bank + BANK * np.arange(tables.num_tables)[:, None]
@@ -184,28 +186,28 @@ class Running:
 
     @property
     def places(self) -> Iterator[tuple[int, int, int]]:
-        """(page, table, place) of each page; the state is the table after the last."""
+        """Return (page, table, place) of each page. The state is the table after the last."""
         holding = self.holding
         for table, row in enumerate([*holding.tables.tolist(), holding.state.tolist()]):
             yield from ((page, table, place) for place, page in enumerate(row) if page != NO_PAGE)
 
     @property
     def written(self) -> list[tuple[int, int, int]]:
-        """Return those of its places that its next step writes."""
+        """Return the places that its next step writes."""
         tail, state = (self.num_tokens - 1) // PAGE_SIZE, self.tables.num_tables
         return [each for each in self.places if each[1] == state or each[2] == tail]
 
 
 @dataclass(eq=False)
 class Beneath:
-    """Fakes below OutgoingMigrations and PrefixExports: scheduler, page books, tree, live requests,
+    """Fakes below OutgoingMigrations and PrefixExports: scheduler, pages, tree, active requests,
     port."""
 
     requests: dict[int, Running] = field(default_factory=dict)  # by ticket
     lent: list[int] = field(default_factory=list)
     posts: list[Any] = field(default_factory=list)
-    learnt: bool = False  # the tree has the first submission's whole pages, as long as it runs
-    num_pages: int = 1  # much of which may be lent
+    learnt: bool = False  # the tree has the first submission's whole pages while it runs
+    num_pages: int = 1  # many of which may be read by others
 
     # scheduler
     def tokens_of(self, request: Running) -> Any:
@@ -229,7 +231,7 @@ class Beneath:
     def resume(self, request: Running) -> None:
         request.in_batch = True
 
-    # tree: what nobody needs any more is evicted at once
+    # tree: unused pages are evicted at once
     def match(self, token_ids: Any, namespace: Namespace) -> PrefixMatch:
         request = self.requests.get(1) if self.learnt else None
         num_kv = request.num_tokens - 1 if request is not None else 0
@@ -272,7 +274,9 @@ class SourceSide(SimulatedProducer):
     def __init__(
         self, live: LivePlan, config: TransferConfig, instance: int, *, runs: int | None = 1
     ) -> None:
-        """runs: the ticket of what runs here from the start."""
+        """Args:
+        runs: the ticket of the request that runs here from the start.
+        """
         super().__init__(live.plan(), config, instance)
         self.live = live
         self.beneath = Beneath()
@@ -324,7 +328,7 @@ class SourceSide(SimulatedProducer):
 
     @property
     def request(self) -> Running | None:
-        """The newest submission, if it has not ended."""
+        """Return the newest submission, unless it has ended."""
         return next(reversed(self.beneath.requests.values()), None)
 
     def runs(self, ticket: int) -> bool:
@@ -371,7 +375,7 @@ class SourceSide(SimulatedProducer):
         return not (self._end.num_open or self.exposed or held)
 
     def react(self, given: Input) -> list[Output]:
-        # Serials of departures, loans and refusals are remembered by the engine alone.
+        # Only the engine remembers serials of migrations, exports and refusals.
         known = self.departures.in_progress.keys() | self.departures._refused
         known |= self.loans._asked.keys() | self.loans.exported.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
@@ -385,7 +389,7 @@ class SourceSide(SimulatedProducer):
                 self._launch(self.beneath.requests[ticket])
             case ("finish", ticket):
                 self._finish(self.beneath.requests[ticket])
-            case ("launch others", ticket):  # with its pages' way back, but not with its row
+            case ("launch others", ticket):  # its pages return, but not its row
                 self.beneath.requests[ticket].kv = Kv.FILLING
             case ("finish others", ticket):
                 self._filled(self.beneath.requests[ticket])
@@ -430,7 +434,7 @@ class SourceSide(SimulatedProducer):
         return self._turn()
 
     def _turn(self) -> list[Output]:
-        """Return the outputs that follow in the same turn of the engine."""
+        """Yield the outputs that follow in the same turn of the engine."""
         self.departures.poll(0.0)
         held = {page for r in self.beneath.requests.values() for page in r.pages}
         for page in range(len(self.cells)):
@@ -454,7 +458,7 @@ class SourceSide(SimulatedProducer):
             self.cells[page] = TORN
 
     def _return(self, request: Running) -> None:
-        """It has pages again, and nothing in them."""
+        """Give it pages again, without content."""
         request.in_batch, request.kv, request.bank = True, Kv.RETURNING, 1 - request.bank
         for page in request.pages:
             self.cells[page] = TORN
@@ -486,7 +490,7 @@ class SourceSide(SimulatedProducer):
 
 
 def in_page(place: int, num_kv: int) -> int:
-    """Tokens in a page when so many have KV."""
+    """Return how many tokens of a page have KV, of this number of tokens."""
     return min(PAGE_SIZE, num_kv - place * PAGE_SIZE)
 
 
@@ -496,15 +500,16 @@ def in_page(place: int, num_kv: int) -> int:
 class TargetSide(SimulatedConsumer):
     """The migration target. If it copies first, the first attempt of a migration is the copy.
 
-    joined: tickets of submissions that run here, by mover.
-    copied: pages that the tree has.
-    prefixes: pages of it that each mover was granted with.
+    joined: tickets of submissions that run here, by migration. copied: pages that the tree has.
+    prefixes: pages of it that each migration was granted with.
     """
 
     def __init__(
         self, live: LivePlan, config: TransferConfig, instance: int, *, asks: int = 1
     ) -> None:
-        """asks: the ticket that its movers ask for."""
+        """Args:
+        asks: the ticket that its migrations request.
+        """
         super().__init__(live.plan(), config, instance)
         self.live = live
         self.asks = asks
@@ -555,8 +560,8 @@ class TargetSide(SimulatedConsumer):
         return self.live.copies and self.jobs[r].attempt == 1
 
     def _restart(self, instance: int) -> None:
-        """Restart without migrations. A request whose target is gone is not moved; its router
-        replays it elsewhere."""
+        """Restart without migrations. A request whose target is gone does not migrate. Its
+        router replays it elsewhere."""
         fresh = type(self)(self.live, self.config, instance, asks=self.asks)
         fresh.jobs = [ENDED] * len(self.jobs)
         self.__dict__.update(fresh.__dict__)
@@ -578,7 +583,7 @@ class TargetSide(SimulatedConsumer):
         if self._copies(r):
             whole = [(self.asks, 0, place, PAGE_SIZE) for place in range(len(job.pages))]
             self._check(job.pages, whole, "copied")
-            if not self.copied:  # else another mover has been before
+            if not self.copied:  # otherwise another migration has joined before
                 self.copied = job.pages
             self._ask_for_the_rest(r)
             return
@@ -598,15 +603,15 @@ class TargetSide(SimulatedConsumer):
         self.joined += (self.asks,)
 
     def _check(self, pages: tuple[int, ...], right: list[Any], what: str) -> None:
-        for page, content in zip(pages, right, strict=False):  # the rest is room to grow
+        for page, content in zip(pages, right, strict=False):  # the rest is for growth
             require(self.cells[page] == content, f"{what} with {self.cells[page]} in {page}")
 
     def _ask_for_the_rest(self, r: int) -> None:
         self._leave(r, self.jobs[r]._replace(state="new", attempt=2, pages=()))
 
     def _retry(self, r: int, lost: FailedEvent) -> None:
-        """A mover computes nothing by itself, and tries nothing else; what was not copied is read
-        with the rest."""
+        """Retry. A migration computes nothing and has no other source. Pages that were not
+        copied are read with the rest."""
         if self._copies(r):
             self._ask_for_the_rest(r)
         else:

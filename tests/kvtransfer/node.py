@@ -1,4 +1,4 @@
-"""A node of the search: an end that reads, one that is read from, or both over one engine."""
+"""A node of the search: a consumer end, a producer end, or both over one engine."""
 
 import copy
 from collections.abc import Hashable, Sequence
@@ -9,9 +9,9 @@ from tests.kvtransfer.sides import Input, Output, SimulatedConsumer, SimulatedPr
 
 
 class Node:
-    """Its ends know nothing of each other; where their engine is one, a subclass says how.
+    """The ends are independent. If they share an engine, a subclass connects them.
 
-    An input is the name of an end and what that one is given, or ("restart", instance).
+    An input is the name of an end with its argument, or ("restart", instance).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Node:
         return [self._end(name) for name in self._ends]
 
     def after(self, given: Input) -> tuple[Self, list[Output]]:
-        """This node after an input, and what crosses to the world outside."""
+        """Return this node after an input, and its outputs to other nodes."""
         twin = copy.copy(self)
         match given:
             case ("restart", instance):
@@ -47,7 +47,7 @@ class Node:
         raise AssertionError(given)
 
     def fork(self, *names: str) -> None:
-        """These ends are about to change: they are this node's own from now on."""
+        """Copy these ends, which are about to change, for this node."""
         for name in names:
             setattr(self, name, self._end(name).fork())
 
@@ -72,7 +72,7 @@ class Node:
         return all(end.at_rest() for end in self._all())
 
     def ended(self) -> list[int]:
-        """Requests that have."""
+        """Return the requests that have ended."""
         jobs = self.consumer.jobs if self.consumer is not None else []
         return [r for r, job in enumerate(jobs) if job.state == "ended"]
 
@@ -96,5 +96,5 @@ class Node:
         return set[HandoffId]().union(*(end.ids() for end in self._all()))
 
     def peers(self) -> set[int]:
-        """Instances that anything here remembers, its own among them."""
+        """Return all instances that any part of this node remembers, including its own."""
         return {self.instance}.union(*(end.peers() for end in self._all()))

@@ -1,7 +1,8 @@
-"""Prefixes that nodes read from each other's caches, for the search: the product's own ends, loans
-and fetches, trees and page books; prompts that want them, and caches that evict.
+"""Prefixes that nodes read from each other's caches, for the search. Protocol ends, exports,
+fetches, trees and page accounting are the product's. Prompts that need prefixes and caches that
+evict are models.
 
-What a page holds is tracked, page by page: whose tokens' KV, or what somebody else has written.
+The model tracks the content of each page: the KV of which tokens, or bytes of another owner.
 """
 
 import copy
@@ -46,19 +47,16 @@ from tests.kvtransfer.sides import (
 from tests.kvtransfer.world import Simulation
 from tests.support.lifo_pages import LifoFreeList
 
-OTHERS = "others"  # what whoever takes a page writes into it
+OTHERS = "others"  # written by any new owner of a page
 
 
 class PrefixPlan(NamedTuple):
     """The parameters of a search.
 
-    namespaces: of the prompts that want a prefix; all have the same tokens.
-    hinted: pages that the consumer is told of, at one producer for each prompt in turn.
-    further: pages more that each next prompt is told of.
-    has: pages that each producer has.
-    own: pages that the consumer has.
-    producers: their addresses.
-    windows, state_pages: as of PageTables.
+    namespaces: of the prompts that need a prefix. All have the same tokens. hinted: pages in the
+    hint to the consumer, at one producer for each prompt in turn. further: additional pages in the
+    hint of each next prompt. has: pages that each producer has. own: pages that the consumer has.
+    producers: their addresses. windows, state_pages: as in PageTables.
     """
 
     namespaces: tuple[Namespace, ...] = (b"",)
@@ -97,12 +95,12 @@ class PrefixPlan(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """A pool, its tree, and what is in each page: of which prompt, table and place; of a state,
-    after how many tokens."""
+    """A pool, its tree, and the content of each page: prompt, table and place, or the number of
+    tokens of a state."""
 
     num_pages: int
     tables: PageTables
-    num_taken: int = 0  # by requests that stay
+    num_taken: int = 0  # of requests that stay
     pages: PageAllocator = field(init=False)
     cache: PrefixCache = field(init=False)
     cells: list[Any] = field(init=False)
@@ -118,13 +116,13 @@ class Memory:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        pages = twin.pages  # some of its books are views of others
+        pages = twin.pages  # some of its parts are views of others
         pages._of = tuple(pages._holds)
         pages._cached = pages._of[PageHolder.CACHE]
         return twin
 
     def learn(self, namespace: Namespace, num_pages: int) -> None:
-        """The tree gets the first pages of a prompt."""
+        """Insert the first pages of a prompt into the tree."""
         tables, end = self.tables, num_pages * PAGE_SIZE
         taken = self.pages.allocate(num_pages_of(tables.handed_over(end, 0)), PageHolder.REQUEST)
         assert taken is not None
@@ -181,7 +179,7 @@ class Posts:
 
 
 def _contents(holding: PageHolding, namespace: Namespace, end: int) -> list[tuple[int, Any]]:
-    """Pages, and what is right in each; full tables are before all others."""
+    """Return pages with their correct contents. Full tables precede all others."""
     contents = [
         (page, (namespace, table, place))
         for table, row in enumerate(holding.tables.tolist())
@@ -200,9 +198,9 @@ def _tokens(count: int) -> Any:
 
 
 def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
-    """Return the memory of a node that may lend what it has.
+    """Return the memory of a node that exports prefixes.
 
-    With `free`, its pool has only that many pages that are not permanently taken.
+    With `free`, only this number of pages of its pool is not permanently used.
     """
     lent = num_pages_of(plan.tables.handed_over(plan.has * PAGE_SIZE, 0))
     num_pages = SHARE * lent * plan.loans
@@ -236,7 +234,9 @@ class LenderSide(SimulatedProducer):
         )
 
     def fork(self, copied: dict[int, Any] | None = None) -> "LenderSide":
-        """copied: what has been of this node."""
+        """Args:
+        copied: parts of this node that are copied already.
+        """
         twin = super().fork()
         assert isinstance(twin, LenderSide)
         copied = {} if copied is None else copied
@@ -265,7 +265,7 @@ class LenderSide(SimulatedProducer):
         return tuple(self.memory.cells[page] for page in pages)
 
     def react(self, given: Input) -> list[Output]:
-        # Serials that loans know of are not used again.
+        # Serials that exports use are not used again.
         known = [*self.loans._asked, *self.loans.exported]
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
@@ -328,7 +328,9 @@ class FetcherSide(SimulatedConsumer):
         self.cells = self.memory.cells
 
     def fork(self, copied: dict[int, Any] | None = None) -> "FetcherSide":
-        """copied: what has been of this node."""
+        """Args:
+        copied: parts of this node that are copied already.
+        """
         twin = super().fork()
         assert isinstance(twin, FetcherSide)
         mine = (self.memory, self.port, self.fetches)
@@ -375,7 +377,7 @@ class FetcherSide(SimulatedConsumer):
             case _:
                 outputs = super().react(given)
         for r in self.fetches.take_over():
-            self.jobs[r] = ENDED  # computed here, with what the tree has
+            self.jobs[r] = ENDED  # computed here, behind the tree's prefix
         self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.reads.items()}
         self.memory.check(self.sharing_plan.namespaces)
         return outputs
@@ -432,10 +434,11 @@ class PrefixSimulation(Simulation):
 
 
 class Peer(Node):
-    """Both ends over one memory, in which one namespace's prefix is; another's is wanted.
+    """Both ends over one memory, with a prefix of one namespace. The node needs that of another
+    one.
 
     Args:
-        free: pages that are not taken for good, of which what it lends has some.
+        free: pages that are not permanently used, some of which it exports.
     """
 
     consumer: FetcherSide
@@ -474,7 +477,7 @@ class Peer(Node):
 
 
 class PeersSimulation(Simulation):
-    """Two nodes; each wants what the other has."""
+    """Two nodes. Each needs the prefix that the other has."""
 
     def __init__(self, plan: PrefixPlan, config: TransferConfig, *, free: int) -> None:
         whose = b"one's prompts...", b"other's prompts."

@@ -1,6 +1,5 @@
-"""Stands in for the frontends of one consumer and one producer: carries frames between their
-transfer threads, through protobuf as the network would, and cuts streams when it is told to.
-"""
+"""A stand-in for the frontends of one consumer and one producer. It carries frames between their
+transfer threads, through protobuf as the network would, and cuts streams on request."""
 
 import contextlib
 import select
@@ -31,7 +30,7 @@ WAIT_S = 60.0
 
 
 class Pump:
-    """All methods from the test's thread.
+    """All methods are called from the test's thread.
 
     A stream has the same number at both ends.
     """
@@ -45,14 +44,14 @@ class Pump:
         self._streams = 0
         self._stopped = False
         self.open: set[int] = set()
-        self.ended: dict[int, PairEnd] = {}  # by stream: what an end has ended it with
-        self.sent: list[AnyMessage] = []  # all that has crossed, both ways
+        self.ended: dict[int, PairEnd] = {}  # by stream: the reason why an end has closed it
+        self.sent: list[AnyMessage] = []  # all messages, in both directions
         self.beats = {True: 0, False: 0}  # of engines, by whether it is the consumer's
         self.late_s = {True: 0.0, False: 0.0}  # in the last heartbeat of each
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
     def join(self, *, as_consumer: bool) -> FrameSocket[PairInput]:
-        """The transfer thread's end of a socket to this pump; call before `start`."""
+        """Return the transfer thread's end of a socket to this pump. Call it before `start`."""
         ours, theirs = socket_pair()
         self._sockets[as_consumer] = FrameSocket(ours, PairOutput)
         return _input_socket(theirs)
@@ -67,7 +66,7 @@ class Pump:
             sock.close()
 
     def connect(self) -> int:
-        """Opens the next stream, once the consumer has said what it is."""
+        """Open the next stream after the consumer has introduced itself."""
         self.wait(lambda: self._consumer_hello is not None)
         self._streams += 1
         stream = self._streams
@@ -75,7 +74,7 @@ class Pump:
         return stream
 
     def cut(self, stream: int) -> None:
-        """Both ends see the end of it."""
+        """Cut the stream. Both ends notice it."""
         self._call(lambda: self._close(stream, "cut"))
 
     def say(self, stream: int, message: AnyMessage, *, to_consumer: bool) -> None:
@@ -83,7 +82,7 @@ class Pump:
         self._call(lambda: self._sockets[to_consumer].send(PairMessage(stream, message)))
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Until something that has crossed makes it true."""
+        """Wait until a message makes the condition true."""
         with self._changed:
             assert self._changed.wait_for(condition, WAIT_S)
 

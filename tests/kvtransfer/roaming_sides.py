@@ -1,7 +1,7 @@
-"""Running requests that move on: nodes that each have both ends of a move. What joins at a node
-runs there as a submission of its own, with a ticket of its own, which another node may ask for.
+"""Requests that migrate repeatedly. Each node has both ends of a migration. A request that has
+joined a node runs there as a new submission with its own ticket, which another node may request.
 
-A request's first ticket is 1, or 2 where there are two of them; each move adds 2.
+A request's first ticket is 1, or 2 for the second of two requests. Each migration adds 2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ REQUESTS = 2
 
 
 class Stop(NamedTuple):
-    """A node on the way.
+    """A node on the route.
 
-    runs: the ticket of what runs here from the start.
-    asks: the ticket that is to move here, and the node where it runs then.
+    runs: the ticket of the request that runs here from the start. asks: the ticket that is to
+    migrate to this node, and its current node.
     """
 
     runs: int | None = None
@@ -35,7 +35,9 @@ class Stop(NamedTuple):
 
 
 class ArrivalSide(TargetSide):
-    """came: tokens of a request that has joined, and is not in the node's books yet; or none."""
+    """Attributes:
+    came: tokens of a request that has joined and is not registered on the node yet, or none.
+    """
 
     came = 0
 
@@ -50,11 +52,11 @@ class ArrivalSide(TargetSide):
 class Roamer(Node):
     """Both ends over one pool.
 
-    Each submission that runs here, and each mover from its grant on, has all the pages that it may
-    grow into.
+    Each submission that runs here, and each migration from its grant on, has all pages that it may
+    need.
 
     Args:
-        rooms: for how many such there are pages.
+        rooms: the number of requests for which there are pages.
     """
 
     consumer: ArrivalSide
@@ -72,7 +74,7 @@ class Roamer(Node):
         self._rooms = rooms
 
     def fork(self, *names: str) -> None:
-        """Fork both ends: a request that joins at one end begins at the other."""
+        """Fork both ends: a request that joins at one end starts at the other."""
         super().fork(*self._ends)
 
     def react(self, name: str, given: Input) -> list[Output]:
@@ -83,15 +85,14 @@ class Roamer(Node):
         return outputs
 
     def moves(self) -> list[Input]:
-        """Return the possible moves. A request that needs a slot waits for it and holds nothing
-        meanwhile."""
+        """Return the possible moves. A request that needs a slot waits for it without resources."""
         full = self._taken() >= self._rooms
         waiting = ("grant", "return", "compute anew") if full else ()
         return [move for move in super().moves() if move[1] not in waiting]
 
     def _taken(self) -> int:
-        """Rooms in which something is: those of submissions, and what is lent of those that have
-        ended; and of movers."""
+        """Return how many rooms are in use: by submissions, by exported pages of ended ones, and
+        by migrations."""
         requests = self.producer.beneath.requests.values()
         pages = {r.pages[0] for r in requests if r.kv is not Kv.AWAY} | {
             *self.producer.beneath.lent
@@ -100,16 +101,19 @@ class Roamer(Node):
         return len(banks) + len(self.consumer.reads)
 
     def faults(self) -> list[Input]:
-        """Without replays, which are submissions that nothing here asks for."""
+        """Return the faults without replays: no node of this model requests a replayed
+        submission."""
         return [fault for fault in super().faults() if "replay" not in fault]
 
     def running(self) -> Iterator[int]:
-        """Tickets of what decodes here."""
+        """Return the tickets of requests that decode here."""
         return (ticket for ticket in self.producer.beneath.requests if self.producer.runs(ticket))
 
 
 class RoamingSimulation(Simulation):
-    """ran: nodes, and tickets of what has been seen to decode there."""
+    """Attributes:
+    ran: nodes, and tickets of requests that have decoded there.
+    """
 
     def __init__(
         self, live: LivePlan, config: TransferConfig, way: Sequence[Stop], rooms: int

@@ -1,4 +1,4 @@
-"""Every reachable state of a simulation, up to a number of faults."""
+"""Search of all reachable states of a simulation, with a limited number of faults."""
 
 from dataclasses import dataclass
 
@@ -11,30 +11,31 @@ from tests.kvtransfer.sides import Broken, Plan, SimulatedConsumer, SimulatedPro
 from tests.kvtransfer.world import Simulation, Step
 
 PATIENT = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)  # deadlines pass, streams live
-SILENT = TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=1)  # a deadline is a peer's silence
+# the deadline for messages of a peer
+SILENT = TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=1)
 
 
 @dataclass(frozen=True)
 class Searched:
     states: int
-    ends: int  # of them, states in which only a fault can do anything
+    ends: int  # of them, states in which only a fault can happen
     node_states: tuple[int, ...]
 
 
 def search(plan: Plan, config: TransferConfig, *, faults: int) -> Searched:
-    """Visits every state that at most so many faults can lead to, and checks I1-I5 in each.
+    """Visit every state that this number of faults can lead to, and check I1-I5 in each.
 
     Raises:
-        Broken: with the steps that lead to it; an error of the product's own is one too.
+        Broken: with the steps that lead to it. An error of the product's own counts, too.
     """
     return search_in(PairSimulation(plan, config), faults=faults)
 
 
 def search_in(simulation: Simulation, *, faults: int) -> Searched:
-    """The same of a simulation, with its own invariants."""
+    """Search a simulation with its own invariants."""
     start = simulation.start(faults)
-    # Worlds are remembered by hash alone: of two million, two are mistaken for each other with a
-    # chance of one in a million.
+    # States are remembered only by their hash. Among two million, two collide with a probability of
+    # one in a million.
     came_from: dict[int, tuple[int, Step]] = {hash(start): (0, ())}
     pending = [start]
     ends = 0
@@ -46,7 +47,7 @@ def search_in(simulation: Simulation, *, faults: int) -> Searched:
             steps = simulation.steps(world)
             if not steps:
                 ends += 1
-                # Not even a deadline is needed: every end is told, or its stream is ended.
+                # Not even a deadline is needed: every end is reported, or its stream ends.
                 require(simulation.rests(world), "I3: something waits for ever")
             afters = [(step := s, simulation.after(world, s)) for s in steps]
             more = simulation.faults(world)
@@ -71,7 +72,7 @@ def _path(came_from: dict[int, tuple[int, Step]], here: int) -> list[str]:
 
 
 class PairSimulation(Simulation):
-    """Hand-offs of prompts: one node reads, from one producer or from several."""
+    """Hand-offs of prompts: one node reads from one or several producers."""
 
     def __init__(self, plan: Plan, config: TransferConfig) -> None:
         consumer = Node(101, consumer=SimulatedConsumer(plan, config, 101))
@@ -86,10 +87,10 @@ class PairSimulation(Simulation):
 def case(
     id: str, plan: object, config: TransferConfig, faults: int, states: int, *, long: bool = False
 ) -> ParameterSet:
-    """A search as a parameter of a test.
+    """Return a search as a parameter of a test.
 
     Args:
-        states: a number of states that it visits more of.
+        states: a number of states. The search must visit more.
         long: whether it takes minutes.
     """
     marks = [pytest.mark.long] if long else []

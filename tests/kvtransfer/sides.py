@@ -1,8 +1,9 @@
 """The two ends of the product with a model engine each, as deterministic automata for a search.
 
-A side is the end, the engine's books and the contents of its pages; it reacts to one input with a
-list of outputs. The engines check what docs/design/hand-off.md promises them (I1, I2, I4, and that
-every loan of pages is given back exactly once); contents of pages are tracked cell by cell.
+A side consists of the end, the engine's records and the contents of its pages. It reacts to one
+input with a list of outputs. The engines check the guarantees of docs/design/hand-off.md: I1, I2,
+I4, and that every claim on pages is released exactly once. Contents of pages are tracked cell by
+cell.
 """
 
 import copy
@@ -55,9 +56,9 @@ from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
-FREE = "free"  # a cell that nobody holds
-BANK = 8  # pages of one request, where pools are large
-TORN = "torn"  # a cell that a read is writing, or has left unfinished
+FREE = "free"  # a free cell
+BANK = 8  # pages of one request in large pools
+TORN = "torn"  # a cell that a read is writing or has left incomplete
 
 E = TypeVar("E", ConsumerEnd, ProducerEnd)
 Input = tuple[Any, ...]
@@ -78,8 +79,8 @@ class Plan:
     """The parameters of a search."""
 
     prompts: tuple[int, ...]  # tokens of each request
-    prefixes: tuple[int, ...]  # of those, what the consumer has already
-    consumer_pages: int = 0  # 0: more than enough, each request from a part of its own
+    prefixes: tuple[int, ...]  # of those, tokens cached at the consumer
+    consumer_pages: int = 0  # 0: more than enough, and each request has a part of its own
     producer_pages: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the tables of pages
     state_pages: int = 0  # of the consumer
@@ -88,8 +89,8 @@ class Plan:
     attempts: int = 2
     budget_s: float = 100.0
     admits: bool = False  # whether the producer sends Admitted
-    asynchronous: bool = False  # whether the consumer's engine takes its events later
-    late_producer: bool = False  # the same of the producer's, whose commands are late too
+    asynchronous: bool = False  # whether the consumer's engine handles its events later
+    late_producer: bool = False  # the same for the producer, whose end also handles commands later
     beats: bool = False
     only_faults: tuple[str, ...] = ()  # empty: all
 
@@ -99,7 +100,7 @@ class Plan:
 
     @property
     def of_producer(self) -> "Plan":
-        """Return the plan as the producer sees it, with its own pages of the state."""
+        """Return the plan from the producer's view, with its own pages of the state."""
         if self.producer_state_pages is None:
             return self
         return replace(self, state_pages=self.producer_state_pages)
@@ -128,7 +129,7 @@ class Plan:
 
     @property
     def state(self) -> int:
-        """In place of a table."""
+        """Return the index of the state, which takes the place of a table."""
         return len(self.windows)
 
 
@@ -139,22 +140,22 @@ class Job(NamedTuple):
     """One request in the consumer's engine."""
 
     state: str  # new | open | granted | ended
-    serial: int  # new for every submission
+    serial: int  # a new id for every submission
     attempt: int
-    emitted: int  # tokens that the engine knows of and that a redo begins with
+    emitted: int  # tokens that the engine knows and that a new attempt starts with
     delivered: int  # tokens the client has
     pages: tuple[int, ...]  # held for the request
 
 
 class Side(ABC, Generic[E]):
-    """A protocol end that is copied only when an input is about to change it.
+    """A protocol end that is copied only before an input changes it.
 
-    Its engine may take the end's events later, and the end the engine's commands.
+    Its engine may handle the end's events later, and the end the engine's commands.
     """
 
     def __init__(self, end: E, *, late: bool) -> None:
-        self.inbox: list[Any] = []  # events that the engine has not taken yet
-        self.posts: list[Any] = []  # commands that the end has not taken yet
+        self.inbox: list[Any] = []  # events that the engine has not handled yet
+        self.posts: list[Any] = []  # commands that the end has not handled yet
         self._late = late  # whether commands wait
         self._end = end
         self._shared = False
@@ -162,7 +163,7 @@ class Side(ABC, Generic[E]):
         self.now = 0.0
 
     def share(self) -> Self:
-        """A copy that still has the same end."""
+        """Return a copy that shares the end."""
         self._end_key()
         twin = copy.copy(self)
         twin._shared = True
@@ -170,11 +171,12 @@ class Side(ABC, Generic[E]):
         return twin
 
     def waiting(self) -> list[Input]:
-        """Moves that take what waits between the end and its engine."""
+        """Return the moves that handle events and commands in the queues between the end and its
+        engine."""
         return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
 
     def ticks(self) -> list[Input]:
-        """The next deadline passes, if there is one."""
+        """Let the next deadline expire, if there is one."""
         return [("tick",)] if self._end.next_deadline() is not None else []
 
     def _posted(self, command: Any) -> list[Output]:
@@ -196,7 +198,7 @@ class Side(ABC, Generic[E]):
 
     @property
     def end(self) -> E:
-        """To be changed."""
+        """Return the end, copied, to be changed."""
         if self._shared:
             self._end, self._shared = fork(self._end), False
         self._key = None
@@ -212,7 +214,7 @@ ENDED = Job("ended", 0, 0, 0, 0, ())
 
 
 def _timeless(event: Any) -> Any:
-    """An event as it is where moments are not told: states that behave alike stay equal."""
+    """Return an event without times, so that states that behave alike are equal."""
     match event:
         case FirstTokenEvent(id, token, token_ids=token_ids):
             return FirstTokenEvent(id, token, token_ids=token_ids)
@@ -251,7 +253,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
             repr(self.posts),
         )
 
-    # What may happen next in the engine alone
+    # Possible next moves of the engine alone
 
     def moves(self) -> list[Input]:
         moves = self.waiting()
@@ -285,7 +287,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         return ids | self._end._attempts.keys() | self._end._links._landing.keys()
 
     def peers(self) -> set[int]:
-        """Instances that it remembers."""
+        """Return the instances that it remembers."""
         return self.producers.keys() | {stream.producer for stream in self._end._streams.values()}
 
     def at_rest(self) -> bool:
@@ -295,7 +297,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
     # One input
 
     def react(self, given: Input) -> list[Output]:
-        """Changes this side and returns what crosses to the world outside."""
+        """Change this side and return its outputs to other nodes."""
         match given:
             case ("up", stream, producer, address):
                 state_pages = self.plan.of_producer.state_pages
@@ -337,7 +339,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 return []
             case ("cancel", r, serial):
                 id = self._id(self.jobs[r])
-                # The client comes back with the same request: a submission of its own.
+                # The client sends the same request again, as a submission of its own.
                 self._leave(r, Job("new", serial, 1, 0, 0, ()))
                 return self._posted(CancelHandoff(id, "client"))
             case (what, r):
@@ -370,7 +372,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         return outputs
 
     def _read_pages(self, read: PagesToRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the pages of a read in pairs, those of the state at the end."""
+        """Return the pages of a read in pairs. Those of the state are last."""
         source, destination = read.source.tolist(), read.destination.tolist()
         num_paired = sum(span.num_pages for span in read.spans)
         state = source[num_paired:]
@@ -413,7 +415,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
 
     def _restart(self, instance: int) -> None:
         fresh = SimulatedConsumer(self.plan, self.config, instance)
-        # The router replays what had not ended, with the tokens it knows.
+        # The router replays requests that have not ended, with the tokens it knows.
         fresh.jobs = [
             job if job.state == "ended" else Job("new", r + 1, 1, job.delivered, job.delivered, ())
             for r, job in enumerate(self.jobs)
@@ -460,7 +462,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         job = self.jobs[r]
         require(job.state == "granted", "I1: Held without a grant")
         require(job.emitted > 0, "I1: joined before its first token")
-        asked = job.emitted - 1  # of them, what the attempt began with
+        asked = job.emitted - 1  # of them, tokens that the attempt started with
         places = self.plan.places(self.plan.prompts[r] + asked, self._prefix(r, asked))
         for (table, place), page in zip(places, job.pages, strict=True):
             if table == self.plan.state:
@@ -470,12 +472,12 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         self._leave(r, ENDED)
 
     def _retry(self, r: int, lost: FailedEvent) -> None:
-        """Retry, or end the job. Without a producer it waits, if its own may come back."""
+        """Retry, or end the job. Without a producer it waits, if its own may return."""
         job = self.jobs[r]
         somewhere = bool(self.producers) or lost.may_return
         if lost.retryable and job.attempt < self.plan.attempts and somewhere:
             self._leave(r, job._replace(state="new", attempt=job.attempt + 1, pages=()))
-        else:  # prefilled here, to its end
+        else:  # prefilled on the decode node, to its end
             self._leave(r, ENDED)
 
     def _leave(self, r: int, job: Job) -> None:
@@ -582,7 +584,7 @@ class SimulatedProducer(Side[ProducerEnd]):
         return set(self._end._streams)
 
     def peers(self) -> set[int]:
-        """Instances that it remembers."""
+        """Return the instances that it remembers."""
         return {stream.consumer for stream in self._end._streams.values()}
 
     def ids(self) -> set[HandoffId]:
@@ -600,10 +602,10 @@ class SimulatedProducer(Side[ProducerEnd]):
         return self._readable().issuperset(pages)
 
     def react(self, given: Input) -> list[Output]:
-        """Changes this side and returns what crosses to the world outside."""
+        """Change this side and return its outputs to other nodes."""
         outputs = self._react(given)
-        # It never uses a serial twice. Here one is used again when nothing remembers it, which is
-        # the same and keeps the number of states finite.
+        # A real engine never reuses a serial. Here a serial is reused when no part remembers it,
+        # which is equivalent and keeps the number of states finite.
         under_way = {item.serial for item in (*self.inbox, *self.posts)}
         used = self.prompts.keys() | self._end._ids.keys() | under_way
         unused = next(serial for serial in itertools.count(1) if serial not in used)
@@ -658,7 +660,7 @@ class SimulatedProducer(Side[ProducerEnd]):
         return outputs
 
     def _take(self, event: Any) -> list[Output]:
-        """One event, in the engine."""
+        """Handle one event in the engine."""
         match event:
             case OpenedEvent(source=messages.Prompt(spec)):
                 require(event.serial not in self.prompts, "opened twice")
@@ -706,7 +708,7 @@ class SimulatedProducer(Side[ProducerEnd]):
         return [page for page in range(first, first + num_pages) if self.cells[page] == FREE]
 
     def _next_chunk(self, serial: int) -> PublishCommand:
-        """One page of the prompt is computed and published; the last comes with a token."""
+        """Compute and publish one page of the prompt. The last page comes with a token."""
         prompt = self.prompts[serial]
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
         first = 0 if prompt.done == prompt.start else -(-prompt.done // PAGE_SIZE)

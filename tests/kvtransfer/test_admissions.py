@@ -1,4 +1,4 @@
-"""Consumers whose paths take time to be made: what the producer tells them, and when."""
+"""Consumers whose paths take time to prepare: content and time of the producer's response."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,7 +26,7 @@ PRODUCER, CONSUMER, OTHER = 1, 2, 3  # instances
 
 
 class Slow:
-    """A producer whose consumers' own is made when the test says so."""
+    """A producer that prepares the consumers' paths when the test asks for it."""
 
     publications = None
 
@@ -67,7 +67,7 @@ class Rig:
         self.publisher.opened(PairOpened(stream, _hello(instance), False), now)
 
     def tick(self, now: float) -> dict[int, list[str]]:
-        """The names of the paths offered by now, by stream that has been answered."""
+        """Return the names of the paths offered by now, by answered stream."""
         self.publisher.tick(now, engine_moves=True)
         said = [each for each in self.front.receive() if isinstance(each, PeerHello)]
         return {each.stream: [path.backend for path in each.hello.paths] for each in said}
@@ -101,9 +101,8 @@ def rig() -> Iterator[Rig]:
     front.close()
 
 
-# Seen failing with `add_done_callback` taken out of `ConsumerAdmissions.begin`: nobody wakes the
-# thread.
-def test_a_consumer_is_answered_once_all_its_paths_are_ready(rig):
+# Seen failing without `add_done_callback` in `ConsumerAdmissions.begin`: nothing wakes the thread.
+def test_a_consumer_is_answered_when_all_its_paths_are_ready(rig):
     rig.open(1, CONSUMER)
     rig.open(2, OTHER)
     assert rig.tick(0.1) == {}
@@ -117,7 +116,7 @@ def test_a_consumer_is_answered_once_all_its_paths_are_ready(rig):
 
 
 # Seen failing with no deadline in `take_ready`.
-def test_what_is_not_ready_in_time_is_left_out(rig):
+def test_a_path_that_is_not_ready_in_time_is_left_out(rig):
     rig.open(1, CONSUMER, now=5.0)
     deadline = rig.publisher.next_deadline()
     assert deadline is not None and deadline <= 5.0 + WAIT_S
@@ -125,12 +124,12 @@ def test_what_is_not_ready_in_time_is_left_out(rig):
     assert rig.tick(5.0 + WAIT_S) == {1: ["quick"]}
 
 
-def test_a_producer_waits_less_long_than_its_consumers():
+def test_a_producer_times_out_before_its_consumers():
     assert DialTimes().hello_s >= WAIT_S + 5
 
 
-# Seen failing with `forget` taken out of `ProducerSide._dismiss`.
-def test_a_consumer_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig):
+# Seen failing without `forget` in `ProducerSide._dismiss`.
+def test_a_consumer_that_disconnects_before_it_is_ready_is_dismissed_and_not_answered(rig):
     rig.open(1, CONSUMER)
     being_made = rig.slow.preparations[1]
     rig.publisher.closed(1, "gone")
@@ -140,9 +139,9 @@ def test_a_consumer_that_goes_before_it_is_ready_is_dismissed_and_not_answered(r
     assert rig.tick(WAIT_S) == {}
 
 
-# Seen failing with the loop over `streams_of` taken out of `ProducerSide.opened`: the older stream
-# comes up last, and ends the newer one.
-def test_the_newer_of_two_streams_of_a_consumer_that_waits_is_kept(rig):
+# Seen failing without the loop over `streams_of` in `ProducerSide.opened`: the older stream comes
+# up last, and ends the newer one.
+def test_of_two_streams_of_a_waiting_consumer_the_newer_is_kept(rig):
     rig.open(1, CONSUMER)
     rig.open(2, CONSUMER)
     (ended,) = (each for each in rig.front.receive() if isinstance(each, PairEnd))

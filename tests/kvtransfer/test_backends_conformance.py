@@ -1,4 +1,4 @@
-"""Requirements of every data path. Producers of nixl and tcp are processes of their own."""
+"""Requirements of every data path. Producers of nixl and tcp are separate processes."""
 
 import threading
 import time
@@ -35,12 +35,12 @@ def connection(ends, backend, producer, memory):
     return ends.connect(backend, producer, memory)
 
 
-# Page bytes that divide no part or request evenly, more pages than one sendmsg takes, pages
+# Sizes of pages that divide no part or request evenly, more pages than one sendmsg has, pages
 # larger than a part.
 @pytest.mark.parametrize(
     "num_pages, page_bytes", [(1, 16), (2500, 1040), (700, 16384), (40, 393216), (3, 5242880)]
 )
-def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
+def test_scattered_pages_are_written_to_their_place_and_no_other_byte_changes(
     ends, backend, num_pages, page_bytes
 ):
     producer = ends.producer(backend, num_pages, page_bytes)
@@ -55,7 +55,7 @@ def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
         assert (memory.pages == expected).all()
 
 
-SMALL, LARGE = 2 * 1040, 4 * 1040  # bytes of a page here, and at the producer
+SMALL, LARGE = 2 * 1040, 4 * 1040  # bytes of a page at the consumer, and at the producer
 HALVES = [
     (Slice(0, 0, 1040, 0, 0, 1040), Slice(0, 0, 3120, 0, 1040, 1024)),
     (Slice(0, 0, 16, 0, 8, 5),),  # of an odd length
@@ -63,8 +63,9 @@ HALVES = [
 ]
 
 
-def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(ends, backend):
-    """Two tables of a producer with other pages, and a state of another number of pages."""
+def test_parts_of_pages_are_written_to_mapped_places_and_no_other_byte_changes(ends, backend):
+    """Two tables of a producer with pages of other sizes, and a state with another number of
+    pages."""
     producer = ends.producer(backend, 2000, LARGE)
     producer.publish_all()
     memory = ends.memory(backend, 1500, SMALL)
@@ -86,7 +87,7 @@ def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(ends, b
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
-def test_lists_of_pages_that_do_not_fit_the_map_are_refused(ends, backend):
+def test_lists_of_pages_that_do_not_fit_the_map_are_rejected(ends, backend):
     producer = ends.producer(backend, NUM_PAGES, LARGE)
     producer.publish_all()
     memory = ends.memory(backend, NUM_PAGES, SMALL)
@@ -113,7 +114,7 @@ def test_lists_of_pages_that_do_not_fit_the_map_are_refused(ends, backend):
         Slice(0, 0, 0, 0, 0, SMALL + 1),
     ],
 )
-def test_parts_outside_a_page_are_refused(bad):
+def test_parts_outside_a_page_are_rejected(bad):
     local, there = Memory(NUM_PAGES, SMALL), RemotePool(1 << 40, LARGE, NUM_PAGES)
     with pytest.raises(LayoutMismatch):
         ReadMap(there, local.pool, [[bad], []])
@@ -121,11 +122,11 @@ def test_parts_outside_a_page_are_refused(bad):
         ReadMap(there, local.pool, [[], [bad]])
 
 
-def test_a_copy_of_no_pages_is_done_at_once(connection):
+def test_a_copy_of_no_pages_ends_at_once(connection):
     connection.copy(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-def test_connections_to_several_producers_copy_at_once(ends, backend):
+def test_connections_to_several_producers_copy_at_the_same_time(ends, backend):
     producers = [ends.producer(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
     memories = [ends.memory(backend, NUM_PAGES, PAGE_BYTES) for _ in range(4)]
     pairs = []
@@ -148,9 +149,7 @@ def test_connections_to_several_producers_copy_at_once(ends, backend):
         assert (memory.pages[destination] == producer.content[source]).all()
 
 
-def test_a_page_that_the_producer_has_not_is_refused_and_the_connection_lives(
-    producer, memory, connection
-):
+def test_an_unknown_page_is_refused_and_the_connection_stays_open(producer, memory, connection):
     for wrong in (NUM_PAGES, -1, 2**31 - 1):
         with pytest.raises(ReadRefused, match=str(wrong)):
             connection.copy(np.array([1, wrong], np.int32), np.array([2, 3], np.int32))
@@ -158,7 +157,7 @@ def test_a_page_that_the_producer_has_not_is_refused_and_the_connection_lives(
     assert (memory.pages[7] == producer.content[5]).all()
 
 
-def test_pages_of_another_size_are_refused(ends, backend, producer):
+def test_pages_of_another_size_are_rejected(ends, backend, producer):
     with pytest.raises(LayoutMismatch, match=r"16384.*32768"):
         ends.connect(backend, producer, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
 
@@ -166,13 +165,13 @@ def test_pages_of_another_size_are_refused(ends, backend, producer):
 @pytest.mark.parametrize(
     "base, num_pages", [(0, 8), (1 << 57, 8), (1 << 40, 0), (1 << 40, 1 << 40), (-8, 8)]
 )
-def test_memory_that_cannot_be_is_refused(backend, producer, memory, base, num_pages):
+def test_invalid_memory_is_rejected(backend, producer, memory, base, num_pages):
     lie = RemotePool(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
         backend.connect(producer.admit(), lie, memory.pool)
 
 
-def test_a_description_of_rubbish_is_an_error_and_no_more(backend, producer, memory):
+def test_an_invalid_description_raises_only_its_error(backend, producer, memory):
     good = producer.admit()
     rng = np.random.default_rng(0)
     for rubbish in (b"", good[:-1], good + b"x", b"\x80", *(rng.bytes(80) for _ in range(50))):
@@ -180,7 +179,7 @@ def test_a_description_of_rubbish_is_an_error_and_no_more(backend, producer, mem
             backend.connect(rubbish, producer.remote, memory.pool)
 
 
-def test_a_probe_measures_without_touching_a_page(memory, connection):
+def test_a_probe_measures_without_changing_a_page(memory, connection):
     assert connection.probe() > 0.01
     assert (memory.pages == CANARY).all()
 
@@ -198,8 +197,8 @@ def test_a_stopped_connection_copies_no_more(memory, connection):
     connection.close()
 
 
-# Seen failing with the flag taken out of `stop` of nixl and loopback; tcp's shutdown: test_tcp.py.
-def test_stop_ends_a_copy_under_way(ends, backend):
+# Seen failing without the flag in `stop` of nixl and loopback. For tcp's shutdown see test_tcp.py.
+def test_stop_ends_a_running_copy(ends, backend):
     num_pages, page_bytes = 64, 1 << 20
     producer = ends.producer(backend, num_pages, page_bytes)
     producer.publish_all()
@@ -221,7 +220,7 @@ def test_stop_ends_a_copy_under_way(ends, backend):
     thread.join()
 
 
-def test_a_producer_that_has_died_is_an_error_that_nobody_waits_for(
+def test_a_failed_producer_is_reported_as_an_error_at_once(
     backend, monkeypatch, producer, memory, connection
 ):
     connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
@@ -238,7 +237,7 @@ def test_a_producer_that_has_died_is_an_error_that_nobody_waits_for(
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
-def test_memory_that_is_not_the_devices_is_refused_with_a_reason(backend, producer):
+def test_memory_outside_the_device_is_rejected_with_a_reason(backend, producer):
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool
     elsewhere = PagePool(pool.base, pool.page_bytes, pool.num_pages, "cuda:0")
     with pytest.raises(TransferError, match="cuda:0"):

@@ -1,4 +1,4 @@
-"""Records to protobuf and back, and what is refused on the way in."""
+"""Conversion of records to protobuf and back, and rejection of invalid messages."""
 
 import math
 from typing import Any
@@ -59,7 +59,7 @@ ids = st.builds(HandoffId, u64, u64, st.integers(1, 2**32 - 1))
 
 
 def some(low: float, high: float) -> st.SearchStrategy[float]:
-    """Numbers that a 32 bit float has: what came over the wire once stays as it is."""
+    """Return numbers with float32 precision, which one conversion does not change."""
     return st.floats(low, high, width=32, allow_nan=False)
 
 
@@ -204,28 +204,28 @@ def through(record: PairHello | AnyMessage, *, as_consumer: bool) -> PairHello |
     return codec.parse(type(proto).FromString(proto.SerializeToString()))
 
 
-# Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_crashes`.
+# Seen failing without `queue_s` of Open in either direction, and without `engine_crashes`.
 @settings(max_examples=150)
 @given(from_consumer)
-def test_what_a_consumer_says_arrives_as_it_was(message):
+def test_messages_of_a_consumer_arrive_unchanged(message):
     assert through(message, as_consumer=True) == message
 
 
-# Seen failing with `retry_after_s` of Failed left out, on its way out or in.
+# Seen failing without `retry_after_s` of Failed in either direction.
 @settings(max_examples=150)
 @given(from_producer)
-def test_what_a_producer_says_arrives_as_it_was(message):
+def test_messages_of_a_producer_arrive_unchanged(message):
     assert through(message, as_consumer=False) == message
 
 
 @settings(max_examples=50)
 @given(hellos, st.booleans())
-def test_a_hello_arrives_as_it_was(hello, as_consumer):
+def test_a_hello_arrives_unchanged(hello, as_consumer):
     assert through(hello, as_consumer=as_consumer) == hello
 
 
 def _open(**changes: Any) -> pb.FromConsumer:
-    """A prompt, with changes of its request."""
+    """Return an Open of a prompt, with changes of its request."""
     message = codec.to_proto(_opening(), as_consumer=True)
     assert isinstance(message, pb.FromConsumer)
     _change(message.open.prompt.request, changes)
@@ -268,7 +268,7 @@ def _failed(**changes: Any) -> pb.FromProducer:
     return message
 
 
-def test_a_trace_that_is_none_is_ignored_and_not_a_violation():
+def test_an_invalid_trace_is_ignored_and_no_violation():
     for header in ("nonsense", "00-0-0-01", "x" * 5000):
         message = codec.parse(_open(traceparent=header))
         assert isinstance(message, OpenHandoff) and message.source == Prompt(make_spec([1, 2]))
@@ -277,7 +277,7 @@ def test_a_trace_that_is_none_is_ignored_and_not_a_violation():
 @pytest.mark.parametrize(
     "checked, sums", [([0], []), ([], [7]), ([1], [7]), ([0, 0], [7, 7])], ids=str
 )
-def test_checksums_are_of_pages_that_are_there(checked, sums):
+def test_checksums_must_match_the_published_pages(checked, sums):
     with pytest.raises(ProtocolViolation, match="checksums"):
         codec.parse(_ready(checked=checked, sums=sums))
 
@@ -369,20 +369,20 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_hello(address="x" * 5000), "address"),
     ],
 )
-def test_what_cannot_be_is_a_violation(message, complaint):
+def test_an_invalid_message_is_a_violation(message, complaint):
     with pytest.raises(ProtocolViolation, match=complaint):
         codec.parse(message)
 
 
 @pytest.mark.parametrize("field, value", [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0)])
-def test_sampling_that_no_router_would_send_is_a_violation(field, value):
+def test_sampling_options_that_no_router_would_send_are_a_violation(field, value):
     message = _open()
     setattr(message.open.prompt.request.sampling, field, value)
     with pytest.raises(ProtocolViolation, match=field):
         codec.parse(message)
 
 
-def test_a_long_reason_is_cut_and_not_refused_by_the_peer():
+def test_a_long_reason_is_truncated_so_that_the_peer_accepts_it():
     failed = through(HandoffFailed(ID, "x" * 10_000, True), as_consumer=False)
     assert isinstance(failed, HandoffFailed) and len(failed.reason) == codec.MAX_TEXT
 

@@ -1,13 +1,13 @@
-"""Deadlines against the plainest account of them: a dictionary."""
+"""Deadlines, compared with a plain dictionary."""
 
 import random
 
 from kvtransfer.protocol.progress import DeadlineTimer
 
 
-# Seen failing with a heap that is empty after it is rebuilt, and with a moved deadline due at its
-# old time.
-def test_deadlines_are_due_once_in_order_however_often_they_move():
+# Seen failing with a heap that is empty after a rebuild, and with a moved deadline due at its old
+# time.
+def test_deadlines_expire_once_and_in_order_after_any_moves():
     rng = random.Random(3)
     deadlines, plain = DeadlineTimer[int](), dict[int, float]()
     for now in range(500):
@@ -24,4 +24,4 @@ def test_deadlines_are_due_once_in_order_however_often_they_move():
         assert deadlines.take_due(now) == [key for _, key in due]
         for _, key in due:
             del plain[key]
-    assert len(deadlines._heap) < 200  # entries that were moved do not pile up
+    assert len(deadlines._heap) < 200  # entries of moved deadlines do not accumulate

@@ -1,4 +1,4 @@
-"""No death of one end takes the other with it, none goes unseen, and none leaves anything."""
+"""Failures of processes: the other end survives, detects the failure, and no resource is left."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ NUM_SPARES = 5  # started ahead
 
 @pytest.fixture(params=[3, pytest.param(20, marks=pytest.mark.long)])
 def deaths(request: pytest.FixtureRequest) -> int:
-    """The number of processes that are killed."""
+    """Return the number of processes to kill."""
     return int(request.param)
 
 
@@ -53,8 +53,8 @@ def _producers(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarPro
 
 @contextmanager
 def _leaving_nothing(child: Child, dead: list[Child]) -> Iterator[None]:
-    """The process has what it had before of descriptors and of memory shared with others, and the
-    machine has nothing of the dead."""
+    """Check that the process has no more descriptors and shared memory than before, and that the
+    machine has none of the killed processes."""
     had, before = _held(child), left_behind()
     yield
     wait_for(lambda: _held(child) == had)
@@ -64,7 +64,7 @@ def _leaving_nothing(child: Child, dead: list[Child]) -> Iterator[None]:
 
 
 def _held(child: Child) -> tuple[int, int]:
-    """(open descriptors, mappings of memory that UCX shares)."""
+    """Return the open descriptors, and the mappings of memory that UCX shares."""
     process = Path(f"/proc/{child.pid}")
     return len(list((process / "fd").iterdir())), (process / "maps").read_text().count("/ucx_shm")
 
@@ -78,7 +78,7 @@ def _serves(ends: Ends, path: TransferBackend, producer: FarProducer) -> None:
     assert ends.log.read_text() == ""
 
 
-def test_a_producer_lives_through_consumers_killed_mid_read(ends, path, deaths):
+def test_a_producer_survives_consumers_killed_during_a_read(ends, path, deaths):
     producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     _serves(ends, path, producer)
@@ -93,7 +93,7 @@ def test_a_producer_lives_through_consumers_killed_mid_read(ends, path, deaths):
     _serves(ends, path, producer)
 
 
-def test_a_consumer_lives_through_producers_killed_mid_read(ends, path, deaths):
+def test_a_consumer_survives_producers_killed_during_a_read(ends, path, deaths):
     consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
     with _leaving_nothing(consumer.child, dead):
@@ -102,12 +102,12 @@ def test_a_consumer_lives_through_producers_killed_mid_read(ends, path, deaths):
             _random_moment()
             producer.child.kill()
             dead.append(producer.child)
-            consumer.failed()  # told: a read has no deadline of its own
+            consumer.failed()  # from another message: a read has no deadline of its own
     assert consumer.child.alive
     assert ends.log.read_text() == ""
 
 
-def test_a_producer_that_is_frozen_lives_through_the_death_of_its_consumers(ends, path, deaths):
+def test_a_frozen_producer_survives_the_death_of_its_consumers(ends, path, deaths):
     producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     for consumer in _consumers(ends, path, deaths):
@@ -120,7 +120,7 @@ def test_a_producer_that_is_frozen_lives_through_the_death_of_its_consumers(ends
     _serves(ends, path, producer)
 
 
-def test_a_consumer_that_is_frozen_lives_through_the_death_of_its_producers(ends, path, deaths):
+def test_a_frozen_consumer_survives_the_death_of_its_producers(ends, path, deaths):
     consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
     for producer in _producers(ends, path, deaths):
         consumer.read_from(producer)
@@ -133,11 +133,12 @@ def test_a_consumer_that_is_frozen_lives_through_the_death_of_its_producers(ends
     assert ends.log.read_text() == ""
 
 
-def test_connecting_to_a_frozen_producer_ends_in_time(ends, path):
+def test_connecting_to_a_frozen_producer_times_out(ends, path):
     producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
     description, memory = producer.admit(), Memory(NUM_PAGES, PAGE_BYTES)
     producer.child.freeze()
-    with suppress(TransferError):  # nixl needs nothing of the producer; tcp waits for CONNECT_S
+    # nixl needs no reply of the producer, and tcp waits for CONNECT_S
+    with suppress(TransferError):
         path.connect(description, producer.remote, memory.pool).close()
     producer.child.thaw()
     producer.publish_all()

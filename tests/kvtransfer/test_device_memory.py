@@ -1,4 +1,4 @@
-"""Pages of a device over tcp: staged in host memory, and landed only when the device has them."""
+"""Pages of a device over tcp, staged in host memory. A read ends only when the device has them."""
 
 import contextlib
 import logging
@@ -77,8 +77,8 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
 
 
-# Seen failing with `use` taken out of `StagedMemory`, and out of its `departures`.
-def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig):
+# Seen failing without `use` in `StagedMemory`, and without it in `departures`.
+def test_every_thread_of_a_connection_selects_its_device(rig):
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
 
     def link() -> None:
@@ -94,8 +94,8 @@ def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig):
     assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
 
 
-# Seen failing with the `settle` taken out of `TcpConnection._read`.
-def test_a_copy_is_over_only_when_the_device_has_every_byte(rig):
+# Seen failing without the `settle` in `TcpConnection._read`.
+def test_a_copy_ends_only_when_the_device_has_every_byte(rig):
     connection = rig.connect()
     source, destination = scattered(0, NUM_PAGES, 200)  # less than one request
     rig.here.queues["to device"].hold()
@@ -109,9 +109,9 @@ def test_a_copy_is_over_only_when_the_device_has_every_byte(rig):
     assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
 
 
-# Seen failing with the wait taken out of `_Slot.vectors`: bytes are sent before they are fetched,
-# and overwritten before they are brought.
-def test_copies_of_many_requests_bring_the_bytes_of_each(rig):
+# Seen failing without the wait in `_Slot.vectors`: bytes are sent before they are fetched, and
+# overwritten before they are delivered.
+def test_copies_of_many_requests_deliver_the_bytes_of_each(rig):
     connection = rig.connect()
     for seed in range(5):
         source, destination = scattered(seed, NUM_PAGES, NUM_PAGES)
@@ -144,8 +144,8 @@ def test_large_pages_in_a_row_are_copied_at_once(make_rig):
     assert (rig.memory.pages[:7] == rig.source.pages[2:]).all()
 
 
-# Seen failing with the pool's own pages in the place of the scratch pages.
-def test_a_probe_goes_the_way_that_pages_go(rig):
+# Seen failing with the pool's own pages instead of the scratch pages.
+def test_a_probe_uses_the_path_of_pages(rig):
     connection = rig.connect()
     before = rig.there.queues["to host"].num_added, rig.here.queues["to device"].num_added
     connection.probe()
@@ -154,8 +154,8 @@ def test_a_probe_goes_the_way_that_pages_go(rig):
     assert (rig.memory.pages == CANARY).all()
 
 
-# Seen failing with the `settle` taken out of `TcpConnection._read`.
-def test_a_refused_copy_lands_nothing_more(rig):
+# Seen failing without the `settle` in `TcpConnection._read`.
+def test_a_rejected_copy_writes_nothing_afterwards(rig):
     connection = rig.connect()
     rig.producer.publications.withdraw(CONSUMER, ALL[500:501])
     for _ in range(5):
@@ -169,8 +169,8 @@ def test_a_refused_copy_lands_nothing_more(rig):
     assert (rig.memory.pages[:100] == CANARY).all()
 
 
-# Seen failing with the `settle` taken out of `TcpConnection.close`.
-def test_no_byte_lands_after_close(rig):
+# Seen failing without the `settle` in `TcpConnection.close`.
+def test_no_byte_is_written_after_close(rig):
     for _ in range(10):
         connection = rig.connect()
         copying = threading.Thread(target=_copy_until_it_ends, args=(connection,))
@@ -190,9 +190,9 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
     connection.close()
 
 
-# Seen failing with `num_ahead` 0, and with the bound on it taken out of `_answer_all`.
-def test_a_producer_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig):
-    rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the producer blocks
+# Seen failing with `num_ahead` 0, and without its limit in `_answer_all`.
+def test_a_producer_fetches_exactly_one_request_ahead_of_the_socket(make_rig):
+    rig = make_rig(4, 32 << 20)  # the sockets hold less than a page, so the producer blocks
     fetched = rig.there.queues["to host"]
     with introduced(rig.producer.admit(CONSUMER)) as raw:
         raw.sendall(
@@ -207,8 +207,8 @@ def test_a_producer_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig
             assert found == rig.source.pages[page].tobytes()
 
 
-# Seen failing with the departures not closed in `TcpProducer._serve`.
-def test_a_producer_that_is_closed_reads_its_pool_no_more(make_rig):
+# Seen failing if `TcpProducer._serve` does not close the departures.
+def test_a_closed_producer_does_not_read_its_pool(make_rig):
     rig = make_rig(4, 32 << 20)
     fetched = rig.there.queues["to host"]
     fetched.hold(after=1)
@@ -223,7 +223,7 @@ def test_a_producer_that_is_closed_reads_its_pool_no_more(make_rig):
     closing.join()
 
 
-def test_a_consumer_whose_device_fails_says_so_and_cannot_promise_the_fence(rig):
+def test_a_consumer_whose_device_fails_reports_it_and_cannot_promise_the_fence(rig):
     connection = rig.connect()
     rig.here.queues["to device"].fail("an illegal memory access was encountered")
     with pytest.raises(TransferError, match="illegal memory access"):
@@ -232,7 +232,7 @@ def test_a_consumer_whose_device_fails_says_so_and_cannot_promise_the_fence(rig)
         connection.close()
 
 
-def test_a_producer_whose_device_fails_says_so_and_ends_the_connection(rig, caplog):
+def test_a_producer_whose_device_fails_reports_it_and_ends_the_connection(rig, caplog):
     connection = rig.connect()
     rig.there.queues["to host"].fail("an illegal memory access was encountered")
     with caplog.at_level(logging.WARNING), pytest.raises(TransferError):
@@ -241,7 +241,7 @@ def test_a_producer_whose_device_fails_says_so_and_ends_the_connection(rig, capl
 
 
 @pytest.mark.parametrize("there, here", [("tcp", "tcp-staged"), ("tcp-staged", "tcp")])
-def test_one_end_may_be_a_device_and_the_other_not(ends, there, here):
+def test_either_end_may_be_a_device_and_the_other_a_host(ends, there, here):
     producer = ends.far_producer(there, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     twin = DeviceTwin()

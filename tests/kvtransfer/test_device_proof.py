@@ -1,5 +1,5 @@
-"""The proof that a device reaches a producer's memory, and what is kept of it. No device is here:
-the driver is a table of what is shared and what is mapped."""
+"""The proof that a device reaches a producer's memory, and the mappings that it keeps. No device
+is present: the driver is a table of shared and mapped memory."""
 
 from collections import Counter
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("one_sided")
 POOL = PagePool(0x7000_0000_1000, 4096, 8, "cuda:0")
 SCRATCH = PagePool(0x7000_8000_0200, 4096, 8, "cuda:0")
 ALLOCATIONS = {b"p" * 64: 0x7000_0000_0000, b"s" * 64: 0x7000_8000_0000}
-MAPPED_AT = 0x100_0000_0000  # beyond where the producer has it
+MAPPED_AT = 0x100_0000_0000  # other than the producer's addresses
 METADATA = b"of the producer's agent"
 OURS, THEIRS = b"A" * 16, b"B" * 16
 
 
 class Machine:
-    """Two processes' driver and device at once."""
+    """The drivers and devices of two processes."""
 
     def __init__(self) -> None:
         self.memory: dict[int, bytes] = {}
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine):
+def test_proven_memory_stays_mapped_until_the_connection_closes(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     mapped = MappedMemory(evidence.describe(METADATA), METADATA, POOL)
     both = {at + MAPPED_AT: 1 for at in ALLOCATIONS.values()}
@@ -80,8 +80,8 @@ def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine):
     assert +machine.mapped == Counter()
 
 
-# Seen failing with the comparison taken out, and with the mappings kept after it.
-def test_memory_with_other_bytes_in_it_is_not_the_producers(machine):
+# Seen failing without the comparison, and with the mappings kept after it.
+def test_memory_with_other_bytes_is_not_taken_for_the_producers(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.write(SCRATCH, torch.zeros(32, dtype=torch.uint8))
     with pytest.raises(TransferError, match="is not the producer's"):
@@ -90,7 +90,7 @@ def test_memory_with_other_bytes_in_it_is_not_the_producers(machine):
 
 
 @pytest.mark.parametrize("handle", ALLOCATIONS)
-def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, handle):
+def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_no_mapping(machine, handle):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.refused.add(handle)
     with pytest.raises(TransferError, match="PEER_ACCESS_UNSUPPORTED"):
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, han
     assert +machine.mapped == Counter()
 
 
-def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
+def test_a_producer_on_another_host_is_not_searched(machine):
     reported = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).describe(METADATA))
     reported["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):
@@ -109,26 +109,26 @@ def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
 @pytest.mark.parametrize(
     "uuid, nvlink, path",
     [
-        (OURS, True, "cuda_ipc"),  # one device is joined to itself by nothing
+        (OURS, True, "cuda_ipc"),  # no link joins a device to itself
         (THEIRS, True, "nvlink"),
         (THEIRS, False, "cuda_ipc"),
     ],
 )
-def test_the_path_is_called_nvlink_only_where_it_is(machine, uuid, nvlink, path):
+def test_only_a_path_over_nvlink_is_called_nvlink(machine, uuid, nvlink, path):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.uuid, machine.nvlink = uuid, nvlink
     assert MappedMemory(evidence.describe(METADATA), METADATA, POOL).path == path
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a driver")
-def test_without_a_driver_there_is_a_sentence():
+def test_a_missing_driver_is_reported():
     with pytest.raises(TransferError, match=r"no CUDA driver: libcuda\.so\.1"):
         cuda_driver.use(0)
     assert not cuda_driver.joined_by_nvlink(OURS, THEIRS)
 
 
 @pytest.mark.gpu
-def test_the_driver_is_called_as_it_wants_to_be():
+def test_calls_of_the_driver_have_the_right_signatures():
     cuda_driver.use(0)
     memory = torch.arange(64, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
@@ -140,4 +140,4 @@ def test_the_driver_is_called_as_it_wants_to_be():
     uuid = cuda_driver.device_uuid(0)
     assert uuid.hex() == str(torch.cuda.get_device_properties(0).uuid).replace("-", "")
     with pytest.raises(TransferError, match="cuIpcOpenMemHandle_v2: CUDA_ERROR"):
-        cuda_driver.map_shared(handle)  # not in the process that it comes from
+        cuda_driver.map_shared(handle)  # not in the process that shares it

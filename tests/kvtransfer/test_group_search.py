@@ -1,15 +1,15 @@
-"""The search of test_protocol_search.py with links to several ranks: every read is done by a real
-LinkGroup over members that begin, end, refuse and break in any order.
+"""The search of test_protocol_search.py with links to several ranks. Every read is done by a real
+LinkGroup over members that start, end, refuse and fail in any order.
 
 A group is rebuilt from its state for each step, and each step of a group is computed once. A page
-holds what was published if all members have read the same in it. Until the group has ended a read,
-or is closed, every member may write into its pages.
+has the published content if all members have read the same. Until the group has ended a read, or is
+closed, every member may write into its pages.
 
-Each was taken out once; the search named fails then:
-the wait for all members before ReadEnded: each, "I2: a read wrote into a page given away" or a read
-    that is not there.
-the wait for all fences before LinkClosed: each, I2.
-the close of all members when one has closed: each, "I3: something waits for ever".
+Each of these was removed once. The named search fails then:
+    the wait for all members before ReadEnded: each, "I2: a read wrote into a page given away" or a
+        read that does not exist.
+    the wait for all fences before LinkClosed: each, I2.
+    the close of all members when one has closed: each, "I3: something waits for ever".
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ Contents = tuple[Any, ...]
 class Member(NamedTuple):
     up: bool = False
     ended: int = 0  # of the reads of its link
-    begun: Contents | None = None  # contents when it began the next one
+    begun: Contents | None = None  # contents when it started the next one
     closed: bool = False
 
 
@@ -61,7 +61,7 @@ class Groups:
         self._known: dict[Any, tuple[Sequence[Any], bool]] = {}
 
     def after(self, link: SimGroup, *given: Any) -> tuple[Sequence[Any], bool]:
-        """Return the events of a group, and whether its members close then."""
+        """Return the events of a group, and whether its members close afterwards."""
         key = link.key, given
         if key not in self._known:
             self._known[key] = self._computed(link, *given)
@@ -186,7 +186,7 @@ class GroupDraft(Draft):
         self._take(stream, *self._groups.after(self._group(stream), *given))
 
     def _give_before(self, stream: int, what: str, number: int, **was: Any) -> None:
-        """Give an event of a member to the group as it was before."""
+        """Deliver an event of a member to the group in its state before."""
         link = self._group(stream)
         members = put(link.members, number, link.members[number]._replace(**was))
         self._take(stream, *self._groups.after(link._replace(members=members), what, number))
@@ -250,8 +250,8 @@ def put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 
 def merged(now: Contents, begun: Contents | None, landed: Contents | None) -> Contents:
-    """Return the pages of a read after one more member. Data that has changed has landed in part,
-    and so has data that members have read as different."""
+    """Return the pages of a read after one more member. Data that has changed is only partly
+    correct, and so is data that members have read as different."""
     assert begun is not None
     own = [new if new == old else TORN for new, old in zip(now, begun, strict=True)]
     if landed is None:
@@ -260,10 +260,10 @@ def merged(now: Contents, begun: Contents | None, landed: Contents | None) -> Co
 
 
 class GroupSimulation(PairSimulation):
-    """Hand-offs between a consumer and a producer that it reads over so many links.
+    """Hand-offs between a consumer and a producer, over this number of links.
 
     Args:
-        alike: states that differ only in the order of a group's members are one state.
+        alike: treat states that differ only in the order of a group's members as one.
     """
 
     def __init__(self, plan: Plan, size: int, *, alike: bool) -> None:
@@ -312,7 +312,7 @@ FOUR = replace(ONE, only_faults=ONLY_LINKS)
 LONG = pytest.mark.long
 
 
-# Small groups are searched in every order of their members, large ones in one of them.
+# Small groups are searched in every order of their members, large ones in one order.
 @pytest.mark.parametrize(
     "plan, size, faults, alike, states",
     [

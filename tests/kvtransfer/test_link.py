@@ -1,4 +1,5 @@
-"""Links, seen by the one thread that uses them. Over loopback, whose producers obey the test."""
+"""Links as the one thread that uses them sees them. Over loopback, with producers that the test
+controls."""
 
 import queue
 import threading
@@ -41,7 +42,7 @@ def handoff(number: int) -> HandoffId:
 
 
 def pages(source: Ints, destination: Ints) -> PagesToRead:
-    """Pages of the only table."""
+    """Return pages of the only table."""
     return PagesToRead(source, destination, (TablePages(0, len(source)),))
 
 
@@ -101,9 +102,9 @@ def rig() -> Iterator[Rig]:
         yield Rig(exits)
 
 
-def test_reads_are_done_in_order_and_land(rig):
+def test_reads_run_in_order_and_deliver_their_pages(rig):
     link = rig.link()
-    link.post(handoff(1), pages(ALL[:10], ALL[20:30]))  # legal before it is up
+    link.post(handoff(1), pages(ALL[:10], ALL[20:30]))  # allowed before it is up
     up = rig.next(LinkUp)
     assert up.link is link and up.path == "loopback" and up.gib_per_s > 0
     link.post(handoff(2), pages(ALL[10:14], ALL[:4]))
@@ -118,7 +119,7 @@ def test_reads_are_done_in_order_and_land(rig):
     assert (rig.memory.pages[:4] == rig.producer.content[10:14]).all()
 
 
-def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig):
+def test_memory_for_expected_pages_is_allocated_and_reads_go_first(rig):
     taken: queue.Queue[tuple[int, bool]] = queue.Queue()
     begun, may_go_on = threading.Event(), threading.Event()
 
@@ -137,7 +138,7 @@ def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig):
     assert rig.next(ReadEnded).num_bytes == 2 * PAGE_BYTES and rig.nothing_more()
 
 
-def test_a_refused_read_ends_alone(rig):
+def test_a_rejected_read_affects_no_other(rig):
     link = rig.link()
     rig.producer.withdraw(CONSUMER, ALL[5:6])
     for number, some in enumerate((ALL[:5], ALL[5:7], ALL[7:9])):
@@ -149,7 +150,7 @@ def test_a_refused_read_ends_alone(rig):
 
 
 @pytest.mark.parametrize("half_landed", [False, True])
-def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(rig, half_landed):
+def test_a_failed_read_fails_all_queued_reads_and_ends_the_link(rig, half_landed):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -167,8 +168,8 @@ def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(rig, half_lan
     assert link.join(60) and rig.nothing_more()
 
 
-# Seen failing with LinkClosed sent by `close` itself: the copy that rests lands its other half.
-def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig):
+# Seen failing if `close` itself sends LinkClosed: the paused copy writes its other half.
+def test_closing_ends_a_running_read_and_nothing_is_written_afterwards(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -187,7 +188,8 @@ def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig):
 
 
 def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
-    """Connects to the producer; probes give these rates, and then the last one."""
+    """Connect to the producer. The first probes have these rates, and all later ones the last
+    rate."""
     left = deque(gib_per_s)
 
     def connect() -> BackendConnection:
@@ -198,18 +200,18 @@ def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
     return connect
 
 
-def test_an_idle_link_whose_first_probe_was_slow_is_probed_again(rig, monkeypatch):
+def test_an_idle_link_with_a_slow_first_probe_is_probed_again(rig, monkeypatch):
     monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     rig.link(_probes(rig, 0.19, 0.2, 3.0))
     assert rig.next(LinkUp).gib_per_s == 0.19
     assert [rig.next(RateMeasured).gib_per_s for _ in range(3)] == [0.2, 3.0, 3.0]
 
 
-def test_reads_measure_a_link_again(rig, monkeypatch):
+def test_reads_update_the_rate_of_a_link(rig, monkeypatch):
     monkeypatch.setattr(link_module, "LEAST_BYTES", NUM_PAGES * PAGE_BYTES)
     link = rig.link(_probes(rig, 1e-9))
     rig.next(LinkUp)
-    link.post(handoff(1), pages(ALL[:-1], ALL[:-1]))  # too short to say anything
+    link.post(handoff(1), pages(ALL[:-1], ALL[:-1]))  # too short to measure
     rig.next(ReadEnded)
     link.post(handoff(2), pages(ALL, ALL))
     ended = rig.next(ReadEnded)
@@ -218,7 +220,7 @@ def test_reads_measure_a_link_again(rig, monkeypatch):
     assert rig.nothing_more()
 
 
-def test_a_rate_is_the_best_of_the_last_measurements():
+def test_the_rate_is_the_best_of_the_last_measurements():
     rate = LinkRate(4.0, now=0.0)
     num_bytes, slow_s = 2 << 20, (2 << 20) / 2**30  # 1 GiB/s
     for number in range(1, link_module.WINDOW):
@@ -226,11 +228,11 @@ def test_a_rate_is_the_best_of_the_last_measurements():
     assert rate.gib_per_s == 4.0
     assert rate.read(num_bytes, slow_s, 8.0)
     assert rate.gib_per_s == pytest.approx(1.0)
-    assert not rate.read(num_bytes, slow_s / 1.2, 9.0)  # no news
+    assert not rate.read(num_bytes, slow_s / 1.2, 9.0)  # unchanged
     assert rate.read(num_bytes, slow_s / 2.0, 10.0)
 
 
-def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off():
+def test_an_idle_link_is_probed_ever_less_often_and_reads_postpone_probes():
     rate, now = LinkRate(1.0, now=0.0), 0.0
     waits = []
     for _ in range(8):
@@ -242,8 +244,8 @@ def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off():
     assert rate.probe_at == now + 599.0
 
 
-# Seen failing with the comparison with `now` taken out of `expire`.
-def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig):
+# Seen failing without the comparison with `now` in `expire`.
+def test_a_read_past_its_deadline_closes_only_its_link(rig):
     link = rig.link(read_s=30.0)
     gib_per_s = rig.next(LinkUp).gib_per_s
     assert link.deadline is None
@@ -257,13 +259,13 @@ def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig):
     allowed_s = 30.0 + NUM_PAGES * PAGE_BYTES / (0.1 * gib_per_s * 2**30)
     assert posted_at + allowed_s <= deadline <= time.monotonic() + allowed_s
     link.expire(deadline - 0.001)
-    link.post(handoff(2), pages(ALL, ALL))  # raises where the link is closing
+    link.post(handoff(2), pages(ALL, ALL))  # raises if the link is closing
     link.expire(deadline)
     closed = rig.next(LinkClosed)
     assert "deadline" in closed.reason and closed.unfinished == (handoff(1), handoff(2))
 
 
-def test_a_probe_has_a_deadline_as_a_read_has(rig):
+def test_a_probe_has_a_deadline_like_a_read(rig):
     probing, stopped = threading.Event(), threading.Event()
 
     class Stuck:
@@ -289,7 +291,7 @@ def test_a_probe_has_a_deadline_as_a_read_has(rig):
     assert "deadline" in rig.next(LinkClosed).reason
 
 
-def test_a_queue_that_is_full_says_so(rig):
+def test_a_full_queue_is_reported(rig):
     link = rig.link(max_jobs=3)
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -304,7 +306,7 @@ def test_a_queue_that_is_full_says_so(rig):
     assert rig.next(ReadEnded).handoff == handoff(3)
 
 
-def test_a_link_that_cannot_connect_tells_why(rig):
+def test_a_link_that_cannot_connect_reports_why(rig):
     description, remote = rig.producer.admit(), rig.producer.remote
     rig.producer.end()
     link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
@@ -314,7 +316,7 @@ def test_a_link_that_cannot_connect_tells_why(rig):
         link.post(handoff(1), pages(ALL, ALL))
 
 
-def test_close_does_not_wait_for_a_connect_under_way(rig):
+def test_close_does_not_wait_for_a_running_connect(rig):
     entered, proceed = threading.Event(), threading.Event()
 
     def slow() -> BackendConnection:
@@ -333,12 +335,12 @@ def test_close_does_not_wait_for_a_connect_under_way(rig):
     assert (rig.memory.pages == CANARY).all()
 
 
-def test_a_link_below_the_floor_is_refused(rig):
+def test_a_link_below_the_minimum_rate_is_rejected(rig):
     rig.link(min_gib_per_s=1e6)
     assert "less than the configured" in rig.next(LinkClosed).reason
 
 
-def test_a_producer_that_dies_closes_the_link(rig):
+def test_a_failed_producer_closes_the_link(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -348,7 +350,7 @@ def test_a_producer_that_dies_closes_the_link(rig):
     assert rig.next(LinkClosed).unfinished == (handoff(1),)
 
 
-def test_a_fault_of_our_own_still_closes_the_link(rig, monkeypatch):
+def test_an_error_of_the_backend_closes_the_link(rig, monkeypatch):
     faults: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: faults.append(hook.exc_value))
     link = rig.link()
@@ -359,7 +361,7 @@ def test_a_fault_of_our_own_still_closes_the_link(rig, monkeypatch):
     assert [type(fault) for fault in faults] == [EngineFault]
 
 
-def test_two_links_to_one_producer_do_not_disturb_each_other(rig):
+def test_two_links_to_one_producer_are_independent(rig):
     first, second = rig.link(), rig.link()
     for _ in range(2):
         rig.next(LinkUp)

@@ -1,5 +1,5 @@
-"""A group of links to the ranks of one producer keeps the contract of one link, whichever member is
-late, frozen, cut or refusing."""
+"""A group of links to the ranks of one producer behaves like one link, also if a member is late,
+frozen, cut or refuses."""
 
 import threading
 from collections import deque
@@ -35,7 +35,7 @@ def handoff(number: int) -> HandoffId:
 
 
 class FakeLink:
-    """A member whose every step is the test's. It begins its first job by itself."""
+    """A member whose every step is the test's. It starts its first job by itself."""
 
     def __init__(self, notify: Callable[[LinkEvent], None]) -> None:
         self.producer = PRODUCER
@@ -112,13 +112,13 @@ class Rig:
 
 # Each seen failing without the condition on all members.
 @pytest.mark.parametrize("n", MEMBERS)
-def test_it_is_up_when_all_are_up_at_the_rate_of_all_bytes_over_the_slowest_time(n):
+def test_a_group_is_up_when_all_members_are_at_all_bytes_over_the_slowest_time(n):
     rig = Rig(n)
     for number, member in enumerate(rig.members):
         assert rig.events == []
         member.up(8.0 / (number + 1), f"path {number}")
     (up,) = rig.events
-    # The last one is the slowest: all bytes in its time.
+    # The last one is the slowest, so its time counts for all bytes.
     assert (up.link, up.path, up.gib_per_s) == (rig.group, f"path {n - 1}", pytest.approx(8.0))
     rig.members[0].notify(RateMeasured(rig.members[0], 1.0))
     slowest = min(1.0, 8.0 / n)
@@ -127,7 +127,7 @@ def test_it_is_up_when_all_are_up_at_the_rate_of_all_bytes_over_the_slowest_time
 
 
 @pytest.mark.parametrize("n", MEMBERS)
-def test_a_read_ends_when_its_last_member_has_ended_it(n):
+def test_a_read_ends_when_all_members_have_ended_it(n):
     rig = Rig(n).up()
     rig.post(1, 2)
     for member in rig.members[:-1]:  # the last one is late
@@ -145,7 +145,7 @@ def test_a_read_ends_when_its_last_member_has_ended_it(n):
 
 
 @pytest.mark.parametrize("n", MEMBERS)
-def test_a_refusal_of_one_member_is_the_groups_and_of_that_read_alone(n):
+def test_a_rejection_by_one_member_rejects_only_this_read(n):
     rig = Rig(n).up()
     rig.post(1, 2)
     rig.members[0].end(refused="page 5")
@@ -159,7 +159,7 @@ def test_a_refusal_of_one_member_is_the_groups_and_of_that_read_alone(n):
 
 # Seen failing with LinkClosed at the first fence.
 @pytest.mark.parametrize("n", MEMBERS)
-def test_the_end_of_one_member_ends_all_and_it_is_closed_when_every_fence_stands(n):
+def test_the_end_of_a_member_closes_the_group_after_the_fences_of_all(n):
     rig = Rig(n).up()
     rig.post(1, 2)
     rig.members[-1].fence("cut")
@@ -168,7 +168,7 @@ def test_the_end_of_one_member_ends_all_and_it_is_closed_when_every_fence_stands
         rig.post(3)
     for member in rig.members[:-1]:
         assert rig.events == [] and not rig.group.join(0.0)
-        member.end()  # what it had in progress lands before its fence
+        member.end()  # its running read writes until its fence
         member.fence()
     (closed,) = rig.events
     assert (closed.link, closed.reason) == (rig.group, "cut")
@@ -176,7 +176,7 @@ def test_the_end_of_one_member_ends_all_and_it_is_closed_when_every_fence_stands
     assert rig.group.join(0.0)
 
 
-def test_a_member_that_closes_before_the_group_is_up_is_the_reason():
+def test_a_member_that_closes_before_the_group_is_up_gives_the_reason():
     rig = Rig(3)
     rig.members[0].up()
     rig.members[1].fence("nothing listens there")
@@ -201,10 +201,10 @@ def test_a_frozen_member_ends_the_group_at_its_deadline(n):
     assert {member.closing for member in rig.members} == {"a read passed its deadline"}
 
 
-# Seen failing without the close: the first member has a read that the others never get.
-def test_a_member_that_takes_no_more_closes_the_group():
+# Seen failing without the close: the first member has a read that the others never receive.
+def test_a_member_that_accepts_no_job_closes_the_group():
     rig = Rig(3).up()
-    rig.members[1].close("reset")  # its LinkClosed is on the way
+    rig.members[1].close("reset")  # its LinkClosed is in flight
     with pytest.raises(TransferError):
         rig.post(1)
     assert all(member.closing for member in rig.members)
@@ -215,7 +215,7 @@ def test_a_member_that_takes_no_more_closes_the_group():
     assert isinstance(closed, LinkClosed) and closed.unfinished == ()
 
 
-def test_it_takes_no_more_jobs_than_one_link():
+def test_a_group_accepts_as_many_jobs_as_one_link():
     rig = Rig(2, max_jobs=2)
     rig.post(1, 2)
     rig.members[0].end()
@@ -224,7 +224,7 @@ def test_it_takes_no_more_jobs_than_one_link():
     assert [len(member.jobs) for member in rig.members] == [1, 2]
 
 
-def test_memory_of_expected_pages_is_taken_once():
+def test_memory_of_expected_pages_is_allocated_once():
     rig = Rig(3)
     rig.group.expect(PAGES)
     assert [member.expected for member in rig.members] == [[0, 1, 2], [], []]
@@ -258,7 +258,7 @@ def test_no_lock_is_held_while_an_event_is_delivered_and_events_keep_their_order
 
 # Seen failing with a job forgotten at its first member's end, and with LinkClosed before a fence.
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_its_members_do_it_keeps_the_contract_of_a_link(seed):
+def test_with_any_behaviour_of_its_members_a_group_behaves_like_a_link(seed):
     draw = Random(seed)
     rig = Rig(draw.randint(1, 4), max_jobs=20)
     posted: list[int] = []

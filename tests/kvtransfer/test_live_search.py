@@ -1,9 +1,8 @@
-"""Every interleaving of a move of a running request, over the product's own ends and the product's
-own books of departures: source and target never both run it, what joins is whole, and what can move
-no more is at rest. One pair; then nodes that have both ends: a request that moves on from where it
-has moved to, or back, or is wanted by two, and two nodes that give each other what they run.
-docs/design/live-migration.md has the rules, and what is seen here without each.
-"""
+"""All interleavings of a live migration, over the product's protocol ends and bookkeeping.
+Source and target never both run the request, a request that joins is complete, and a state
+without moves is at rest. The first test has one pair. The second has nodes with both ends: a
+request migrates on, or back, or to one of two nodes, and two nodes exchange requests.
+docs/design/live-migration.md has the rules, and the faults found here without each."""
 
 import pytest
 
@@ -44,7 +43,7 @@ END_OF_PAUSE = CROSSING._replace(only_faults=("pause is over", "end"))
         ),
     ],
 )
-def test_no_interleaving_of_a_move_breaks_an_invariant(plan, config, faults, states):
+def test_no_interleaving_of_a_migration_breaks_an_invariant(plan, config, faults, states):
     assert search_in(LiveSimulation(plan, config), faults=faults).states > states
 
 
@@ -70,8 +69,10 @@ LONG = pytest.mark.long
         pytest.param(EACH_OTHER, 1, (), 1, 350_000, id="each-other-any-fault", marks=NIGHTLY),
     ],
 )
-def test_no_interleaving_of_moves_among_nodes_breaks_an_invariant(way, rooms, only, faults, states):
-    """Each node has pages for so many requests."""
+def test_no_interleaving_of_migrations_among_nodes_breaks_an_invariant(
+    way, rooms, only, faults, states
+):
+    """Each node has pages for this number of requests."""
     live = BOTH_ENDS._replace(only_faults=only)
     simulation = RoamingSimulation(live, PATIENT, way, rooms)
     assert search_in(simulation, faults=faults).states > states

@@ -1,4 +1,4 @@
-"""Properties of nixl beyond the contract: the proof of its path, and the certain end of an
+"""Properties of nixl beyond the conformance tests: the proof of its path, and the end of an
 agent."""
 
 import contextlib
@@ -23,8 +23,8 @@ NUM_PAGES, PAGE_BYTES = 512, 16384
 WAIT_S = 60.0
 
 
-# Seen failing with the stop flag not looked at in `_read`, and with the thread not joined.
-def test_no_byte_lands_after_close_at_any_moment(ends):
+# Seen failing if `_read` ignores the stop flag, and if the thread is not joined.
+def test_no_byte_is_written_after_close_at_any_moment(ends):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     description = producer.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -46,7 +46,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends):
 
 
 def _copy_small_parts(connection: BackendConnection) -> None:
-    """Copy until stopped, then close, as a link's thread does."""
+    """Copy until stopped, then close, like a link's thread."""
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     with contextlib.suppress(TransferError):
         while True:
@@ -56,9 +56,9 @@ def _copy_small_parts(connection: BackendConnection) -> None:
     connection.close()
 
 
-# Over UCX's tcp neither was so: no contact, and from the 20th second on no read landed.
+# Over UCX's tcp both failed: no contact was made, and from the 20th second on no read completed.
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(23.0, marks=pytest.mark.long)])
-def test_a_producer_that_does_not_run_is_connected_to_read_and_left(ends, seconds):
+def test_a_stopped_producer_is_connected_read_and_disconnected(ends, seconds):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     description = producer.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -76,8 +76,8 @@ def test_a_producer_that_does_not_run_is_connected_to_read_and_left(ends, second
     producer.has_run()
 
 
-# Seen failing with `error.__traceback__ = None` and the `del` taken out of `_call`.
-def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends):
+# Seen failing without `error.__traceback__ = None` and the `del` in `_call`.
+def test_an_error_being_raised_does_not_keep_the_agent_alive(ends):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = NixlBackend().connect(producer.admit(), producer.remote, memory.pool)
@@ -87,11 +87,11 @@ def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends)
         connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
     except TransferError:
         failed = True
-        connection.close()  # raises EngineFault where something still refers to the agent
+        connection.close()  # raises EngineFault if something still refers to the agent
     assert failed
 
 
-def test_an_agent_that_does_not_end_is_not_passed_over():
+def test_an_agent_that_does_not_end_is_an_error():
     agent = NixlAgent()
     keeper = agent._agent.agent  # as a forgotten handle would
     with pytest.raises(EngineFault, match="still exists"):
@@ -108,7 +108,7 @@ def test_an_agent_that_does_not_end_is_not_passed_over():
         ({"pid": 2**31 - 1}, "No such process"),
     ],
 )
-def test_a_path_that_is_not_proved_is_not_taken(ends, change, reason):
+def test_an_unproven_path_is_not_used(ends, change, reason):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
         NixlBackend().connect(
@@ -116,8 +116,8 @@ def test_a_path_that_is_not_proved_is_not_taken(ends, change, reason):
         )
 
 
-# Seen failing with the look at the digest taken out of `prove_same_host`.
-def test_metadata_that_the_producer_does_not_vouch_for_is_not_met(ends):
+# Seen failing without the check of the digest in `prove_same_host`.
+def test_metadata_that_the_producer_does_not_confirm_is_not_used(ends):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match="is not that of the producer's agent"):
         NixlBackend().connect(
@@ -130,7 +130,7 @@ def test_metadata_that_the_producer_does_not_vouch_for_is_not_met(ends):
 def _forged(
     producer: FarProducer, evidence: dict[str, object] | None = None, metadata: bytes | None = None
 ) -> bytes:
-    """The producer's description with some of it replaced."""
+    """Return the producer's description with parts of it replaced."""
     description = msgspec.msgpack.decode(producer.admit())
     (offer,) = description["offers"]
     reported = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
@@ -139,14 +139,14 @@ def _forged(
     return msgspec.msgpack.encode(description)
 
 
-def test_without_nixl_installed_the_backend_says_so(monkeypatch):
+def test_a_missing_nixl_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
     with pytest.raises(TransferError, match="nixl"):
         NixlBackend().serve(Memory(8, 4096).pool, 1)
 
 
-def test_nothing_is_printed_by_either_end(ends):
+def test_neither_end_prints_anything(ends):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     consumer = ends.far_consumer("nixl", NUM_PAGES, PAGE_BYTES)
     consumer.read_from(producer)

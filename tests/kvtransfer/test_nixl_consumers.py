@@ -1,5 +1,4 @@
-"""Agents that are one consumer's each. The path stands in for RDMA: real agents, other
-transports."""
+"""Agents of single consumers. The path stands in for RDMA: real agents, other transports."""
 
 import os
 import threading
@@ -32,7 +31,7 @@ KEYED_CMA = replace(PATHS[0], keyed=True)
 
 
 class Copies:
-    """Reads all pages of a producer again and again, and keeps whether every byte was right."""
+    """Reads all pages of a producer repeatedly, and records whether every byte was right."""
 
     def __init__(
         self, connection: BackendConnection, memory: Memory, expected: NDArray[np.uint8]
@@ -64,7 +63,7 @@ class Copies:
 
 # Seen failing with `ConsumerAgents.dismiss` doing nothing, and with all consumers given the first
 # one's agent.
-def test_what_one_consumer_was_told_ends_with_it_and_others_read_on(ends):
+def test_a_consumers_access_ends_with_it_and_others_continue_to_read(ends):
     backend = KeyedNixl()
     producer = ends.far_producer(backend.name, NUM_PAGES, PAGE_BYTES)
     stays, goes = (Memory(NUM_PAGES, PAGE_BYTES) for _ in range(2))
@@ -99,33 +98,33 @@ def serving(*kinds: PathKind) -> Iterator[NixlProducer]:
 
 
 def held() -> tuple[int, int, int]:
-    """Descriptors, threads and mappings of this process."""
+    """Return the descriptors, threads and mappings of this process."""
     files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
     return files, threads, len(Path("/proc/self/maps").read_text().splitlines())
 
 
 # Seen failing with `ConsumerAgents.dismiss` doing nothing.
-def test_consumers_that_have_come_and_gone_leave_nothing_behind():
+def test_consumers_that_have_gone_leave_no_resources():
     with serving(KEYED_CMA) as producer:
 
         def come_and_go(consumers: range) -> tuple[int, int, int]:
-            """Return the resources held while the last consumer is there."""
+            """Return the resources held while the last consumer is connected."""
             for consumer in consumers:
                 producer.prepare(consumer).result(WAIT_S)
                 assert producer.admit(consumer)
-                last = held()  # all before it have ended: one thread does one after the other
+                last = held()  # all earlier ones have ended: one thread handles one after the other
                 producer.dismiss(consumer)
             return last
 
         files, threads, mappings = come_and_go(range(5))
         files_after, threads_after, mappings_after = come_and_go(range(5, 55))
-        # Of tests before this one something may go meanwhile.
+        # Resources of earlier tests may be released during this one.
         assert files_after <= files and threads_after <= threads
-        assert mappings_after <= mappings + 50  # of what 50 agents have, some 300
+        assert mappings_after <= mappings + 50  # of about 300 that 50 agents have
 
 
 class Gate:
-    """Holds agents up as they are being made, and knows those that have not ended."""
+    """Delays agents while they are made, and knows those that have not ended."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -180,8 +179,8 @@ def make_agents(gate: Gate) -> Iterator[Callable[..., ConsumerAgents]]:
         agents.close()
 
 
-# Seen failing with the `submit` of `ConsumerAgents.dismiss` under `if made.done()`.
-def test_a_consumer_that_goes_while_its_agent_is_made_leaves_none(gate, make_agents):
+# Seen failing if `ConsumerAgents.dismiss` calls `submit` only under `if made.done()`.
+def test_a_consumer_that_leaves_while_its_agent_is_made_leaves_no_agent(gate, make_agents):
     agents = make_agents()
     agents.prepare(1)
     gate.wait_until_reached()
@@ -196,8 +195,8 @@ def test_a_consumer_that_goes_while_its_agent_is_made_leaves_none(gate, make_age
     assert agents.offers(3)
 
 
-# Seen failing with the semaphore released in `dismiss`, and with no look at it.
-def test_there_are_never_more_agents_than_places(gate, make_agents, caplog):
+# Seen failing with the semaphore released in `dismiss`, and if it is never acquired.
+def test_there_are_never_more_agents_than_allowed(gate, make_agents, caplog):
     agents = make_agents(max_consumers=2)
     agents.prepare(1)
     gate.wait_until_reached()
@@ -211,7 +210,7 @@ def test_there_are_never_more_agents_than_places(gate, make_agents, caplog):
     assert agents.offers(4) and gate.num_alive == 2
 
 
-# Seen failing with the loop taken out of `ConsumerAgents.close`.
+# Seen failing without the loop in `ConsumerAgents.close`.
 def test_the_end_of_a_producer_ends_the_agents_of_all_its_consumers(gate, make_agents):
     agents = make_agents()
     gate.open()
@@ -224,8 +223,8 @@ def test_the_end_of_a_producer_ends_the_agents_of_all_its_consumers(gate, make_a
     assert "nixl-consumers" not in {thread.name[:12] for thread in threading.enumerate()}
 
 
-# Seen failing with the `except` taken out of `ConsumerAgents.poll`.
-def test_an_agent_that_fails_costs_its_own_consumer_alone(monkeypatch):
+# Seen failing without the `except` in `ConsumerAgents.poll`.
+def test_an_agent_that_fails_affects_only_its_consumer(monkeypatch):
     with serving(KEYED) as producer:
         for consumer in (1, 2):
             producer.prepare(consumer).result(WAIT_S)
@@ -244,7 +243,7 @@ def test_an_agent_that_fails_costs_its_own_consumer_alone(monkeypatch):
         assert producer.admit(2)
 
 
-def test_a_consumer_is_told_of_shared_paths_before_its_own_is_ready():
+def test_shared_paths_are_offered_before_the_consumers_own_is_ready():
     with serving(PATHS[0], KEYED) as producer:
 
         def reported() -> list[str]:
@@ -256,7 +255,7 @@ def test_a_consumer_is_told_of_shared_paths_before_its_own_is_ready():
         assert reported() == ["cma", "keyed"]
 
 
-def test_a_consumer_for_whom_there_is_no_path_is_told_so():
+def test_a_consumer_without_any_path_gets_an_error():
     with (
         serving(KEYED_CMA) as producer,
         pytest.raises(TransferError, match="no agent has been made"),
@@ -264,7 +263,7 @@ def test_a_consumer_for_whom_there_is_no_path_is_told_so():
         producer.admit(1)
 
 
-def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start():
+def test_an_agent_that_this_machine_cannot_make_is_detected_at_start():
     def nothing(pool: PagePool, scratch: PagePool) -> Any:
         raise TransferError("no such port")
 
@@ -272,5 +271,5 @@ def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start():
         NixlBackend([replace(KEYED_CMA, evidence=nothing)]).serve(Memory(8, PAGE_BYTES).pool, 1)
 
 
-def test_keys_are_given_over_rdma_and_nowhere_else():
+def test_only_rdma_hands_out_keys():
     assert {kind.name for kind in PATHS if kind.keyed} == {"rdma"}

@@ -1,4 +1,4 @@
-"""Which one-sided path nixl takes, and that it takes none that is not proved."""
+"""The choice of nixl's one-sided path. Unproven paths are never used."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ NUM_PAGES, PAGE_BYTES = 512, 16384
 
 
 def changed(producer: FarProducer, **offer: object) -> bytes:
-    """The producer's description with some of its only offer replaced."""
+    """Return the producer's description with parts of its only offer replaced."""
     description = msgspec.msgpack.decode(producer.admit())
     description["offers"][0] |= offer
     return msgspec.msgpack.encode(description)
@@ -46,18 +46,18 @@ def connect(producer: FarProducer, description: bytes, backend: NixlBackend) -> 
     backend.connect(description, producer.remote, pool).close()
 
 
-# Seen failing with the look at the rate taken out of `_make_contact`, and with the agents given
-# the transports of the environment.
-def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends):
+# Seen failing without the check of the rate in `_make_contact`, and with the agents given the
+# transports of the environment.
+def test_a_path_for_which_ucx_uses_sockets_is_rejected(ends):
     producer = ends.far_producer("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
     reason = r"no one-sided path: sockets: reads do not use this path: they reach only [01]\.\d\d "
     with pytest.raises(TransferError, match=reason):
         connect(producer, producer.admit(), NixlBackend((SOCKETS,)))
 
 
-# As where another process' memory can be mapped and not read. Seen failing with every producer
+# As if another process' memory could be mapped and not read. Seen failing with every producer
 # polled.
-def test_a_path_on_which_ucx_has_the_producer_help_is_refused(ends, monkeypatch):
+def test_a_path_for_which_ucx_needs_the_producer_is_rejected(ends, monkeypatch):
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
     helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
@@ -67,16 +67,16 @@ def test_a_path_on_which_ucx_has_the_producer_help_is_refused(ends, monkeypatch)
 
 
 @pytest.mark.parametrize("namespace", ["ipc", "pid"])
-def test_a_producer_in_another_namespace_is_found_out_at_once(ends, namespace):
+def test_a_producer_in_another_namespace_is_detected_at_once(ends, namespace):
     producer = ends.producer_apart(namespace, NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=rf"cma: the producer is in namespaces .*{namespace}:"):
         connect(producer, producer.admit(), NixlBackend())
     producer.has_run()
 
 
-# With the proof switched off. Seen failing with sysv for posix: agents meet, and UCX has the
-# producer help.
-def test_agents_of_different_process_namespaces_do_not_meet(ends, monkeypatch):
+# With the proof switched off. Seen failing with sysv instead of posix: agents connect, and UCX
+# needs the producer.
+def test_agents_of_different_process_namespaces_do_not_connect(ends, monkeypatch):
     monkeypatch.setattr(path_proof, "prove_same_host", lambda place, metadata: None)
     producer = ends.producer_apart("pid", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=r"cma: the producer's agent is unreachable: nixl"):
@@ -91,7 +91,7 @@ def test_agents_of_different_process_namespaces_do_not_meet(ends, monkeypatch):
         ("", 1 << 60, r"has \d+ MiB left, UCX wants"),
     ],
 )
-def test_without_room_for_agents_to_meet_there_is_a_sentence(
+def test_missing_shared_memory_for_agents_is_reported(
     monkeypatch, tmp_path, directory, wanted, reason
 ):
     monkeypatch.setattr(path_proof, "_SHARED_MEMORY", tmp_path / directory)
@@ -100,7 +100,7 @@ def test_without_room_for_agents_to_meet_there_is_a_sentence(
         NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
 
 
-def test_the_next_path_is_taken_where_the_first_is_none(ends):
+def test_the_next_path_is_used_if_the_first_does_not_work(ends):
     backend = TwoPathNixl()
     producer = ends.far_producer(backend.name, NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -121,7 +121,7 @@ def test_the_next_path_is_taken_where_the_first_is_none(ends):
         ({"evidence": msgspec.msgpack.encode({"ports": ["a/1"]})}, "cma: not a description of cma"),
     ],
 )
-def test_an_offer_that_does_not_hold_here_is_refused_before_its_agent_is_met(ends, offer, reason):
+def test_an_offer_that_is_wrong_here_is_rejected_before_its_agent_is_contacted(ends, offer, reason):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     description = changed(producer, **offer, metadata=b"never looked at")
     with pytest.raises(TransferError, match=reason):
@@ -141,7 +141,7 @@ def network_card(root: Path, name: str, **states: str) -> None:
         (root / name / "ports" / port.removeprefix("port") / "state").write_text(f"{state}\n")
 
 
-def test_active_ports_are_found_and_no_others(tmp_path, monkeypatch):
+def test_only_active_ports_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path / "missing")
     with pytest.raises(TransferError, match="no RDMA port"):
         rdma_proof.active_ports()
@@ -152,8 +152,8 @@ def test_active_ports_are_found_and_no_others(tmp_path, monkeypatch):
     assert rdma_proof.active_ports() == ("mlx5_0/1", "mlx5_2/1")
 
 
-def test_a_producer_offers_what_works_and_says_what_does_not(tmp_path, monkeypatch, caplog):
-    network_card(tmp_path, "mlx5_0", port1="4: ACTIVE")  # nothing is behind it
+def test_a_producer_offers_working_paths_and_reports_the_others(tmp_path, monkeypatch, caplog):
+    network_card(tmp_path, "mlx5_0", port1="4: ACTIVE")  # without a device
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
     with caplog.at_level(logging.INFO):
         producer = NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
@@ -163,7 +163,7 @@ def test_a_producer_offers_what_works_and_says_what_does_not(tmp_path, monkeypat
     assert 'nixl offers paths=cma reason="not rdma: nixl' in caplog.text
 
 
-# Seen failing with the agent given the transports of the environment.
+# Seen failing if the agent uses the transports of the environment.
 def test_transports_of_the_environment_are_neither_used_nor_lost(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self,cuda_copy")
     before = set(sockets_of(os.getpid()))
@@ -174,7 +174,7 @@ def test_transports_of_the_environment_are_neither_used_nor_lost(monkeypatch):
     assert os.environ["UCX_TLS"] == "tcp,self,cuda_copy"
 
 
-def test_agents_over_rdma_get_the_ports_that_are_active_or_the_users_choice(tmp_path, monkeypatch):
+def test_agents_over_rdma_use_the_active_or_the_configured_ports(tmp_path, monkeypatch):
     network_card(tmp_path, "mlx5_0", port1="4: ACTIVE", port2="4: ACTIVE")
     network_card(tmp_path, "mlx5_1", port1="1: DOWN")
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
@@ -189,7 +189,7 @@ def test_no_path_may_use_sockets():
     assert names.isdisjoint({"tcp", "all", "net", "sockcm"})
 
 
-def test_memory_of_a_device_is_told_to_nixl_with_its_number():
+def test_memory_of_a_device_is_registered_with_its_number():
     assert segment("cpu") == ("DRAM", 0)
     assert segment("cuda") == ("VRAM", 0)
     assert segment("cuda:3") == ("VRAM", 3)
@@ -199,13 +199,13 @@ def test_memory_of_a_device_is_told_to_nixl_with_its_number():
     assert pages.dtype == np.uint64
 
 
-# Seen failing with either `self._proved.close()` taken out of NixlConnection.
+# Seen failing without either `self._proved.close()` in NixlConnection.
 @pytest.mark.parametrize(
     "offer, transports",
     [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
     ids=["connected", "not met", "no agent"],
 )
-def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(ends, offer, transports):
+def test_resources_of_a_path_are_released_with_and_without_a_connection(ends, offer, transports):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     let_go: list[str] = []
 
@@ -238,8 +238,8 @@ class Broken(NixlHostMemory):
         raise DeviceFailure("an illegal memory access was encountered")
 
 
-# Seen failing with either `settle` taken out of `NixlConnection.close`.
-def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(ends, monkeypatch):
+# Seen failing without either `settle` in `NixlConnection.close`.
+def test_close_waits_for_copies_before_and_after_the_end_of_the_agent(ends, monkeypatch):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     log: list[str] = []
     destroy = NixlAgent.destroy
@@ -253,7 +253,7 @@ def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(ends, mo
     assert log == ["settled", "destroyed", "settled"]
 
 
-def test_a_fence_that_cannot_be_told_is_not_passed_over(ends):
+def test_an_unknown_fence_is_an_error(ends):
     producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(
         EngineFault, match=r"over cma may still write to the pool: an illegal memory access"

@@ -1,5 +1,5 @@
-"""Properties of pages in GPU memory that only a GPU shows. The suites of all backends run there as
-well."""
+"""Properties of pages in GPU memory that only a GPU shows. The conformance tests of all backends
+run on it as well."""
 
 import contextlib
 import threading
@@ -33,7 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_pool_is_seen_where_it_is():
+def test_the_device_of_a_pool_is_detected():
     tensor = torch.arange(48, dtype=torch.uint8, device=CUDA).view(3, 16)
     view = cuda_device(CUDA).view(PagePool(tensor.data_ptr(), 16, 3, CUDA))
     view[1] = 7
@@ -64,7 +64,7 @@ def test_pages_are_compared_while_a_forward_runs():
 
 
 @pytest.mark.usefixtures("one_sided")
-def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends):
+def test_two_processes_on_one_device_use_cuda_ipc(ends):
     producer = ends.far_producer("nixl-cuda", 64, 4 << 20)
     connection = ends.connect(make_backend("nixl-cuda"), producer, CudaMemory(64, 4 << 20))
     assert connection.path == "cuda_ipc"
@@ -73,7 +73,7 @@ def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends):
 
 @pytest.mark.two_gpu
 @pytest.mark.usefixtures("one_sided")
-def test_pages_cross_between_two_devices(ends, name):
+def test_pages_are_read_between_two_devices(ends, name):
     producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES, "cuda:1")
@@ -84,7 +84,7 @@ def test_pages_cross_between_two_devices(ends, name):
     assert (memory.pages[destination] == producer.content[source]).all()
 
 
-def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends, name):
+def test_a_forward_launched_after_a_copy_reads_its_pages(ends, name):
     producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
@@ -121,7 +121,7 @@ def test_copies_wait_for_no_forward(ends, name):
     assert copied_s < slept_s / 2
 
 
-def test_no_byte_lands_after_close_at_any_moment(ends, name):
+def test_no_byte_is_written_after_close_at_any_moment(ends, name):
     producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     description = producer.admit()
@@ -151,9 +151,9 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
     connection.close()
 
 
-# Without `MappedMemory` and UCX's cache switched off, it stays taken until the consumer ends.
+# Without `MappedMemory`, or with UCX's cache, it remains used until the consumer ends.
 @pytest.mark.usefixtures("one_sided")
-def test_the_memory_of_a_dead_producer_is_free_again_once_its_connection_has_closed(ends):
+def test_memory_of_a_failed_producer_is_free_when_its_connection_is_closed(ends):
     producer = ends.far_producer("nixl-cuda", 2048, 1 << 20)
     memory = CudaMemory(2048, 1 << 20)
     backend = make_backend("nixl-cuda")
@@ -161,12 +161,12 @@ def test_the_memory_of_a_dead_producer_is_free_again_once_its_connection_has_clo
         connection.copy(*scattered(0, 2048, 2048))
         taken, _ = torch.cuda.mem_get_info(0)
         producer.end()
-    # Of the 2 GiB a process that is starting meanwhile may have taken some.
+    # Other processes that start may have taken some of the 2 GiB.
     wait_for(lambda: torch.cuda.mem_get_info(0)[0] - taken > 1.2 * GIB)
 
 
 @pytest.mark.usefixtures("one_sided")
-def test_nothing_is_printed_by_either_end(ends):
+def test_neither_end_prints_anything(ends):
     producer = ends.far_producer("nixl-cuda", NUM_PAGES, PAGE_BYTES)
     consumer = ends.far_consumer("nixl-cuda", NUM_PAGES, PAGE_BYTES)
     consumer.read_from(producer)

@@ -1,4 +1,4 @@
-"""Which pages are compared by their checksums, and what that finds."""
+"""The choice of pages that are compared by checksums, and the errors found."""
 
 import pytest
 
@@ -20,15 +20,14 @@ def memory() -> Memory:
     return memory
 
 
-def test_every_page_or_none(memory):
+def test_all_pages_or_none_can_be_chosen(memory):
     pages = list(range(NUM_PAGES))
     assert [place for place, _ in PageChecksums(page_bytes_of(memory.pool), 1).take(pages)] == pages
     assert PageChecksums(page_bytes_of(memory.pool), 0).take(pages) == ()
 
 
-def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory):
-    """Take the requested share, in whatever ranges pages are published. Every page is taken at some
-    time."""
+def test_the_configured_share_of_pages_is_chosen(memory):
+    """Whatever the ranges of publications are. Over time every page is chosen."""
     sums, num_taken, seen = PageChecksums(page_bytes_of(memory.pool), 8), 0, set()
     for start in range(0, 32_000, 5):
         pages = [(start + i) % NUM_PAGES for i in range(5)]
@@ -40,7 +39,7 @@ def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory):
     assert len(seen) == NUM_PAGES
 
 
-def test_a_single_bit_is_found_in_the_page_that_has_it(memory):
+def test_a_single_wrong_bit_is_found_in_its_page(memory):
     sums = PageChecksums(page_bytes_of(memory.pool), 1)
     expected = [PageSum(place, 0, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
     assert sums.wrong(expected) == []
@@ -59,8 +58,8 @@ def test_pages_of_a_device_are_compared_as_well(memory):
     device.end()
 
 
-def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(memory, monkeypatch):
-    """Enqueue together as many pages as a bounded buffer holds: here five."""
+def test_pages_of_a_device_are_enqueued_together_and_awaited_once(memory, monkeypatch):
+    """As many pages are enqueued together as the buffer holds, here five."""
     monkeypatch.setattr(device_page_bytes, "_MOST_PAGES", 5)
     device = DeviceTwin()
     queue, added = device.queue("to host"), []
@@ -77,7 +76,7 @@ def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(memory,
     device.end()
 
 
-def test_a_device_that_fails_has_no_sums(memory):
+def test_a_failed_device_has_no_checksums(memory):
     device = DeviceTwin()
     sums = PageChecksums(DevicePageBytes(memory.pool, device), 1)
     sums.take([1])

@@ -1,4 +1,4 @@
-"""Which nodes may pair, and what the others are told."""
+"""Conditions for two nodes to pair, and the sentences for nodes that may not."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def theirs(**changes: Any) -> PairHello:
     return msgspec.structs.replace(OURS, **{"instance": 2, "address": "there:1", **changes})
 
 
-def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses():
+def test_nodes_of_one_model_and_layout_pair_with_any_pools_and_addresses():
     compare(OURS, theirs(regions=(PoolRegion(1 << 30, 1 << 16, 99),)))
 
 
@@ -43,7 +43,7 @@ def test_nodes_with_different_numbers_of_ranks_pair():
     assert not ours.same_layout(peer)
 
 
-def test_an_older_node_is_refused_for_its_version_alone():
+def test_an_older_node_is_rejected_because_of_its_version_alone():
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(protocol_version=9, tp=0, pp=0))
     text = f"there:1 cannot pair: protocol_version is {PROTOCOL_VERSION} here and 9 there."
@@ -83,14 +83,14 @@ def test_an_older_node_is_refused_for_its_version_alone():
         ),
     ],
 )
-def test_a_difference_is_told_in_a_sentence(changes, sentence):
+def test_a_difference_is_reported_in_a_sentence(changes, sentence):
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(**changes))
     assert sentence in str(refusal.value)
 
 
-def test_nodes_on_different_processors_are_told_what_to_do():
-    # Seen failing with all that follows from the dtype, and no flag, in the sentence.
+def test_nodes_on_different_processors_are_told_the_flag_to_set():
+    # Seen failing with all consequences of the dtype, and no flag, in the sentence.
     ours, other = ({"dtype": d, "kv_token_bytes": b} for d, b in (("float32", "8"), ("half", "4")))
     peer = theirs(fingerprint=other, regions=(PoolRegion(4096, 4096, 10),))
     with pytest.raises(LayoutMismatch) as refusal:
@@ -101,12 +101,12 @@ def test_nodes_on_different_processors_are_told_what_to_do():
     )
 
 
-def test_what_follows_from_a_flag_is_told_where_no_flag_explains_it():
+def test_a_consequence_of_a_flag_is_reported_if_no_flag_explains_it():
     with pytest.raises(LayoutMismatch, match="kv_token_bytes is unset here"):
         compare(OURS, theirs(fingerprint={**OURS.fingerprint, "kv_token_bytes": "4"}))
 
 
-def test_every_difference_is_told():
+def test_every_difference_is_reported():
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=99))
     text = str(refusal.value)
@@ -114,7 +114,7 @@ def test_every_difference_is_told():
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))
 
 
-def test_weights_alone_may_become_the_same_later():
+def test_only_weights_may_become_equal_later():
     ours = OURS.with_weights(b"a" * 16)
     changed = theirs(fingerprint=OURS.with_weights(b"b" * 16).fingerprint)
     with pytest.raises(LayoutMismatch, match=f"weights is '{'61' * 16}' here and '{'62' * 16}'"):
@@ -150,7 +150,7 @@ class Dialled:
         self.producers = NamedProducers("me:1", self.calls.append, lambda: self.now)
 
 
-def test_who_is_named_is_dialled_once_and_never_the_node_itself():
+def test_a_named_node_is_dialled_once_and_the_node_itself_never():
     dialled = Dialled()
     dialled.producers.name(["me:1"])
     assert dialled.calls == []
@@ -160,7 +160,7 @@ def test_who_is_named_is_dialled_once_and_never_the_node_itself():
     assert dialled.calls == [{"a:1"}, {"a:1", "b:1"}]
 
 
-def test_who_was_named_long_ago_is_let_go():
+def test_a_node_named_long_ago_is_no_longer_dialled():
     dialled = Dialled()
     dialled.producers.name(["a:1", "b:1"])
     dialled.now = REMEMBERED_S
@@ -170,7 +170,7 @@ def test_who_was_named_long_ago_is_let_go():
     assert dialled.calls[-1] == {"b:1", "c:1"}
 
 
-def test_of_too_many_those_named_last_stay():
+def test_of_too_many_named_nodes_the_last_are_kept():
     dialled = Dialled()
     dialled.producers.name([f"{n}:1" for n in range(1, MAX_PRODUCERS + 1)])
     dialled.producers.name(["1:1", "new:1"])
@@ -178,7 +178,7 @@ def test_of_too_many_those_named_last_stay():
     assert {"1:1", "new:1"} <= dialled.calls[-1] and "2:1" not in dialled.calls[-1]
 
 
-def test_who_is_listed_is_dialled_as_long_and_who_is_named_besides():
+def test_listed_nodes_are_dialled_while_listed_in_addition_to_named_ones():
     dialled = Dialled()
     dialled.producers.listed(frozenset({"a:1", "b:1"}))
     dialled.producers.name(["b:1", "c:1"])

@@ -1,9 +1,8 @@
-"""Every interleaving of prefixes that nodes read from each other's caches, over the product's own
-ends, loans, fetches and trees: no tree ever has what is not the KV of its tokens, no page is let go
-while it may be read, and what can move no more is at rest, every prompt computed. One node reads
-from another, or from two; or each of two reads what the other has.
-docs/design/prefix-sharing.md has the rules, and what is seen here without each.
-"""
+"""All interleavings of prefixes that nodes read from each other's caches, over the product's
+protocol ends, exports, fetches and trees. No tree ever has wrong KV, no page is released while
+it may be read, and in a state without moves every prompt is computed. One node reads from
+another or from two, or two nodes read from each other. docs/design/prefix-sharing.md has the
+rules, and the faults found here without each."""
 
 import pytest
 
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 ONE, OTHER = b"", b"another's prompts"[:16]
 TWO_PRODUCERS = PrefixPlan((ONE, ONE), producers=("1", "2"))
-# The second prompt goes on where the first one ends: both are read at once.
+# The second prompt continues where the first ends: both prefixes are read at the same time.
 ONE_GOES_ON = TWO_PRODUCERS._replace(has=3, further=1, consumer_pages=6)
 BESIDE = PrefixPlan((ONE, OTHER))
 WIDE = PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=6)
@@ -55,13 +54,13 @@ FORGETFUL = ("read is late", "forget", "link breaks")
 @pytest.mark.parametrize(
     "only, free, states",
     [
-        # What one needs is what it lends.
+        # Each needs the pages that it exports.
         pytest.param(("evict",), 2, 1_400, id="no-page-to-spare"),
         pytest.param(FORGETFUL, 4, 4_200, id="pages-for-both", marks=pytest.mark.long),
         pytest.param((), 2, 38_000, id="any-fault", marks=pytest.mark.long),
     ],
 )
-def test_no_interleaving_of_two_that_read_from_each_other_breaks_an_invariant(
+def test_no_interleaving_of_two_nodes_that_read_from_each_other_breaks_an_invariant(
     only: tuple[str, ...], free: int, states: int
 ) -> None:
     peers = PeersSimulation(PrefixPlan(only_faults=only), PATIENT, free=free)

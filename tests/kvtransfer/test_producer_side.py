@@ -1,4 +1,4 @@
-"""A producer's side: pages are announced when all ranks serve them, and opens are bounded."""
+"""The producer's side: pages are announced when all ranks serve them, and opens are limited."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -41,7 +41,7 @@ from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec
 
 PRODUCER, CONSUMER, OTHER = 1, 2, 3  # instances, and streams of the consumers
-MAX_TOKENS = 100_000  # in opens that the engine has not taken
+MAX_TOKENS = 100_000  # in opens that the engine has not handled
 
 
 def _hello(instance: int) -> PairHello:
@@ -49,7 +49,7 @@ def _hello(instance: int) -> PairHello:
 
 
 class Ranks:
-    """The paths of a node whose followers reply when the test says so."""
+    """The paths of a node whose followers reply when the test asks for it."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[int], Future[Any]]] = []  # consumer, pages, reply
@@ -64,7 +64,7 @@ class Ranks:
     def dismiss(self, consumer: int) -> None: ...
 
     def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
-        replies: list[Future[Any]] = [Future(), Future()]  # of two messages
+        replies: list[Future[Any]] = [Future(), Future()]  # a publication has two messages
         self.asked += [(consumer, pages.tolist(), reply) for reply in replies]
         return replies
 
@@ -77,7 +77,7 @@ class Ranks:
 
 
 class Producer:
-    """A producer's side with two consumers, as their frontends and the transfer thread see it."""
+    """A producer's side with two consumers, seen by their frontends and the transfer thread."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Producer:
         ]
 
     def refused(self) -> list[HandoffFailed]:
-        """Return the failures that it has sent since the last call."""
+        """Return the failures sent since the last call."""
         sent = [each.message for each in self._front.receive() if isinstance(each, PairSend)]
         return [message for message in sent if isinstance(message, HandoffFailed)]
 
@@ -161,7 +161,7 @@ def producer() -> Iterator[Producer]:
     front.close()
 
 
-# Seen failing with PagesReady sent at once, and with the wait for the first reply alone.
+# Seen failing if PagesReady is sent at once, and if only the first reply is awaited.
 def test_pages_are_ready_when_all_ranks_have_replied(producer: Producer) -> None:
     serial = producer.grant(CONSUMER)
     producer.publish(serial, 9)
@@ -191,7 +191,7 @@ def test_messages_of_a_stream_keep_their_order(producer: Producer) -> None:
     ]
 
 
-def test_other_streams_do_not_wait(producer: Producer) -> None:
+def test_a_reply_that_is_missing_delays_no_other_stream(producer: Producer) -> None:
     slow = producer.grant(CONSUMER)
     quick = producer.grant(OTHER)
     producer.publish(slow, 9)
@@ -202,8 +202,8 @@ def test_other_streams_do_not_wait(producer: Producer) -> None:
     assert producer.new_messages() == [(CONSUMER, "PagesReady", (9,))]
 
 
-# Seen failing with `forget` taken out of `ProducerSide._dismiss`.
-def test_an_ended_stream_gets_nothing_more(producer: Producer) -> None:
+# Seen failing without `forget` in `ProducerSide._dismiss`.
+def test_an_ended_stream_gets_no_more_messages(producer: Producer) -> None:
     serial = producer.grant(CONSUMER)
     producer.publish(serial, 9)
     producer.publisher.closed(CONSUMER, "gone")
@@ -212,7 +212,7 @@ def test_an_ended_stream_gets_nothing_more(producer: Producer) -> None:
     assert producer.new_messages() == []
 
 
-def test_a_failure_comes_after_the_pages_before_it(producer: Producer) -> None:
+def test_a_failure_is_sent_after_the_pages_before_it(producer: Producer) -> None:
     serial = producer.grant(CONSUMER)
     producer.publish(serial, 9)
     producer.publisher.command(FailCommand(serial, "out of pages", False), 0.0)
@@ -246,12 +246,12 @@ def test_messages_without_a_wait_are_sent_at_once() -> None:
     assert [message for _, message in sent] == messages
 
 
-# Opens while the engine thread is in a step, and takes nothing
+# Opens during a step of the engine thread, which handles none
 
 
-# Seen failing with `UnconsumedEvents.fits` always true: nothing is refused.
+# Seen failing if `UnconsumedEvents.fits` is always true: nothing is rejected.
 @pytest.mark.parametrize("num_tokens, fit", [(10_000, 10), (1, 97)])
-def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
+def test_opens_and_cancels_during_one_step_do_not_accumulate(
     producer: Producer, num_tokens: int, fit: int
 ) -> None:
     for _ in range(1500):
@@ -262,8 +262,8 @@ def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
     assert kinds == [OpenedEvent, ClosedEvent] * fit
 
 
-# Seen failing with the share of a stream that of all: ten of the other consumer's are accepted too.
-def test_a_consumer_that_opens_much_leaves_others_their_share(producer: Producer) -> None:
+# Seen failing if a stream's share is everything: ten opens of the other consumer are accepted, too.
+def test_a_consumer_with_many_opens_leaves_others_their_share(producer: Producer) -> None:
     for _ in range(20):
         producer.open(CONSUMER, 10_000)
     producer.refused()
@@ -274,8 +274,8 @@ def test_a_consumer_that_opens_much_leaves_others_their_share(producer: Producer
     assert len(producer.refused()) == 1
 
 
-# Seen failing with `UnconsumedEvents.consumed` doing nothing.
-def test_there_is_room_again_for_what_the_engine_has_taken(producer: Producer) -> None:
+# Seen failing if `UnconsumedEvents.consumed` does nothing.
+def test_handled_opens_make_room_for_others(producer: Producer) -> None:
     for _ in range(3):
         for _ in range(10):
             producer.open(CONSUMER, 10_000, cancel=True)
@@ -283,7 +283,7 @@ def test_there_is_room_again_for_what_the_engine_has_taken(producer: Producer) -
         producer.outlet.take()
 
 
-def test_one_open_may_wait_however_long_it_is(producer: Producer) -> None:
+def test_a_single_open_may_have_any_length(producer: Producer) -> None:
     producer.open(CONSUMER, 2 * MAX_TOKENS)
     producer.open(OTHER, 2 * MAX_TOKENS)
     assert not producer.refused()

@@ -1,12 +1,14 @@
 """Rules 3, 5 and 8 of the hand-off are needed: the search without one of them breaks an invariant.
 
-Two of them back up another rule, so that a search without them alone finds nothing:
-Rule 3: the producer sends Failed whenever it lets a hand-off go (rule 2), on the stream on which it
-    would answer Done or Grant, and before that answer. So the producer here breaks rule 2 too,
-    where rule 3 makes up for it: before the grant and after the last Ready.
-Rule 5, an end of a stream drops only the hand-offs of that stream: a new stream of a consumer ends
-    its old one (the other half) before the new one has any. So the producer here breaks both.
-Rule 8 binds the engines. The protocol end of a producer refuses what an engine publishes too early.
+Two of them back up another rule, so a search without only these finds nothing:
+    Rule 3: the producer sends Failed whenever it drops a hand-off (rule 2), on the stream on which
+        it would answer Done or Grant, and before that answer. So the producer here breaks rule 2 as
+        well, in the cases that rule 3 covers: before the grant and after the last Ready.
+    Rule 5, an end of a stream drops only the hand-offs of that stream: a new stream of a consumer
+        ends its old one (the other half) before the new one has any. So the producer here breaks
+        both.
+    Rule 8 binds the engines. The protocol end of a producer rejects early publications of an
+        engine.
 """
 
 from collections.abc import Callable
@@ -43,7 +45,7 @@ def of_end(name: str, broken: Callable[..., Any]) -> Break:
 
 
 class LetsGoSilently(SimulatedProducer):
-    """Sends no Failed for a hand-off that has no grant yet, or all of whose pages are published."""
+    """Sends no Failed for a hand-off that has no grant yet, or whose pages are all published."""
 
     def _react(self, given: Input) -> list[Output]:
         silent = False
@@ -104,7 +106,7 @@ END_DROPS_ALL = of_end("_forget_stream", _drops_all_of_its_consumer)
 
 
 class ReservesPageByPage(SimulatedConsumer):
-    """Holds what pages it has got while it waits for the others."""
+    """Keeps the pages that it has while it waits for the others."""
 
     def moves(self) -> list[Input]:
         moves = [move for move in super().moves() if move[0] != "grant"]
@@ -127,7 +129,7 @@ class ReservesPageByPage(SimulatedConsumer):
 
 
 class AdmitsPageByPage(SimulatedProducer):
-    """The same of a producer."""
+    """The same for a producer."""
 
     def _admit(self) -> list[Output]:
         return []
@@ -151,7 +153,7 @@ class AdmitsPageByPage(SimulatedProducer):
 
 
 class PublishesBeforeTheGrant(SimulatedProducer):
-    """Reserves the pages of a prompt, and computes it, as soon as it is opened."""
+    """Reserves the pages of a prompt and computes it as soon as it is opened."""
 
     def _take(self, event: Any) -> list[Output]:
         outputs = super()._take(event)
@@ -182,7 +184,7 @@ ONE_PAGE_EACH = Plan((3, 3), (0, 0), consumer_pages=1, producer_pages=1)
 
 
 def _faults(plan: Plan) -> int:
-    """One of those that it names. Whatever breaks rule 8 needs none."""
+    """Only the named faults happen. A broken rule 8 needs none."""
     return int(bool(plan.only_faults))
 
 
@@ -210,14 +212,14 @@ def _faults(plan: Plan) -> int:
         ),
     ],
 )
-def test_the_search_finds_what_a_broken_rule_leads_to(monkeypatch, plan, breaks, invariant):
+def test_the_search_finds_the_consequence_of_a_broken_rule(monkeypatch, plan, breaks, invariant):
     for each in breaks:
         each(monkeypatch)
     with pytest.raises(Broken, match=invariant):
         search(plan, PATIENT, faults=_faults(plan))
 
 
-# The same searches with the rules. The two breaks alone are those that another rule makes up for.
+# The same searches with the rules. The two breaks alone are covered by another rule.
 @pytest.mark.parametrize(
     "plan, breaks",
     [

@@ -75,7 +75,7 @@ def sent(actions: list[Any]) -> list[AnyMessage]:
 
 
 def other_actions(actions: list[Any]) -> list[Any]:
-    """Everything but messages."""
+    """Return all actions except messages."""
     return [action for action in actions if not isinstance(action, SendMessage)]
 
 
@@ -104,7 +104,7 @@ def granted(end: ConsumerEnd) -> ConsumerEnd:
 
 @pytest.fixture
 def done(granted: ConsumerEnd) -> ConsumerEnd:
-    """Everything has been read; Released has not come."""
+    """Return a consumer that has read everything. Released has not arrived."""
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
     granted.read_ended(STREAM, "", 0.0)
@@ -114,7 +114,7 @@ def done(granted: ConsumerEnd) -> ConsumerEnd:
 
 @pytest.fixture
 def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
-    """Two hand-offs with one read each on the link; the first began first."""
+    """Two hand-offs with one read each on the link. The first started first."""
     granted.received(STREAM, FIRST, 0.0)
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER, 4, (40,)), 0.0)
@@ -136,11 +136,11 @@ def test_a_handoff_goes_from_open_to_held():
     assert admitted == [HandoffAdmitted(ID, 7, 20)]
     assert reads(end.received(STREAM, FIRST, 0.0)) == [(ID, [9], [30])]
     last = end.received(STREAM, LAST, 0.0)
-    assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have landed
+    assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have arrived
     assert reads(last) == [(ID, [5], [31])]
     assert end.read_ended(STREAM, "", 0.0) == []
     assert end.read_ended(STREAM, "", 0.0) == [SendMessage(STREAM, ReadsDone(ID))]
-    # Held first: the pages must have another holder before the read lets go of them.
+    # Held first: the pages must have another holder before the read releases them.
     assert end.received(STREAM, PagesReleased(ID, True), 0.0) == [
         CompletedEvent(ID, num_tokens=7),
         ReadsEndedEvent(ID),
@@ -148,13 +148,13 @@ def test_a_handoff_goes_from_open_to_held():
     assert end.num_open == 0 and end.num_reads == 0
 
 
-def test_a_read_goes_to_the_pages_of_its_own_range(end):
+def test_a_read_writes_to_the_pages_of_its_own_range(end):
     end.command(opening(), 0.0)
     end.command(grant(prefix=4, pages=(31,)), 0.0)
     assert reads(end.received(STREAM, LAST, 0.0)) == [(ID, [5], [31])]
 
 
-def test_a_full_prefix_hit_moves_no_page(end):
+def test_a_full_prefix_hit_transfers_no_page(end):
     end.command(opening(), 0.0)
     end.command(grant(prefix=7, pages=()), 0.0)
     ready = end.received(STREAM, PagesReady(ID, 7, 7, (), True, 42), 0.0)
@@ -165,21 +165,21 @@ def test_a_full_prefix_hit_moves_no_page(end):
     ]
 
 
-def test_a_producer_that_is_not_paired_loses_it_at_once(end):
+def test_a_hand_off_to_an_unpaired_producer_fails_at_once(end):
     (lost,) = end.command(opening(producer=12), 0.0)
     assert isinstance(lost, FailedEvent) and lost.retryable
-    # Its grant, which the engine may have posted meanwhile, gives the pages back.
+    # Its grant, which the engine may have posted by then, releases the pages.
     assert end.command(grant(), 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_a_producer_whose_link_is_not_proved_gets_no_handoff():
+def test_a_producer_without_a_proven_link_gets_no_hand_off():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
     assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
-# Rule 1. Seen failing with `== 0` in _settle removed.
-def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted):
+# Rule 1. Seen failing without `== 0` in _settle.
+def test_an_abandoned_attempt_keeps_its_pages_until_its_reads_end(granted):
     granted.received(STREAM, FIRST, 0.0)
     cancelled = granted.command(CancelHandoff(ID, "client"), 0.0)
     assert cancelled == [SendMessage(STREAM, CancelHandoff(ID, "client"))]
@@ -187,7 +187,7 @@ def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted):
     assert granted.read_ended(STREAM, "", 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_an_attempt_given_up_takes_its_waiting_reads_along(end):
+def test_an_abandoned_attempt_drops_its_queued_reads(end):
     end.command(opening(), 0.0)
     end.command(grant(), 0.0)
     end.command(opening(OTHER), 0.0)
@@ -199,8 +199,8 @@ def test_an_attempt_given_up_takes_its_waiting_reads_along(end):
     assert end.read_ended(STREAM, "", 0.0) == []
 
 
-# Seen failing with a producer announced once for each link, and with a closing link closed again.
-def test_a_link_that_is_opened_again_is_no_new_producer(end):
+# Seen failing with a producer announced once for each link, and if a closing link is closed again.
+def test_a_reopened_link_is_no_new_producer(end):
     assert end.distrust(STREAM, "a page has another checksum", 1.0) == [
         CloseLink(STREAM, "a page has another checksum")
     ]
@@ -209,8 +209,8 @@ def test_a_link_that_is_opened_again_is_no_new_producer(end):
     assert other_actions(end.link_up(STREAM, "tcp", 3.0)) == []
 
 
-# Seen failing with the reads in the opposite order, and with a link that is up while it closes.
-def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted):
+# Seen failing with the reads in reverse order, and with a link that is up while it closes.
+def test_reads_of_a_closed_link_move_to_its_successor_in_order(granted):
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
     granted.distrust(STREAM, "a page has another checksum", 1.0)
@@ -220,14 +220,14 @@ def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted):
     assert again == [(ID, [9], [30]), (ID, [5], [31])]
 
 
-# Seen failing with the moment of the last range.
-def test_a_first_token_comes_with_the_moment_of_the_first_range(granted):
+# Seen failing with the time of the last range.
+def test_a_first_token_comes_with_the_time_of_the_first_range(granted):
     granted.received(STREAM, FIRST, 1.0)
     assert granted.received(STREAM, LAST, 2.0)[0] == FirstTokenEvent(ID, 42, first_ready=1.0)
 
 
-# Seen failing without the rate of the link, and with all of the granted pages expected.
-def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_soon_have(end):
+# Seen failing without the rate of the link, and if all granted pages are expected.
+def test_the_grant_of_a_running_request_has_the_rate_and_expects_pages_of_the_near_future(end):
     running = opening()
     end.command(msgspec.structs.replace(running, source=Live(make_spec(range(7)), 5)), 0.0)
     pages = np.arange(30, 40, dtype=np.int32)
@@ -237,9 +237,9 @@ def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_s
     assert expected.destination_pages.tolist() == [30, 31, 32, 33]  # of 7 tokens, and two more
 
 
-# Seen failing without the `post` in read_ended, and with one for attempts under way alone.
+# Seen failing without the `post` in read_ended, and with one only for active attempts.
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_waiting_read_starts_when_one_ends(granted, cancelled):
+def test_a_queued_read_starts_when_one_ends(granted, cancelled):
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER), 0.0)
     granted.received(STREAM, FIRST, 0.0)
@@ -250,9 +250,9 @@ def test_a_waiting_read_starts_when_one_ends(granted, cancelled):
     assert reads(granted.read_ended(STREAM, "", 0.0)) == [(OTHER, [2], [30])]
 
 
-# Rule 1: the attempt is over before its link is closed, its pages are not.
-# Rule 11. Seen failing with the appendleft in link_closed removed.
-def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours):
+# Rule 1: the attempt ends before its link is closed, and its pages are kept longer. Rule 11. Seen
+# failing without the appendleft in link_closed.
+def test_a_late_read_fails_its_own_attempt_and_no_other(neighbours):
     late = neighbours.read_late(STREAM, 9.0)
     assert sent(late) == [CancelHandoff(ID, "a read passed its deadline")]
     assert other_actions(late) == [
@@ -265,7 +265,7 @@ def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours):
     assert sent(neighbours.read_ended(STREAM, "", 9.2)) == [ReadsDone(OTHER)]
 
 
-def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours):
+def test_a_link_that_breaks_fails_the_attempt_that_it_was_reading(neighbours):
     broken = neighbours.link_closed(STREAM, "reset", 1.0)
     assert sent(broken) == [CancelHandoff(ID, "reset"), Heartbeat(3, 1, connecting=True)]
     assert other_actions(broken) == [
@@ -276,7 +276,7 @@ def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours):
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
 
 
-def test_a_refused_read_costs_its_attempt_and_no_link(neighbours):
+def test_a_rejected_read_fails_its_attempt_and_no_link(neighbours):
     refused = neighbours.read_ended(STREAM, "not published", 1.0)
     assert sent(refused) == [CancelHandoff(ID, "read refused: not published")]
     assert other_actions(refused) == [
@@ -286,15 +286,13 @@ def test_a_refused_read_costs_its_attempt_and_no_link(neighbours):
     assert sent(neighbours.read_ended(STREAM, "", 1.0)) == [ReadsDone(OTHER)]
 
 
-def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours):
+def test_a_read_that_ends_while_its_link_closes_still_counts(neighbours):
     neighbours.read_late(STREAM, 9.0)
     assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEndedEvent(ID)]
 
 
 @pytest.mark.parametrize("engine_died", [False, True])
-def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
-    granted, engine_died
-):
+def test_only_requests_being_computed_are_notified_of_an_engine_crash(granted, engine_died):
     done, waits = HandoffId(CONSUMER, 3, 1), HandoffId(CONSUMER, 4, 1)
     for id, pages in ((OTHER, (32, 33)), (done, (34, 35)), (waits, (36, 37))):
         granted.command(opening(id), 0.0)
@@ -308,8 +306,8 @@ def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
     assert lost == {ID: engine_died, OTHER: engine_died, done: False, waits: False}
 
 
-# Rule 10. Seen failing with the link of stream 1 handed on to stream 2 by stream_up.
-def test_a_new_instance_of_a_producer_gets_a_link_of_its_own(granted):
+# Rule 10. Seen failing if stream_up keeps the link of stream 1 for stream 2.
+def test_a_new_instance_of_a_producer_gets_its_own_link(granted):
     granted.received(STREAM, FIRST, 0.0)
     gone = granted.stream_down(STREAM, "reset")
     assert gone == [
@@ -324,12 +322,12 @@ def test_a_new_instance_of_a_producer_gets_a_link_of_its_own(granted):
     ready = granted.received(2, PagesReady(OTHER, 4, 7, (6,), True, 43), 1.0)
     assert [action.stream for action in ready if isinstance(action, StartRead)] == [2]
     assert granted.read_ended(2, "", 1.0) == [SendMessage(2, ReadsDone(OTHER))]
-    # The old link takes as long as it likes: its read was for the old instance alone.
+    # The old link may take any time: its read was for the old instance alone.
     assert granted.link_closed(STREAM, "closed", 2.0) == [ReadsEndedEvent(ID)]
 
 
-# Seen failing without the look at the address: the pair with the producer itself ends.
-def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
+# Seen failing without the check of the address: the pair with the producer itself ends.
+def test_an_instance_paired_at_another_address_is_rejected(granted):
     (end,) = granted.stream_up(2, PRODUCER, "thief:1", PAGES, 1.0)
     assert isinstance(end, EndStream) and end.stream == 2 and end.refused
     assert "host:1" in end.reason
@@ -339,13 +337,14 @@ def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
 @pytest.mark.parametrize(
     "admitted", [HandoffAdmitted(ID, 8, 0), HandoffAdmitted(ID, 7, POOL * PAGE_SIZE + 1)]
 )
-def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
-    """Seen failing without either check: the stream goes on, and the producer is waited for."""
+def test_more_tokens_than_exist_are_not_awaited(granted, admitted):
+    """Seen failing without either check: the stream continues, and the consumer waits for the
+    producer."""
     actions = granted.received(STREAM, admitted, 0.0)
     assert any(isinstance(action, EndStream) and action.refused for action in actions)
 
 
-# Rule 5. Seen failing with the loop in stream_up removed.
+# Rule 5. Seen failing without the loop in stream_up.
 def test_a_second_stream_of_a_producer_ends_the_first(granted):
     actions = granted.stream_up(2, PRODUCER, "host:1", PAGES, 1.0)
     assert [type(action) for action in other_actions(actions)] == [
@@ -360,30 +359,30 @@ def test_a_second_stream_of_a_producer_ends_the_first(granted):
     assert granted.stream_down(STREAM, "closed") == []
 
 
-# Rule 2. Seen failing with each _tell_cancel removed.
+# Rule 2. Seen failing without each _tell_cancel.
 @pytest.mark.parametrize("held", [False, None], ids=["not-held", "no-answer"])
-def test_without_released_yes_nothing_is_held(done, held):
+def test_without_a_positive_released_nothing_is_held(done, held):
     actions = (
         done.tick(2.0) if held is None else done.received(STREAM, PagesReleased(ID, held), 1.0)
     )
     assert [type(action) for action in other_actions(actions)] == [FailedEvent, ReadsEndedEvent]
     assert any(isinstance(m, CancelHandoff) for m in sent(actions)) is (held is None)
-    # The answer that comes after all changes nothing.
+    # A late answer changes nothing.
     assert done.received(STREAM, PagesReleased(ID, True), 3.0) == []
 
 
-def test_failed_while_released_is_awaited_loses_it(done):
+def test_failed_while_released_is_awaited_fails_the_attempt(done):
     actions = done.received(STREAM, HandoffFailed(ID, "draining", True), 1.0)
     assert actions == [FailedEvent(ID, "draining", True), ReadsEndedEvent(ID)]
 
 
-def test_what_another_producer_would_refuse_too_is_not_retryable(granted):
+def test_a_failure_that_every_producer_would_repeat_is_not_retryable(granted):
     actions = granted.received(STREAM, HandoffFailed(ID, "too long", False), 0.0)
     assert actions == [FailedEvent(ID, "too long", False), ReadsEndedEvent(ID)]
 
 
-# Rule 9: when an attempt is given up, its id is closed then and there.
-def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
+# Rule 9: when an attempt is abandoned, its id is closed immediately.
+def test_a_cancel_is_sent_and_answered_only_by_the_pages(done):
     actions = done.command(CancelHandoff(ID, "the first token ended it"), 0.0)
     assert actions == [
         SendMessage(STREAM, CancelHandoff(ID, "the first token ended it")),
@@ -397,7 +396,7 @@ def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
     [HandoffAdmitted(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
     ids=lambda message: type(message).__name__,
 )
-def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
+def test_messages_of_an_ended_attempt_are_dropped(granted, message):
     granted.command(CancelHandoff(ID, ""), 0.0)
     assert granted.received(STREAM, message, 0.0) == []
 
@@ -437,7 +436,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
         "a-consumer's-message",
     ],
 )
-def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
+def test_a_violation_ends_only_its_stream_and_the_hand_offs_of_it(granted, message):
     granted.command(opening(OTHER), 0.0)
     granted.stream_up(2, PRODUCER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
@@ -473,14 +472,14 @@ def test_an_attempt_of_another_stream_is_a_violation(granted):
     [opening(), grant(), grant(OTHER, 0, (1,)), grant(OTHER, 3, (1, 2))],
     ids=["opened-twice", "granted-twice", "pages", "prefix"],
 )
-def test_an_engine_that_contradicts_itself_is_at_fault(granted, command):
+def test_an_engine_that_contradicts_itself_raises_an_error(granted, command):
     granted.command(opening(OTHER), 0.0)
     with pytest.raises(EngineFault):
         granted.command(command, 0.0)
 
 
 class TestDeadlines:
-    """Streams whose beats nobody needs."""
+    """Deadlines of streams that need no heartbeats."""
 
     @pytest.fixture
     def end(self) -> ConsumerEnd:
@@ -500,11 +499,11 @@ class TestDeadlines:
         actions = end.tick(65.0)
         assert sent(actions) == [CancelHandoff(ID, "the producer made no progress")]
 
-    def test_a_producer_with_a_long_queue_has_longer(self, end: ConsumerEnd) -> None:
+    def test_a_producer_with_a_long_queue_has_more_time(self, end: ConsumerEnd) -> None:
         end.received(STREAM, HandoffAdmitted(ID, 7, 1993), 0.0)
         assert end.next_deadline() == 50.0
 
-    def test_a_producer_that_was_fast_has_less_time(self, end: ConsumerEnd) -> None:
+    def test_a_fast_producer_has_less_time(self, end: ConsumerEnd) -> None:
         end.received(STREAM, HandoffAdmitted(ID, 7, 1993), 0.0)
         end.received(STREAM, FIRST, 0.0)
         end.received(STREAM, LAST, 0.2)
@@ -513,19 +512,19 @@ class TestDeadlines:
         end.received(STREAM, HandoffAdmitted(OTHER, 7, 1993), 1.0)
         assert end.next_deadline() == pytest.approx(41.2)
 
-    def test_the_budget_ends_it_for_every_producer(self, end: ConsumerEnd) -> None:
+    def test_the_deadline_ends_an_attempt_for_every_producer(self, end: ConsumerEnd) -> None:
         actions = end.tick(100.0)
         assert sent(actions) == [CancelHandoff(ID, "the request's time is used up")]
         assert FailedEvent(ID, "the request's time is used up", False) in actions
 
-    # Seen failing without the deadline of a link that is told to close.
+    # Seen failing without the deadline for the close of a link.
     def test_a_link_that_does_not_close_ends_the_stream(self, end: ConsumerEnd) -> None:
         end.received(STREAM, FIRST, 0.0)
         end.read_late(STREAM, 5.0)
         assert end.next_deadline() == 5.0 + LINK_S
         assert isinstance(end.tick(5.0 + LINK_S)[0], EndStream)
 
-    def test_a_link_that_does_not_come_up_again_ends_the_stream(self, end: ConsumerEnd) -> None:
+    def test_a_link_that_is_not_reopened_ends_the_stream(self, end: ConsumerEnd) -> None:
         end.received(STREAM, FIRST, 0.0)
         end.read_late(STREAM, 5.0)
         end.link_closed(STREAM, "closed", 6.0)
@@ -533,7 +532,7 @@ class TestDeadlines:
         assert isinstance(end.tick(6.0 + LINK_S)[0], EndStream)
 
 
-def test_a_producer_that_misses_five_beats_is_dead(granted):
+def test_a_producer_that_misses_five_heartbeats_has_failed(granted):
     granted.received(STREAM, Heartbeat(1, 0), 1.0)
     assert EndStream not in map(type, granted.tick(5.9))
     actions = granted.tick(6.0)
@@ -546,8 +545,8 @@ def test_a_producer_that_misses_five_beats_is_dead(granted):
     ]
 
 
-# Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(end):
+# Rule 7. Seen failing without the check of `moving`.
+def test_heartbeats_stop_while_the_engine_makes_no_progress(end):
     end.engine_moves(False)
     assert end.tick(1.0) == []
     end.engine_moves(True)
@@ -556,7 +555,7 @@ def test_beats_stop_while_the_engine_does_not_move(end):
     assert sent(end.link_closed(STREAM, "reset", 2.0)) == []
 
 
-# Seen failing with the first stream ended alone.
+# Seen failing if only the first stream ends.
 def test_all_streams_can_be_ended_at_once(granted):
     granted.stream_up(2, PRODUCER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
@@ -567,8 +566,8 @@ def test_all_streams_can_be_ended_at_once(granted):
     assert granted.num_open == 0
 
 
-# Seen failing with sums ignored, and with those of the last range in place of all.
-def test_pages_that_came_with_checksums_are_compared_before_they_are_held(granted):
+# Seen failing if checksums are ignored, and if those of the last range replace all.
+def test_pages_with_checksums_are_compared_before_they_are_held(granted):
     granted.received(STREAM, PagesReady(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
     granted.received(STREAM, PagesReady(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
     granted.read_ended(STREAM, "", 0.0)
@@ -586,12 +585,12 @@ def test_a_link_that_cannot_be_opened_ends_the_stream():
     assert isinstance(ended, EndStream) and "tcp: refused" in ended.reason
 
 
-# A state with other pages at the producer
+# A state with a different number of pages at the producer
 
 
 @pytest.fixture
 def unlike() -> ConsumerEnd:
-    """A consumer with two pages of a state. Its producer has three, and other contents of pages."""
+    """A consumer whose state has two pages. The producer's has three, with other contents."""
     consumer = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE, (None, 5), state_pages=2))
     pages = ProducerPages(POOL, state_pages=3, same_layout=False, piece_bytes=96)
     consumer.stream_up(STREAM, PRODUCER, "host:1", pages, 0.0)
@@ -616,14 +615,16 @@ def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     assert confirm.sums == (PageSum(41, 1, 9),)
 
 
-def test_a_producer_that_publishes_as_many_pages_of_the_state_as_the_consumer_has_is_wrong(unlike):
+def test_a_producer_that_publishes_the_consumers_number_of_state_pages_violates_the_protocol(
+    unlike,
+):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
     ended = unlike.received(STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, 42), 0.0)
     assert "it has 6 pages" in next(a for a in ended if isinstance(a, EndStream)).reason
 
 
-# Seen failing with pieces read as pages of the first table.
+# Seen failing if pieces are read as pages of the first table.
 def test_pieces_of_weights_are_no_pages_of_a_table(unlike):
     unlike.command(OpenCommand(ID, PRODUCER, b"", Remaining(100.0), Weights(0, 2, 96)), 0.0)
     unlike.command(grant(pages=(30, 31)), 0.0)

@@ -1,8 +1,8 @@
-"""Every interleaving of a producer's end with its engine, and with a consumer that says anything.
+"""All interleavings of a producer's end with its engine, and with a malicious consumer.
 
-The consumer keeps to no protocol: it opens, grants, ends and cancels an id in any order, again and
-again, and uses one that it has given up at once anew. Whatever it says ends its stream at most;
-what this node's engine says of a hand-off that is over, or is about to be, never meets another one.
+The consumer follows no protocol: it opens, grants, ends and cancels an id in any order and
+repeatedly, and reuses an abandoned id at once. Its messages end at most its own stream. Messages of
+this node's engine about a hand-off that has ended, or is about to end, never affect another one.
 """
 
 from common.config import TransferConfig
@@ -48,9 +48,9 @@ def inputs(side: SimulatedProducer) -> list[Input]:
     return [*moves, *(("message", STREAM, message) for message in SAYINGS)]
 
 
-# Seen failing with the id's own number as the serial of its hand-off, and with commands looked up
+# Seen failing with the id's own number as the serial of its hand-off, and if commands are looked up
 # by id: "cannot publish".
-def test_nothing_that_a_consumer_says_ends_its_producer():
+def test_no_message_of_a_consumer_ends_its_producer():
     plan = Plan((NUM_TOKENS,), (0,), producer_pages=4, admits=True, late_producer=True)
     config = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)
     first = SimulatedProducer(plan, config, instance=11)

@@ -87,20 +87,20 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert end.received(STREAM, GrantHandoff(ID, 0), 0.0) == [GrantedEvent(SERIAL, 0)]
     assert sent(end.command(AdmittedCommand(SERIAL, 7, 20))) == [HandoffAdmitted(ID, 7, 20)]
     exposed, reported = end.command(publish(0, 4, [9]))
-    assert isinstance(exposed, ExposePages)  # readable before the consumer knows of it
+    assert isinstance(exposed, ExposePages)  # readable before the consumer knows it
     assert reported == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
     assert sent(end.command(publish(4, 7, [5], last=True))) == [
         PagesReady(ID, 4, 7, (5,), True, 42)
     ]
     assert end.received(STREAM, ReadsDone(ID), 1.0) == [
         SendMessage(STREAM, PagesReleased(ID, True)),
-        WithdrawPages(ID),  # nobody reads them any more before the engine lets them go
+        WithdrawPages(ID),  # no consumer reads them when the engine releases them
         ClosedEvent(SERIAL, ID, True, "the consumer has all pages"),
     ]
     assert end.num_open == 0
 
 
-def test_a_handoff_of_no_pages_is_held(end):
+def test_a_handoff_without_pages_is_held(end):
     end.received(STREAM, opening(), 0.0)
     end.received(STREAM, GrantHandoff(ID, 7), 0.0)
     assert sent(end.command(publish(7, 7, [], last=True))) == [PagesReady(ID, 7, 7, (), True, 42)]
@@ -111,13 +111,13 @@ def test_a_handoff_of_no_pages_is_held(end):
 @pytest.mark.parametrize(
     "command", [AdmittedCommand(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
 )
-def test_an_engine_that_computes_before_the_grant_is_at_fault(end, command):
+def test_an_engine_that_computes_before_the_grant_raises_an_error(end, command):
     end.received(STREAM, opening(), 0.0)
     with pytest.raises(EngineFault, match="before its grant"):
         end.command(command)
 
 
-# Rule 3. Seen failing, each, with the answer removed.
+# Rule 3. Seen failing, each, without the answer.
 def test_done_of_an_unknown_id_is_answered_not_held(end):
     assert end.received(STREAM, ReadsDone(ID), 0.0) == [
         SendMessage(STREAM, PagesReleased(ID, False))
@@ -133,8 +133,8 @@ def test_cancel_of_an_unknown_id_is_dropped(end):
     assert end.received(STREAM, CancelHandoff(ID, "why"), 0.0) == []
 
 
-# Rule 2. Seen failing with the Failed removed.
-def test_letting_go_is_told(published):
+# Rule 2. Seen failing without the Failed.
+def test_a_dropped_hand_off_is_reported(published):
     assert published.command(FailCommand(SERIAL, "draining", True)) == [
         SendMessage(STREAM, HandoffFailed(ID, "draining", True)),
         WithdrawPages(ID),
@@ -142,8 +142,8 @@ def test_letting_go_is_told(published):
     ]
 
 
-# Rule 4. Seen failing with the entry left on the books by _drop.
-def test_what_was_let_go_is_never_held_again(granted):
+# Rule 4. Seen failing if _drop keeps the entry.
+def test_a_dropped_hand_off_is_never_held_again(granted):
     granted.command(publish(0, 4, [9]))
     granted.command(FailCommand(SERIAL, "draining", True))
     assert granted.command(publish(4, 7, [5], last=True)) == []
@@ -151,12 +151,12 @@ def test_what_was_let_go_is_never_held_again(granted):
     assert sent(granted.received(STREAM, ReadsDone(ID), 0.0)) == [PagesReleased(ID, False)]
 
 
-def test_a_cancel_drops_it(published):
+def test_a_cancel_drops_its_hand_off(published):
     dropped = published.received(STREAM, CancelHandoff(ID, "client"), 0.0)
     assert dropped == [WithdrawPages(ID), ClosedEvent(SERIAL, ID, False, "cancelled: client")]
 
 
-def test_the_end_of_a_stream_drops_its_handoffs_alone(published):
+def test_the_end_of_a_stream_drops_only_its_hand_offs(published):
     published.stream_up(2, CONSUMER + 1, 0.0)
     other = HandoffId(CONSUMER + 1, 1, 1)
     published.received(2, opening(other), 0.0)
@@ -168,12 +168,12 @@ def test_the_end_of_a_stream_drops_its_handoffs_alone(published):
     assert published.stream_down(STREAM, "again") == []
 
 
-# Rule 5. Seen failing with the loop in stream_up removed.
+# Rule 5. Seen failing without the loop in stream_up.
 def test_a_second_hello_of_a_consumer_ends_its_first_stream(published):
     actions = published.stream_up(2, CONSUMER, 1.0)
     assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent]
     assert actions[0].stream == STREAM and not actions[0].refused
-    # What is still under way on the old stream, and its end, change nothing on the new one.
+    # Messages in flight on the old stream, and its end, do not affect the new one.
     published.received(2, opening(OTHER), 1.0)
     assert published.received(STREAM, ReadsDone(ID), 1.0) == []
     assert published.stream_down(STREAM, "closed") == []
@@ -203,7 +203,7 @@ def test_a_second_hello_of_a_consumer_ends_its_first_stream(published):
         "prefix-longer-than-the-prompt",
     ],
 )
-def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
+def test_a_violation_ends_only_its_stream_and_the_hand_offs_of_it(granted, message):
     granted.received(STREAM, opening(OTHER), 0.0)
     granted.stream_up(2, CONSUMER + 1, 0.0)
     granted.received(2, opening(HandoffId(CONSUMER + 1, 1, 1)), 0.0)
@@ -231,12 +231,12 @@ def test_an_attempt_of_another_stream_is_a_violation(granted):
     ],
     ids=["gap", "pages", "edge", "end-but-not-last", "last-but-not-end"],
 )
-def test_an_engine_that_publishes_the_wrong_range_is_at_fault(granted, command):
+def test_an_engine_that_publishes_the_wrong_range_raises_an_error(granted, command):
     with pytest.raises(EngineFault, match="cannot publish"):
         granted.command(command)
 
 
-def test_the_budget_ends_it_in_any_state(end):
+def test_the_deadline_ends_a_hand_off_in_any_state(end):
     end.received(STREAM, opening(budget_s=0.5), 0.0)
     assert end.next_deadline() == 0.5
     assert end.tick(0.5) == [
@@ -246,16 +246,16 @@ def test_the_budget_ends_it_in_any_state(end):
     ]
 
 
-def test_a_consumer_that_misses_five_beats_is_let_go(published):
+def test_a_consumer_that_misses_five_heartbeats_is_dropped(published):
     published.received(STREAM, Heartbeat(1, 1), 1.0)
-    published.received(STREAM, ReadsDone(OTHER), 5.5)  # no beat
+    published.received(STREAM, ReadsDone(OTHER), 5.5)  # no heartbeat
     assert EndStream not in kinds(published.tick(5.9))
     actions = published.tick(6.0)
     assert kinds(actions)[-3:] == [EndStream, WithdrawPages, ClosedEvent]
 
 
-# Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(published):
+# Rule 7. Seen failing without the check of `moving`.
+def test_heartbeats_stop_while_the_engine_makes_no_progress(published):
     assert sent(published.tick(1.0)) == [Heartbeat(1, 1)]
     published.engine_moves(False)
     assert sent(published.tick(2.0)) == []
@@ -263,7 +263,7 @@ def test_beats_stop_while_the_engine_does_not_move(published):
     assert sent(published.tick(3.0)) == [Heartbeat(2, 1)]
 
 
-def test_one_open_too_many_is_answered_failed(end):
+def test_an_open_over_the_limit_is_answered_failed(end):
     for request in range(3):
         end.received(STREAM, opening(HandoffId(CONSUMER, request, 1)), 0.0)
     (answer,) = sent(end.received(STREAM, opening(HandoffId(CONSUMER, 9, 1)), 0.0))
@@ -281,29 +281,30 @@ def test_a_producer_polls_while_a_consumer_connects(end):
     assert not end.polls(3.0)
 
 
-# Seen failing with a consumer's first word on it as the only one, and with every one as the first.
-def test_a_producer_polls_for_a_limited_time_each_time_that_a_consumer_connects(end):
+# Seen failing if only a consumer's first message on it counts, and if every one counts as the
+# first.
+def test_a_producer_polls_for_a_limited_time_after_each_connect(end):
     end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     end.received(STREAM, Heartbeat(2, 0, connecting=True), 100.0)
     end.received(STREAM, Heartbeat(3, 0, connecting=True), 101.0)
     assert end.polls(99.0 + POLL_S) and not end.polls(100.0 + POLL_S)
 
 
-# Seen failing with `admitted` never set.
-def test_an_engine_that_admits_twice_is_at_fault(granted):
+# Seen failing if `admitted` is never set.
+def test_an_engine_that_admits_twice_raises_an_error(granted):
     granted.command(AdmittedCommand(SERIAL, 7, 0))
     with pytest.raises(EngineFault, match="admitted twice"):
         granted.command(AdmittedCommand(SERIAL, 7, 0))
 
 
-# Seen failing with all hand-offs counted for each stream.
-def test_a_beat_counts_the_handoffs_of_its_own_stream(granted):
+# Seen failing if all hand-offs are counted for each stream.
+def test_a_heartbeat_counts_the_hand_offs_of_its_own_stream(granted):
     granted.stream_up(2, CONSUMER + 1, 0.0)
     beats = {action.stream: action.message for action in granted.tick(1.0)}
     assert beats == {STREAM: Heartbeat(1, 1), 2: Heartbeat(1, 0)}
 
 
-# Seen failing with the first stream ended alone.
+# Seen failing if only the first stream ends.
 def test_all_streams_can_be_ended_at_once(granted):
     granted.stream_up(2, CONSUMER + 1, 0.0)
     granted.received(2, opening(HandoffId(CONSUMER + 1, 1, 1)), 0.0)
@@ -313,8 +314,9 @@ def test_all_streams_can_be_ended_at_once(granted):
     assert granted.num_open == 0
 
 
-# Seen failing, with a KeyError, with a budget that outlives its hand-off, and beats their stream.
-def test_nothing_is_due_for_what_has_ended(end):
+# Seen failing, with a KeyError, if a deadline outlives its hand-off, and if heartbeats outlive
+# their stream.
+def test_an_ended_hand_off_or_stream_has_no_deadline(end):
     end.received(STREAM, opening(budget_s=0.5), 0.0)
     end.received(STREAM, CancelHandoff(ID, "client"), 0.1)
     assert end.tick(0.5) == []

@@ -1,7 +1,6 @@
-"""Long random histories of hand-offs over one pair, four at a time, with beats, tiny pools, an
-engine that takes its events late, and many faults: I1-I5 of docs/design/hand-off.md hold, and in
-the end everything comes to rest.
-"""
+"""Long random histories of hand-offs over one pair, four at a time, with heartbeats, tiny pools,
+an engine that handles its events late, and many faults. I1-I5 of docs/design/hand-off.md hold,
+and at the end the system comes to rest."""
 
 import random
 
@@ -34,13 +33,13 @@ def _plan(rng: random.Random) -> Plan:
 
 
 def _walk(simulation: Simulation, rng: random.Random, world: World) -> World:
-    """Many steps, some of them faults."""
+    """Take many random steps, some of them faults."""
     for _ in range(NUM_STEPS):
         steps = simulation.steps(world) + simulation.again(world)
         faults = simulation.faults(world)
         if faults and (not steps or rng.random() < 0.08):
             fault = rng.choice(faults)
-            # Time passes often; it is only now and then that it costs anything.
+            # Time passes often, but rarely makes a deadline expire.
             world = (simulation.after if TIME[0] in fault else simulation.after_fault)(world, fault)
         elif steps:
             world = simulation.after(world, rng.choice(steps))
@@ -48,7 +47,7 @@ def _walk(simulation: Simulation, rng: random.Random, world: World) -> World:
 
 
 def _settle(simulation: Simulation, rng: random.Random, world: World) -> World:
-    """No more faults, and no time passes."""
+    """Continue without faults and without the passing of time."""
     steps = simulation.steps(world)
     while steps:
         world = simulation.after(world, rng.choice(steps))
@@ -56,8 +55,8 @@ def _settle(simulation: Simulation, rng: random.Random, world: World) -> World:
     return world
 
 
-# Seen failing, at some seed, with each line of the list in test_protocol_search.py taken out but
-# those of rules 5 and 11, where time heals.
+# Seen failing, at some seed, without each line of the list in test_protocol_search.py except those
+# of rules 5 and 11, which the passing of time repairs.
 @pytest.mark.parametrize(
     "first_seed",
     [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (10, 20, 30, 40))],

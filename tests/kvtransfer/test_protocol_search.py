@@ -1,32 +1,33 @@
-"""Every interleaving of two hand-offs, of one with more faults, or of one with two producers, over
-the product's own ends: I1-I5 of docs/design/hand-off.md hold in every state, and what can move no
-more is at rest.
+"""All interleavings of two hand-offs, of one with more faults, and of one with two producers, over
+the product's own ends. I1-I5 of docs/design/hand-off.md hold in every state, and a state without
+moves is at rest.
 
-A fault is a cut stream, a death and restart of either node, a broken link, a late read, a
-deadline, a cancel, a local prefill or the producer letting go. Between them everything may come in
-any order: half-open streams, torn reads, late answers, new streams, second attempts.
+A fault is a cut stream, a failure and restart of either node, a broken link, a late read, a
+deadline, a cancel, a local prefill or a hand-off dropped by the producer. Between them, everything
+may arrive in any order: half-open streams, torn reads, late answers, new streams, second attempts.
 
-Each of these lines was taken out once; the search named fails then:
-rule 1, the reads of a link count as ended as soon as it is told to close: the first, "I2: a read
-    wrote into a page given away"; ReadsEndedEvent as soon as an attempt is given up: the first,
-    too.
-rule 2, no Cancel when a consumer gives up, no Failed when a producer does: the first, "I3:
-something
-    waits for ever".
-rule 4, the entry stays when the producer lets go: the first, I3.
-rule 5, a second Hello leaves the old stream be, and the end of a stream drops all of its consumer:
-    the first, I3.
-rule 6, a resubmission under the same id: the first, an attempt granted twice.
-rule 8, the grant of an attempt that is over is not answered: the asynchronous ones, I3.
-rule 9, a redo that forgets the token it has emitted: the first, "I4: token 0 is not the next";
-    going local without a Cancel: the first, I3.
-rule 11, reads of a closed link are not posted again: the first, I3.
-Done before the last read has ended: the first, "I1: joined with torn".
-What windows reach before the prefix does not come with the first range: the ones with windows, I1.
-The state comes with the first range, or not with an empty last one: those with states, I1.
-A link that outlives its stream: the first, I3.
-Rules 7 and 10 and the checks of violations have tests of their own. test_protocol_breaks.py has
-rules 3, 5 and 8, with each break as a test.
+Each of these lines was removed once. The named search fails then:
+    rule 1, the reads of a link count as ended as soon as the link is closing: the first, "I2: a
+        read wrote into a page given away". ReadsEndedEvent as soon as an attempt is abandoned: the
+        first, too.
+    rule 2, no Cancel when a consumer abandons an attempt, no Failed when a producer does: the
+        first, "I3: something waits for ever".
+    rule 4, the entry stays when the producer drops the hand-off: the first, I3.
+    rule 5, a second Hello keeps the old stream, and the end of a stream drops all of its consumer:
+        the first, I3.
+    rule 6, a resubmission under the same id: the first, an attempt granted twice.
+    rule 8, the grant of an ended attempt is not answered: the asynchronous ones, I3.
+    rule 9, a new attempt that forgets the token it has sent: the first, "I4: token 0 is not the
+        next". A local prefill without a Cancel: the first, I3.
+    rule 11, reads of a closed link are not posted again: the first, I3.
+    Done before the last read has ended: the first, "I1: joined with torn".
+    Pages before the prefix that a window reaches do not come with the first range: the ones with
+        windows, I1.
+    The state comes with the first range, or not with an empty last one: those with states, I1.
+    A link that outlives its stream: the first, I3.
+
+Rules 7 and 10 and the checks of violations have their own tests. test_protocol_breaks.py has rules
+3, 5 and 8, with each break as a test.
 """
 
 from dataclasses import replace
@@ -39,8 +40,8 @@ from tests.kvtransfer.sides import Plan
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 TWO = (0, 0)  # prefixes
-# A restart among two requests has five times as many states as all other faults together: in the
-# long ones.
+# With two requests, a restart has five times as many states as all other faults together. The long
+# searches include it.
 NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is late")
 TINY = Plan((3, 3), (0, 3), consumer_pages=2, producer_pages=1, admits=True, only_faults=NO_RESTART)
 SMALL = Plan((7, 3), (0, 3), consumer_pages=3, producer_pages=2, admits=True)

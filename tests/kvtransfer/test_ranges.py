@@ -1,4 +1,4 @@
-"""Ranges that may be granted and published, for each kind of hand-off."""
+"""Valid ranges of grants and publications, for each kind of hand-off."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_an_impossible_range_is_a_violation(kind, end, num_pages, last):
         (HandoffKind.EMBEDDINGS, 7, 7),
     ],
 )
-def test_a_range_that_says_how_much_there_is_may_end_where_the_grant_allows(kind, end, num_pages):
+def test_a_range_of_a_running_request_may_end_anywhere_in_the_grant(kind, end, num_pages):
     ranges = of(kind, room=12 if kind is HandoffKind.LIVE else 0)
     ranges.follow(0, end, num_pages, last=True)
     assert (ranges.complete, ranges.num_tokens) == (True, end)

@@ -1,7 +1,7 @@
 """Hand-offs of nodes with several ranks: rank 0's paths over followers that run in this process.
 
-Followers are the product's. A small stand-in for the engine's jobs joins their replies on a thread
-of its own. Bytes are compared with the copy map, which has tests of its own.
+Followers are the product's. A small stand-in for the engine's jobs joins their replies on its own
+thread. Bytes are compared with the copy map, which has its own tests.
 """
 
 import itertools
@@ -150,7 +150,7 @@ class Jobs:
 
 
 class Network(LoopbackBackend):
-    """A loopback of many ranks. While `gate` is clear, followers connect to nothing."""
+    """A loopback of many ranks. While `gate` is clear, followers connect to no producer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,14 +254,14 @@ class Rig:
         return link
 
     def faults(self, rank: int) -> LoopbackFaults:
-        """Return the faults of what is read from a rank of the producer."""
+        """Return the wrong bytes that were read from a rank of the producer."""
         backend = cast(Network, self.network)
         return backend.producers[self.producer.memory[rank].pool.base].faults
 
     network: TransferBackend
 
     def read(self, num_pages: int, seed: int = 0) -> PagesToRead:
-        """Return a read of so many pages of each table, and of the state."""
+        """Return a read of this number of pages of each table, and of the state."""
         here, there = (
             np.random.default_rng(seed + side).permutation(NUM_PAGES).astype(np.int32)
             for side in (1, 2)
@@ -274,7 +274,7 @@ class Rig:
         return PagesToRead(source, destination, spans)
 
     def expected(self, pages: PagesToRead) -> list[Any]:
-        """Return the pages of the consumer's ranks after a read, which were empty before."""
+        """Return the expected pages of the consumer's ranks after a read into empty pages."""
         tables = {table: (source, destination) for table, source, destination in pages.by_table()}
         memories = []
         for rank, mine in enumerate(self.consumer.pages):
@@ -292,7 +292,7 @@ class Rig:
         return memories
 
     def check(self, pages: PagesToRead) -> None:
-        """Compare what was read. Bytes that the map does not have may be anything."""
+        """Compare the pages. Bytes outside the map are arbitrary."""
         blank = self.expected(pages)
         for rank, memory in enumerate(self.consumer.memory):
             known = blank[rank] != CANARY
@@ -317,7 +317,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             if kind == "loopback":
                 config = TransferConfig(read_timeout_s=read_s)
                 backends: dict[str, TransferBackend] = {"loopback": Network()}
-                # Of followers too.
+                # This includes followers.
                 monkeypatch.setattr(data_paths, "backends", lambda config, tls: backends)
             else:
                 config = TransferConfig.model_validate({"backend": kind, "read_timeout_s": read_s})
@@ -330,7 +330,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
-QUICK_PAIRS = [(1, 2), (4, 2)]  # for models whose layers have not one table of keys and values
+QUICK_PAIRS = [(1, 2), (4, 2)]  # for models whose layers do not share one table of keys and values
 
 
 def every_pair(*further: str) -> Iterator[Any]:
@@ -339,8 +339,8 @@ def every_pair(*further: str) -> Iterator[Any]:
         yield pytest.param(sizes, model, *further, marks=[] if quick else [pytest.mark.long])
 
 
-# Seen failing with a read that ends with its first member, and with the consumer's count of state
-# pages in place of the producer's.
+# Seen failing if a read ends with its first member, and with the consumer's count of state pages
+# instead of the producer's.
 @pytest.mark.parametrize("sizes, model, kind", [*every_pair("tcp"), ((2, 4), "windows", "nixl")])
 def test_every_rank_reads_its_part(
     make: Make, request: pytest.FixtureRequest, sizes: tuple[int, int], model: str, kind: str
@@ -410,7 +410,7 @@ def test_pages_are_served_again_after_their_memory_was_released(
     access = PageAccess(post, rig.producer.paths.offers)
     rig.producer.publish(rig.read(5).source)
     access.close()
-    rig.open()  # with a description from before
+    rig.open()  # with an earlier description
     rig.next(LinkClosed)
     access.open()
     assert commands == [ClosePairs, OpenPairs]
@@ -456,7 +456,7 @@ def _fail(error: Exception, *_: Any) -> None:
     raise error
 
 
-# Seen failing with whole pages in followers, and with pieces read as pages of the first table.
+# Seen failing with whole pages in followers, and if pieces are read as pages of the first table.
 @pytest.mark.parametrize(
     "sizes, model, kind",
     [
@@ -541,8 +541,8 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
                 page[byte] ^= 1
 
 
-# Seen failing without the case: LayoutMismatch ends the thread.
-def test_a_consumer_that_cannot_have_its_number_of_ranks_gets_no_checksums(make: Make) -> None:
+# Seen failing without this case: LayoutMismatch ends the thread.
+def test_a_consumer_with_an_impossible_number_of_ranks_gets_no_checksums(make: Make) -> None:
     rig = make((2, 1))
     pool = rig.producer.memory[0].pool
     sums = PageChecksums(page_bytes_of(pool), 1, rig.producer.paths.compared)
@@ -592,10 +592,10 @@ def test_long_publications_go_to_followers_in_parts(
         assert published.first_refused(STREAM, pages.source[29:]) is None
 
 
-# Seen failing with callbacks added after the job is sent: they run within `post`, and the end of
+# Seen failing if callbacks are added after the job is sent: they run within `post`, and the end of
 # the read is lost.
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2)])
-def test_replies_that_come_before_the_job_is_noted_are_not_lost(
+def test_replies_that_arrive_before_the_job_is_recorded_are_not_lost(
     make: Make, sizes: tuple[int, int]
 ) -> None:
     rig = make(sizes)
@@ -610,9 +610,9 @@ def test_replies_that_come_before_the_job_is_noted_are_not_lost(
     assert rig.next(LinkClosed).unfinished == ()
 
 
-# Seen failing with the lock of a group held while it notifies: rank 0's links are a group within
-# the group of all ranks, and this ends in a deadlock.
-def test_reads_that_end_while_others_are_posted(make: Make) -> None:
+# Seen failing if a group holds its lock while it notifies: rank 0's links are a group within the
+# group of all ranks, and this ends in a deadlock.
+def test_reads_may_end_while_others_are_posted(make: Make) -> None:
     rig = make((4, 2))
     pages = rig.read(1)
     rig.producer.publish(pages.source)
@@ -623,7 +623,7 @@ def test_reads_that_end_while_others_are_posted(make: Make) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_refuses_refuses_the_read_alone(make: Make, rank: int) -> None:
+def test_a_rank_that_rejects_a_read_affects_no_other_read(make: Make, rank: int) -> None:
     rig = make((2, 2))
     pages, others = rig.read(5), rig.read(2, seed=9)
     rig.producer.publish(np.concatenate([pages.source, others.source]))
@@ -637,8 +637,8 @@ def test_a_rank_that_refuses_refuses_the_read_alone(make: Make, rank: int) -> No
     assert rig.next(ReadEnded).refused == ""
 
 
-# Seen failing with looks for late reads only while nothing else is asked of a follower.
-def test_a_read_that_is_late_on_a_follower_closes_the_link(make: Make) -> None:
+# Seen failing if late reads are checked only while a follower has no other work.
+def test_a_late_read_on_a_follower_closes_the_link(make: Make) -> None:
     rig = make((2, 2), read_s=0.5)
     pages = rig.read(5)
     rig.producer.publish(pages.source)
@@ -684,7 +684,7 @@ def test_a_rank_whose_connection_is_cut_ends_the_link(make: Make, rank: int) -> 
     assert link.join(WAIT_S) and rig.events.empty()
 
 
-def test_a_link_that_is_closed_while_followers_connect(make: Make) -> None:
+def test_a_link_can_be_closed_while_followers_connect(make: Make) -> None:
     rig = make((2, 2))
     network = cast(Network, rig.network)
     network.gate.clear()
@@ -709,7 +709,7 @@ def test_a_follower_that_cannot_connect_ends_the_link(make: Make) -> None:
     assert link.join(WAIT_S) and rig.events.empty()
 
 
-def test_a_path_is_offered_if_all_ranks_serve_it(make: Make) -> None:
+def test_a_path_is_offered_only_if_all_ranks_serve_it(make: Make) -> None:
     rig = make((2, 2))
     more = (DataPath("of rank 0 alone", b""),)
     own = rig.producer.own.offers
@@ -720,7 +720,7 @@ def test_a_path_is_offered_if_all_ranks_serve_it(make: Make) -> None:
 
 
 class Slow(Network):
-    """A network whose consumers' own takes until the test says so."""
+    """A network that prepares a consumer's path when the test asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -738,7 +738,7 @@ class Slow(Network):
         return producer
 
 
-# Seen failing without the check of dismissed consumers, and with the error of `admit` not caught.
+# Seen failing without the check of dismissed consumers, and if the error of `admit` is not caught.
 @pytest.mark.parametrize("end", ["dismissed", "stopped"])
 def test_a_consumer_whose_paths_are_ready_too_late_is_not_admitted(
     monkeypatch: pytest.MonkeyPatch, end: str
@@ -760,7 +760,7 @@ def test_a_consumer_whose_paths_are_ready_too_late_is_not_admitted(
 
 
 class SlowLink:
-    """A link that closes when the test says so."""
+    """A link that closes when the test asks for it."""
 
     deadline = None
 
@@ -782,8 +782,8 @@ class SlowLink:
         return False
 
 
-# Seen failing with events by the link's number: the next role counts its links from 0 again.
-def test_a_link_that_outlives_its_role_is_not_taken_for_one_of_the_next(
+# Seen failing with events by the link's number: the next role numbers its links from 0 again.
+def test_a_link_that_outlives_its_role_does_not_affect_the_next_role(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links: list[SlowLink] = []
@@ -860,8 +860,8 @@ def test_a_follower_waits_for_its_steps_before_it_uses_pages(make: Make, what: s
     assert done.get(timeout=WAIT_S) == ""
 
 
-# The announcement of pages waits for the reply, and threads change slowly on busy cores.
-def test_a_follower_publishes_at_once_if_it_has_nothing_else_to_do(make: Make) -> None:
+# The announcement of pages waits for the reply, and threads switch slowly on busy cores.
+def test_a_follower_without_other_work_publishes_at_once(make: Make) -> None:
     follower = make((2, 2)).producer.jobs.followers[0]
     body = encoded(PublishPages(STREAM, np.arange(2, dtype=np.int32).tobytes()))
 
@@ -874,10 +874,10 @@ def test_a_follower_publishes_at_once_if_it_has_nothing_else_to_do(make: Make) -
         follower.take(body, None, reply)
         return threads == [threading.current_thread()]
 
-    wait_for(replied_here)  # the other thread may still end what came before
+    wait_for(replied_here)  # the other thread may still complete earlier work
 
 
-# Seen failing with every publication on the thread that calls.
+# Seen failing with every publication on the calling thread.
 def test_a_publication_comes_after_the_messages_before_it(make: Make) -> None:
     follower = make((2, 2)).producer.jobs.followers[0]
     done: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -955,7 +955,7 @@ LIES: dict[str, tuple[Callable[[PairHello], dict[str, Any]], str]] = {
 
 # Each seen failing without its check.
 @pytest.mark.parametrize("lie", LIES)
-def test_a_hello_that_cannot_be_true_ends_the_pair(make: Make, lie: str) -> None:
+def test_an_impossible_hello_ends_the_pair(make: Make, lie: str) -> None:
     rig = make((4, 2), "delta nets")
     change, expected = LIES[lie]
     outlet, pool = Refusals(), rig.consumer.memory[0].pool
@@ -988,7 +988,7 @@ def test_a_producer_without_a_path_for_all_ranks_closes_the_link(make: Make) -> 
     assert link.join(WAIT_S) and rig.events.empty()
 
 
-def test_followers_that_cannot_serve_their_pages_are_an_error_of_the_node(
+def test_followers_that_cannot_serve_their_pages_end_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, network = layout_of("dense"), Network()

@@ -1,4 +1,5 @@
-"""Properties of tcp beyond the contract: read permissions, hostile peers, and the fence."""
+"""Properties of tcp beyond the conformance tests: read permissions, malicious peers, and the
+fence."""
 
 import contextlib
 import queue
@@ -42,12 +43,12 @@ ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 @pytest.fixture(params=["tcp", "tcp-tls", "tcp-staged", "loopback"])
 def backend(request: pytest.FixtureRequest) -> TransferBackend:
-    """Return a backend whose producer knows what it has published."""
+    """Return a backend whose producer records its publications."""
     return LoopbackBackend() if request.param == "loopback" else make_backend(request.param)
 
 
-# Seen failing with the look into the publications taken out of `TcpProducer._answer`.
-def test_only_pages_published_to_that_consumer_are_served(ends, backend):
+# Seen failing without the check of publications in `TcpProducer._answer`.
+def test_only_pages_published_to_the_consumer_are_served(ends, backend):
     producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
     producer.publish(CONSUMER, ALL[:1024])
     producer.publish(CONSUMER + 1, ALL[1024:])
@@ -75,9 +76,9 @@ def test_a_page_published_twice_is_readable_until_withdrawn_twice(ends, backend)
         connection.copy(ALL[4:5], ALL[4:5])
 
 
-# Seen failing with the answers after a refusal left unread in `TcpConnection._exchange`.
+# Seen failing if `TcpConnection._exchange` leaves the answers after a rejection unread.
 @pytest.mark.parametrize("refused", [0, 300, 1100, 2047])
-def test_the_copy_after_a_refused_one_gets_its_own_bytes(ends, backend, refused):
+def test_the_copy_after_a_rejected_one_gets_its_own_bytes(ends, backend, refused):
     producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
     producer.publish(CONSUMER, np.delete(ALL, refused))
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -93,7 +94,7 @@ def test_the_copy_after_a_refused_one_gets_its_own_bytes(ends, backend, refused)
         assert (np.delete(memory.pages, destination[served], axis=0) == CANARY).all()
 
 
-def test_a_key_proves_one_consumer_to_one_producer_only(ends):
+def test_a_key_authenticates_one_consumer_to_one_producer_only(ends):
     backend = TcpBackend("127.0.0.1")
     producer, other = (ends.far_producer("tcp", 8, PAGE_BYTES) for _ in range(2))
     memory = Memory(8, PAGE_BYTES)
@@ -106,9 +107,9 @@ def test_a_key_proves_one_consumer_to_one_producer_only(ends):
             backend.connect(changed(here, **lie), producer.remote, memory.pool)
 
 
-# Seen failing with `TcpConsumers.dismiss`, and with `LoopbackBackend.dismiss`, doing nothing; its
-# last part with `PublishedPages.forget` doing nothing.
-def test_what_a_consumer_was_given_ends_with_it(ends, backend):
+# Seen failing if `TcpConsumers.dismiss` and `LoopbackBackend.dismiss` do nothing. The last part
+# failed when `PublishedPages.forget` did nothing.
+def test_a_consumers_access_ends_with_it(ends, backend):
     producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
     memory, bystanders = Memory(NUM_PAGES, PAGE_BYTES), Memory(NUM_PAGES, PAGE_BYTES)
     for consumer in (CONSUMER, CONSUMER + 1):
@@ -128,11 +129,12 @@ def test_what_a_consumer_was_given_ends_with_it(ends, backend):
     assert (memory.pages == CANARY).all()
     bystander.copy(ALL, ALL)
     assert (bystanders.pages == producer.content).all()
-    with pytest.raises(ReadRefused):  # what was published before is not, were the number used again
+    # earlier publications are not readable if the number is used again
+    with pytest.raises(ReadRefused):
         ends.connect(backend, producer, memory).copy(ALL[:1], ALL[:1])
 
 
-def test_a_copy_under_way_ends_with_its_consumer(ends, backend):
+def test_a_running_copy_ends_with_its_consumer(ends, backend):
     producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -153,8 +155,8 @@ def test_a_copy_under_way_ends_with_its_consumer(ends, backend):
     thread.join()
 
 
-# Seen failing with the look at the count taken out of `TcpConsumers.proved`.
-def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
+# Seen failing without the check of the count in `TcpConsumers.proved`.
+def test_an_overheard_proof_opens_no_second_connection(ends):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
     reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
     overheard = introduction(reported)
@@ -164,8 +166,8 @@ def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
             assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == answer_bytes
 
 
-# Seen failing with a count that had to be larger than all before it: ranks that connected at the
-# same time were turned away.
+# Seen failing with a count that had to exceed all earlier ones: ranks that connected at the same
+# time were rejected.
 def test_ranks_of_a_consumer_connect_in_any_order(ends):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
     reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
@@ -176,9 +178,9 @@ def test_ranks_of_a_consumer_connect_in_any_order(ends):
             assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == answer_bytes
 
 
-# Seen failing with the look at the producer's proof taken out of `_connect`.
-def test_a_consumer_does_not_trust_whoever_listens_there():
-    """Something that agrees with everything."""
+# Seen failing without the check of the producer's proof in `_connect`.
+def test_a_consumer_does_not_trust_an_unknown_listener():
+    """The listener accepts everything."""
     memory = Memory(8, PAGE_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
 
@@ -206,9 +208,9 @@ def test_a_consumer_does_not_trust_whoever_listens_there():
         thread.join()
 
 
-# Seen failing, UnicodeError on the link's thread, with OSError alone caught by TcpConnection.
+# Seen failing, with a UnicodeError on the link's thread, if TcpConnection catches only OSError.
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\0b", "", "nowhere.invalid"])
-def test_a_host_that_there_is_not_is_no_path(host):
+def test_an_unknown_host_is_no_path(host):
     memory = Memory(8, PAGE_BYTES)
     description = TcpDescription(host, 1, CONSUMER, bytes(KEY_BYTES), b"", 1)
     with pytest.raises(TransferError, match="tcp to"):
@@ -235,20 +237,20 @@ def test_a_host_that_there_is_not_is_no_path(host):
         pytest.param(b"\xff" * 4096, id="noise"),
     ],
 )
-def test_a_consumer_that_breaks_the_frames_loses_its_connection_and_nobody_else_does(ends, frame):
+def test_a_consumer_with_invalid_frames_loses_only_its_own_connection(ends, frame):
     producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(TcpBackend("127.0.0.1"), producer, memory)
     with introduced(producer.admit()) as raw:
         raw.sendall(frame)
-        with contextlib.suppress(ConnectionResetError):  # it had not read all of the frame
+        with contextlib.suppress(ConnectionResetError):  # it had not read the whole frame
             assert raw.recv(1) == b""
     connection.copy(ALL, ALL)
     assert (memory.pages == producer.content).all()
 
 
-def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends):
+def test_an_unpublished_or_unknown_page_is_rejected_at_once_with_its_number(ends):
     producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
     producer.publish(CONSUMER, ALL[:4])
     with introduced(producer.admit()) as raw:
@@ -265,7 +267,7 @@ def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends):
         assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == producer.content[0].tobytes()
 
 
-def test_the_oldest_connection_of_a_consumer_yields_if_it_has_too_many(ends):
+def test_the_oldest_connection_of_a_consumer_with_too_many_is_closed(ends):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
     producer.publish_all()
     producer.publish_all(CONSUMER + 1)
@@ -285,7 +287,7 @@ def _copies(connection: BackendConnection) -> bool:
     return True
 
 
-def test_strangers_and_sleepers_delay_nobody(ends):
+def test_unauthenticated_and_idle_connections_delay_no_consumer(ends):
     producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     port = msgspec.msgpack.decode(producer.admit(), type=TcpDescription).port
@@ -296,18 +298,18 @@ def test_strangers_and_sleepers_delay_nobody(ends):
         introduced(producer.admit()) as sleeper,
     ):
         liar.sendall(bytes(INTRODUCTION.size))
-        for _ in range(64):  # far more than the buffers between us take, and it never reads
+        for _ in range(64):  # far more than the buffers of both sockets hold, and it never reads
             sleeper.sendall(REQUEST.pack(0, 512, 0, PAGE_BYTES) + ALL[:512].tobytes())
         connection = ends.connect(TcpBackend("127.0.0.1"), producer, memory)
         connection.copy(ALL, ALL)
     assert (memory.pages == producer.content).all()
 
 
-# Seen failing with the shutdown taken out of `TcpConnection.stop` (the link never closes), and
-# with LinkClosed sent by `Link.close` instead of the link's thread (pages change after it).
+# Seen failing without the shutdown in `TcpConnection.stop` (the link never closes), and if
+# `Link.close` sends LinkClosed instead of the link's thread (pages change after it).
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_a_producer_that_wakes_after_the_link_has_closed_lands_nothing(ends, name):
-    num_pages, page_bytes = 2, 32 << 20  # the sockets hold less than a page: the consumer blocks
+def test_a_producer_that_resumes_after_the_link_has_closed_writes_nothing(ends, name):
+    num_pages, page_bytes = 2, 32 << 20  # the sockets hold less than a page, so the consumer blocks
     producer = ends.far_producer(name, num_pages, page_bytes)
     producer.publish_all()
     backend, memory = make_backend(name), Memory(num_pages, page_bytes)
@@ -339,7 +341,7 @@ def test_a_producer_that_wakes_after_the_link_has_closed_lands_nothing(ends, nam
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_a_closed_producer_serves_nobody_and_gives_its_port_back(name):
+def test_a_closed_producer_serves_no_consumer_and_frees_its_port(name):
     backend, memory, target = make_backend(name), Memory(8, 4096), Memory(8, 4096)
     producer = backend.serve(memory.pool, 1)
     description = producer.admit(CONSUMER)
@@ -355,12 +357,12 @@ def test_a_closed_producer_serves_nobody_and_gives_its_port_back(name):
         backend.connect(description, memory.remote, target.pool)
 
 
-def test_an_address_that_is_not_ours_cannot_be_served():
+def test_an_address_of_another_host_cannot_be_served():
     with pytest.raises(TransferError, match=r"192\.0\.2\.1"):
         TcpBackend("192.0.2.1").serve(Memory(8, 4096).pool, 1)
 
 
-def test_a_producer_serves_on_the_port_asked_for_and_says_where_it_is_taken():
+def test_a_producer_uses_the_configured_port_and_reports_a_conflict():
     (port,) = free_ports(1)
     backend, memory, target = (
         TcpBackend("127.0.0.1", data_port=port),
@@ -378,10 +380,10 @@ def test_a_producer_serves_on_the_port_asked_for_and_says_where_it_is_taken():
     producer.close()
     connection.close()
     assert (target.pages == 7).all()
-    backend.serve(memory.pool, 3).close()  # at once, as an engine that starts anew does
+    backend.serve(memory.pool, 3).close()  # at once, like an engine that restarts
 
 
-def test_pages_cross_over_ipv6_as_well():
+def test_pages_are_read_over_ipv6_as_well():
     backend, memory, target = TcpBackend("::1"), Memory(8, 4096, fill=7), Memory(8, 4096)
     producer = backend.serve(memory.pool, 1)
     producer.publications.publish(CONSUMER, ALL[:8])

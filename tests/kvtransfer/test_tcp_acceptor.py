@@ -22,13 +22,13 @@ from tests.support.data_ends import wait_for
 
 PAGE_BYTES = 4096
 ALL = np.arange(8, dtype=np.int32)
-CROWD = 300  # more than a producer has patience for
-CLOSED_S = 60.0  # a producer's two seconds, on a machine with other things to do
+CROWD = 300  # more than a producer accepts
+CLOSED_S = 60.0  # a producer's two seconds, on a busy machine
 
 
 @pytest.fixture
 def producer() -> Iterator[TcpProducer]:
-    """In this process, where its threads can be counted."""
+    """Return a producer in this process, whose threads can be counted."""
     producer = TcpBackend("127.0.0.1").serve(Memory(8, PAGE_BYTES).pool, 1)
     yield producer
     producer.close()
@@ -39,7 +39,7 @@ def description_of(producer: TcpProducer) -> TcpDescription:
 
 
 def stranger(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """Silent."""
+    """Return an unauthenticated connection that sends nothing."""
     return socket.create_connection(("127.0.0.1", port), CLOSED_S, (host, 0))
 
 
@@ -53,8 +53,8 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-# Seen failing with a thread started for each connection that is accepted.
-def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(producer):
+# Seen failing if each accepted connection starts a thread.
+def test_silent_unauthenticated_connections_cost_no_threads_and_are_closed(producer):
     port, before = description_of(producer).port, threading.active_count()
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(port)) for _ in range(50)]
@@ -64,8 +64,8 @@ def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(prod
             assert connection.recv(1) == b""
 
 
-# Seen failing with the listener closed by the door's thread (about 1 of 50 doors).
-def test_a_door_may_be_shut_just_when_its_thread_turns_strangers_out():
+# Seen failing if the acceptor's thread closes the listener (about 1 of 50 times).
+def test_an_acceptor_may_be_closed_just_when_it_closes_connections():
     for _ in range(300):
         door = TcpAcceptor("127.0.0.1", 0, lambda *who: None, patience_s=0.003)
         with stranger(door.port), stranger(door.port), stranger(door.port):
@@ -74,7 +74,7 @@ def test_a_door_may_be_shut_just_when_its_thread_turns_strangers_out():
 
 
 class Patient:
-    """A door with all the time in the world, and those whom it has let in."""
+    """An acceptor without time limits, and the connections that it has accepted."""
 
     def __init__(self) -> None:
         self.let_in: queue.Queue[tuple[socket.socket, str, bytes]] = queue.Queue()
@@ -90,16 +90,16 @@ def patient() -> Iterator[Patient]:
     patient.door.shut()
 
 
-# Seen failing with nobody turned out by `TcpAcceptor._accept`.
-def test_of_too_many_strangers_the_oldest_goes(patient):
+# Seen failing if `TcpAcceptor._accept` closes no connection.
+def test_of_too_many_unauthenticated_connections_the_oldest_is_closed(patient):
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(patient.door.port)) for _ in range(CROWD)]
         wait_for(lambda: not is_open(silent[0]))
         assert is_open(silent[-1])
 
 
-# Seen failing with the oldest turned out whichever host it is from.
-def test_a_crowd_from_one_host_turns_out_its_own(patient):
+# Seen failing if the oldest is closed whichever host it is from.
+def test_many_connections_of_one_host_displace_only_its_own(patient):
     port, words = patient.door.port, bytes(range(INTRODUCTION.size))
     with ExitStack() as exits:
         slow = exits.enter_context(stranger(port))
@@ -113,25 +113,26 @@ def test_a_crowd_from_one_host_turns_out_its_own(patient):
 
 
 def _pester(port: int, words: bytes, stop: threading.Event) -> None:
-    """Opens connections that stay, as fast as one thread can."""
+    """Open connections that stay, as fast as one thread can."""
     kept: list[socket.socket] = []
     while not stop.is_set():
         try:
             kept.append(socket.create_connection(("127.0.0.1", port), CLOSED_S))
             kept[-1].sendall(words)
         except OSError:
-            pass  # turned out already
+            pass  # closed already
         if len(kept) > CROWD:
             kept.pop(0).close()
     for connection in kept:
         connection.close()
 
 
-# Seen failing with a limit of connections that strangers count for, as it was (2 of 20 got in).
+# Seen failing with an earlier limit that included unauthenticated connections (2 of 20 were
+# accepted).
 @pytest.mark.parametrize(
     "words", [pytest.param(b"", id="silent"), pytest.param(b"\xff" * 4096, id="garbage")]
 )
-def test_a_flood_keeps_no_consumer_out_and_fills_no_log(ends, words):
+def test_a_connection_flood_blocks_no_consumer_and_fills_no_log(ends, words):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
     producer.publish_all()
     description = producer.admit()
@@ -153,7 +154,7 @@ def test_a_flood_keeps_no_consumer_out_and_fills_no_log(ends, words):
     assert 0 < len(lines) <= 10 * 10  # ten of a kind in ten seconds, on a slow machine
 
 
-def test_a_consumer_who_comes_again_and_again_is_always_let_in(producer):
+def test_a_consumer_that_reconnects_often_is_always_accepted(producer):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     producer.publications.publish(CONSUMER, ALL)
     with ExitStack() as exits:
@@ -163,8 +164,8 @@ def test_a_consumer_who_comes_again_and_again_is_always_let_in(producer):
             connection.copy(ALL, ALL)
 
 
-# Seen failing with the bound taken out of `TcpConsumers.proved`.
-def test_all_consumers_together_have_so_many_connections_and_those_that_stand_go_on(producer):
+# Seen failing without the limit in `TcpConsumers.proved`.
+def test_connections_of_all_consumers_are_limited_and_existing_ones_continue(producer):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     with ExitStack() as exits:
         for consumer in itertools.count():

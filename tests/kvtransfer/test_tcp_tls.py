@@ -1,4 +1,4 @@
-"""Pages in TLS: what an eavesdropper sees, and what someone in between can do."""
+"""Pages over TLS, with an eavesdropper and with a man in the middle."""
 
 import socket
 import ssl
@@ -33,10 +33,12 @@ WAIT_S = 60.0
 
 
 class Between:
-    """Carries bytes between a consumer and a producer, and remembers them."""
+    """Carries bytes between a consumer and a producer, and records them."""
 
     def __init__(self, producer: TcpDescription, change: Callable[[bytes], bytes]) -> None:
-        """`change` is applied to all that comes from the producer behind its proof."""
+        """Args:
+        change: applied to everything from the producer after its proof.
+        """
         self.to_consumer = b""
         self._address = (producer.host, producer.port)
         self._change = change
@@ -121,8 +123,8 @@ def test_a_changed_byte_ends_the_copy(between):
     connection.close()
 
 
-# Seen failing with the look at the certificate taken out of `consumer_channel`.
-def test_a_consumer_speaks_to_nobody_else_than_the_certificate_that_it_was_told():
+# Seen failing without the check of the certificate in `consumer_channel`.
+def test_a_consumer_accepts_only_the_announced_certificate():
     ours, theirs = socket.socketpair()
     impostor = threading.Thread(target=_start, args=(make_producer_tls().channel(theirs), SEAL))
     impostor.start()
@@ -133,9 +135,9 @@ def test_a_consumer_speaks_to_nobody_else_than_the_certificate_that_it_was_told(
     impostor.join()
 
 
-# Seen failing with the look at the seal taken out of `_check_seal`.
-def test_a_proof_that_was_passed_on_opens_nothing(ends):
-    """Someone in between lets the consumer prove itself, and then speaks in its place."""
+# Seen failing without the check of the seal in `_check_seal`.
+def test_a_forwarded_proof_gives_no_access(ends):
+    """A man in the middle lets the consumer prove itself, and then sends its own requests."""
     producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     description = producer.admit()
@@ -148,7 +150,7 @@ def test_a_proof_that_was_passed_on_opens_nothing(ends):
     assert "the TLS peer is not the consumer" in ends.log.read_text()
 
 
-def test_a_consumer_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
+def test_a_consumer_without_tls_gets_no_page(ends):
     producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     with introduced(producer.admit()) as raw:
@@ -164,8 +166,8 @@ def test_a_consumer_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
     assert "no TLS" in ends.log.read_text()
 
 
-# Seen failing with the socket's own `shutdown` in `TlsChannel.end`: what was encrypted landed.
-def test_what_has_ended_lands_no_encrypted_bytes():
+# Seen failing with the socket's own `shutdown` in `TlsChannel.end`: encrypted bytes were written.
+def test_an_ended_connection_writes_no_encrypted_bytes():
     ours, theirs = socket.socketpair()
     tls = make_producer_tls()
     source, target = Memory(8, 16384, fill=7), Memory(8, 16384)
@@ -173,7 +175,7 @@ def test_what_has_ended_lands_no_encrypted_bytes():
     sender = threading.Thread(target=_send_all, args=(producer, source))
     sender.start()
     consumer.start(SEAL, WAIT_S)
-    assert consumer.receive(1) == b"x"  # the rest is on its way
+    assert consumer.receive(1) == b"x"  # the rest is in flight
     consumer.end()
     vectors = PageTable(target.pool).vectors(ALL[:8], head := bytearray(8), WHOLE)
     with suppress(OSError, TransferError):
@@ -186,7 +188,7 @@ def test_what_has_ended_lands_no_encrypted_bytes():
     producer.close()
 
 
-def test_strangers_never_have_a_producer_compute_a_handshake(ends):
+def test_unauthenticated_connections_cause_no_tls_handshake(ends):
     producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
     reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
     with socket.create_connection((reported.host, reported.port), WAIT_S) as raw:
@@ -204,7 +206,9 @@ def test_strangers_never_have_a_producer_compute_a_handshake(ends):
         ("tcp", "tcp-tls", "this node encrypts pages and the producer does not"),
     ],
 )
-def test_producers_and_consumers_that_do_not_agree_say_so(ends, producers, consumers, words):
+def test_a_producer_and_a_consumer_with_different_settings_report_it(
+    ends, producers, consumers, words
+):
     producer = ends.far_producer(producers, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     with pytest.raises(TransferError, match=f"{words}: transfer.encrypt"):
@@ -215,7 +219,7 @@ def test_producers_and_consumers_that_do_not_agree_say_so(ends, producers, consu
     "encrypt, tls, encrypted",
     [("auto", False, False), ("auto", True, True), ("on", False, True), ("off", True, False)],
 )
-def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypted):
+def test_pages_are_encrypted_if_configured(encrypt, tls, encrypted):
     config = TransferConfig.model_validate({"encrypt": encrypt})
     made: TransferBackend = backends(config, tls=tls)["tcp"]
     memory = Memory(8, PAGE_BYTES)
@@ -226,7 +230,7 @@ def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypte
 
 
 @pytest.mark.parametrize("encrypt, used", [("on", False), ("auto", True), ("off", True)])
-def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt, used):
+def test_rdma_is_not_used_if_pages_must_be_encrypted(encrypt, used):
     nixl = backends(TransferConfig.model_validate({"encrypt": encrypt}), tls=True)["nixl"]
     offers = (NixlOffer("rdma", b"", b""),)
     description = msgspec.msgpack.encode(nixl_agent.NixlDescription("cpu", 1, 1, offers))

@@ -1,6 +1,5 @@
-"""Two transfer threads joined by a pump and a data path in memory: what their engines see, and
-what lands in the consumer's pages.
-"""
+"""Two transfer threads joined by a pump and a data path in memory: the events of their engines,
+and the pages written at the consumer."""
 
 import logging
 import threading
@@ -70,7 +69,7 @@ E = TypeVar("E")
 
 
 class Engine:
-    """The engine thread of one node: posts commands and waits for events, in order."""
+    """The engine thread of one node. It posts commands and waits for events, in order."""
 
     def __init__(self) -> None:
         self.wake = threading.Semaphore(0)
@@ -79,7 +78,7 @@ class Engine:
         self._events: list[Any] = []
 
     def next(self, kind: type[E]) -> E:
-        """The next event, which must be of this kind."""
+        """Return the next event, which must be of this type."""
         while not self._events:
             assert self.wake.acquire(timeout=WAIT_S), f"no {kind.__name__}"
             self._events += self.transfer.take()
@@ -96,7 +95,7 @@ class Rig:
 
     def __init__(self, config: TransferConfig, backends: dict[str, Any], **hello: Any) -> None:
         self.pump = Pump()
-        self.serials: dict[HandoffId, int] = {}  # of what was opened, at the producer
+        self.serials: dict[HandoffId, int] = {}  # of opened hand-offs, at the producer
         self.source = Memory(NUM_PAGES, PAGE_BYTES)
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
@@ -177,13 +176,13 @@ class Rig:
         self.publish_first(id)
 
     def hand_over(self, id: HandoffId = ID) -> None:
-        """A whole hand-off up to its first token."""
+        """Run a whole hand-off up to its first token."""
         self.begin(id)
         self.publish_last(id)
         assert self.consumer.next(FirstTokenEvent).token == 42
 
     def landed(self, *pages: int) -> bool:
-        """Return whether the landing pages 1, 2, ... hold these pages of the source."""
+        """Return whether pages 1, 2, ... of the consumer contain these pages of the source."""
         return all(
             (self.landing.pages[place] == self.source.pages[page]).all()
             for place, page in enumerate(pages, start=1)
@@ -223,7 +222,7 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return rig
 
 
-def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig):
+def test_a_complete_hand_off_is_released_on_both_sides(rig):
     rig.hand_over()
     assert rig.consumer.next(CompletedEvent).id == ID
     assert rig.landed(9, 5)
@@ -240,8 +239,9 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig):
 EVERY_PAGE = TransferConfig(checksum_interval=1)
 
 
-def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog):
-    """Seen failing with `PageChecksums.wrong` always empty: Held, and a page that is another's."""
+def test_a_page_changed_during_its_read_is_not_reported_as_held(make_rig, caplog):
+    """Seen failing with `PageChecksums.wrong` always empty: Held, with a page of another
+    request."""
     caplog.set_level(logging.INFO)
     rig = make_rig(EVERY_PAGE)
     rig.pair()
@@ -251,7 +251,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     assert lost.id == ID and lost.retryable and "differ from what was published" in lost.reason
     rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
-    assert rig.producer.next(ClosedEvent).completed  # by its books it was
+    assert rig.producer.next(ClosedEvent).completed  # according to its checksum
     descriptions = rig.reads.gauges()
     assert (
         descriptions["total_pages_compared/passed"],
@@ -262,11 +262,11 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     assert rig.consumer.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
     assert rig.reads.gauges()["total_pages_compared/passed"] == 3
-    # That link was not trusted: it has been closed, and opened anew.
+    # The link was not trusted any more. It was closed and opened again.
     assert caplog.text.count("link closed") == 1 and caplog.text.count("link up") == 2
 
 
-def test_without_checksums_nothing_is_compared(make_rig):
+def test_without_checksums_no_page_is_compared(make_rig):
     rig = make_rig(TransferConfig(checksum_interval=0))
     rig.pair()
     rig.hand_over()
@@ -279,7 +279,7 @@ def test_without_checksums_nothing_is_compared(make_rig):
     )
 
 
-def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
+def test_bytes_read_are_counted_by_their_path(make_rig):
     rig = make_rig(backends={"tcp": TcpBackend("127.0.0.1")})
     rig.pair()
     rig.hand_over()
@@ -293,7 +293,7 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
     assert sum(seconds.counts) == 2 and seconds.total > 0
 
 
-def test_a_producer_that_dies_costs_its_handoffs_and_not_the_consumer(rig):
+def test_a_failed_producer_fails_its_hand_offs_and_not_the_consumer(rig):
     rig.begin()
     rig.producer.transfer.stop(WAIT_S)
     # In either order: its links and its stream end at the same time.
@@ -303,8 +303,8 @@ def test_a_producer_that_dies_costs_its_handoffs_and_not_the_consumer(rig):
     assert rig.consumer.transfer.take() == []
 
 
-def test_a_producer_whose_engine_is_stuck_is_dead(make_rig):
-    # Seen failing with `engine_moves` ignored by ProducerSide.tick.
+def test_a_producer_whose_engine_is_stuck_counts_as_failed(make_rig):
+    # Seen failing if ProducerSide.tick ignores `engine_moves`.
     rig = make_rig(TransferConfig(heartbeat_s=0.1, max_missed_heartbeats=30))
     rig.pair()
     rig.open()
@@ -316,8 +316,8 @@ def test_a_producer_whose_engine_is_stuck_is_dead(make_rig):
 
 
 @pytest.mark.parametrize("as_consumer", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_consumer):
-    """Seen failing with beats whether it moves or not."""
+def test_the_frontend_gets_heartbeats_of_an_engine_only_while_it_makes_progress(rig, as_consumer):
+    """Seen failing with heartbeats at any time."""
     engine, beats = (rig.consumer if as_consumer else rig.producer), rig.pump.beats
     before = beats[as_consumer]
     rig.pump.wait(lambda: beats[as_consumer] > before)
@@ -326,12 +326,12 @@ def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_consumer):
     engine.late_s = 1.5
     still, other = beats[as_consumer], beats[not as_consumer]
     rig.pump.wait(lambda: beats[not as_consumer] >= other + 3)
-    assert beats[as_consumer] <= still + 1  # one may have been on its way
+    assert beats[as_consumer] <= still + 1  # one may have been in flight
     engine.late_s = 0.0
     rig.pump.wait(lambda: beats[as_consumer] > still + 1)
 
 
-def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
+def test_a_violation_ends_the_pair_and_both_nodes_continue(rig):
     rig.open()
     rig.pump.say(1, PagesReleased(ID, True), to_consumer=True)
     rig.consumer.next(ProducerDown)
@@ -355,7 +355,7 @@ class NoPath:
 
 
 class Listener(LoopbackBackend):
-    """Remembers what consumers were told."""
+    """Records the messages to consumers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,8 +374,8 @@ def _can_connect(backend: LoopbackBackend, description: bytes, rig: Rig) -> bool
     return True
 
 
-# Seen failing with `ProducerSide._dismiss` doing nothing.
-def test_what_a_consumer_was_told_is_worth_nothing_after_its_stream(make_rig):
+# Seen failing if `ProducerSide._dismiss` does nothing.
+def test_a_consumers_access_to_pages_ends_with_its_stream(make_rig):
     backend = Listener()
     rig = make_rig(backends={"loopback": backend})
     stream = rig.pair()
@@ -396,7 +396,7 @@ def test_what_a_consumer_was_told_is_worth_nothing_after_its_stream(make_rig):
 
 
 class Diary:
-    """A producer that writes down what it is asked for."""
+    """A producer that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -423,8 +423,8 @@ class Diary:
     def close(self) -> None: ...
 
 
-# Seen failing with the loop behind the actions taken out of `ProducerSide._carry_out`.
-def test_a_consumer_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so():
+# Seen failing without the loop after the actions in `ProducerSide._carry_out`.
+def test_a_consumer_whose_stream_the_node_ends_is_dismissed_before_the_frontend_reports_it():
     diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
@@ -444,7 +444,7 @@ def test_a_consumer_whose_stream_is_ended_here_is_dismissed_before_its_front_say
 
 
 class SlowPath(LoopbackBackend):
-    """A backend that connects, and is slower than a zeppelin."""
+    """A backend that connects, and is slower than the minimum rate."""
 
     name = "slow"
 
@@ -454,7 +454,7 @@ class SlowPath(LoopbackBackend):
         return connection
 
 
-def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(make_rig):
+def test_the_next_path_is_used_if_one_cannot_be_proved_or_is_too_slow(make_rig):
     config = TransferConfig(min_link_gib_per_s=0.002)
     backends = {"nowhere": NoPath(), "slow": SlowPath(), "loopback": LoopbackBackend()}
     rig = make_rig(config, backends)
@@ -473,7 +473,7 @@ def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig):
 
 
 class Slow(LoopbackBackend):
-    """A backend whose consumers' own takes until the test says so."""
+    """A backend that prepares a consumer's path when the test asks for it."""
 
     name = "slow"
 
@@ -491,8 +491,8 @@ class Slow(LoopbackBackend):
         return self.preparations[consumer]
 
 
-# Seen failing with `ConsumerAdmissions.begin` waiting for what it has begun.
-def test_a_consumer_that_waits_for_its_paths_holds_nobody_up(make_rig):
+# Seen failing if `ConsumerAdmissions.begin` waits for its preparation.
+def test_a_consumer_that_waits_for_its_paths_delays_no_other(make_rig):
     slow = Slow()
     rig = make_rig(backends={"slow": slow})
     first = rig.pump.connect()
@@ -507,7 +507,7 @@ def test_a_consumer_that_waits_for_its_paths_holds_nobody_up(make_rig):
 
 # Seen failing with `admit` before `prepare` is done in `ConsumerAdmissions.take_ready`: no path is
 # offered.
-def test_consumers_with_agents_of_their_own_come_go_and_come_again(make_rig, one_sided):
+def test_consumers_with_their_own_agents_leave_and_return(make_rig, one_sided):
     rig = make_rig(backends={"nixl": NixlBackend([replace(PATHS[0], keyed=True)])})
     for id in (ID, OTHER):
         stream = rig.pump.connect()
@@ -522,14 +522,14 @@ def test_consumers_with_agents_of_their_own_come_go_and_come_again(make_rig, one
         rig.consumer.next(ProducerDown)
 
 
-def test_a_fault_of_the_thread_reaches_the_engine(rig):
+def test_an_error_of_the_thread_reaches_the_engine(rig):
     rig.open()
     rig.consumer.post(GrantCommand(ID, 0, np.array([1, 2, 3], np.int32)))
     with pytest.raises(EngineFault, match="3 pages"):
         rig.consumer.next(object)
 
 
-def test_the_end_of_a_node_leaves_no_thread_behind(make_rig):
+def test_the_end_of_a_node_leaves_no_thread(make_rig):
     before = set(threading.enumerate())
     rig = make_rig()
     rig.pair()

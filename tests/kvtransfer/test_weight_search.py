@@ -1,7 +1,6 @@
-"""Every interleaving of weights that one node reads from another, over one pair of the product's
-own ends: every piece that has come is that piece, no page is let go while it may be read, and what
-can move no more is at rest.
-"""
+"""All interleavings of weights that one node reads from another, over one pair of the product's
+own ends. Every piece that arrives is correct, no page is released while it may be read, and a
+state without moves is at rest."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Weights that one node reads from another, window after window of pieces, as a pair for the
-search: the product's own ends, and models of who lends and who takes.
+search. The protocol ends are the product's. The engines of both nodes are models.
 
-A piece is a page of the pool, whatever tables its KV has. What a page holds is tracked.
+A piece is a page of the pool, whatever the tables of KV are. The content of each page is tracked.
 """
 
 from typing import Any, NamedTuple
@@ -41,10 +41,9 @@ Window = tuple[int, int]  # pieces [first, past)
 class WeightPlan(NamedTuple):
     """The parameters of a search.
 
-    wanted: the windows that the consumer asks for, all at once.
-    whole: pieces that there are.
-    lends: pages of the producer for pieces.
-    tables: windows of the tables of pages that KV has.
+    wanted: the windows that the consumer requests, all at once. whole: number of pieces of the
+    weights. lends: pages of the producer for pieces. tables: windows of the tables of pages that KV
+    has.
     """
 
     wanted: tuple[Window, ...] = ((0, 2),)
@@ -77,7 +76,7 @@ class Loan(NamedTuple):
 
 
 class LenderSide(SimulatedProducer):
-    """Its `prompts` are loans."""
+    """Its `prompts` are exports."""
 
     prompts: dict[int, Any]
 
@@ -103,7 +102,7 @@ class LenderSide(SimulatedProducer):
         return super()._take(event)
 
     def _lend(self, serial: int) -> list[Output]:
-        """Lend as many pieces as there are pages for."""
+        """Export as many pieces as there are pages for."""
         loan = self.prompts[serial]
         free = [page for page in range(self.weights.lends) if self.cells[page] == FREE]
         pages = tuple(free[: loan.num_pieces])
@@ -126,11 +125,12 @@ class LenderSide(SimulatedProducer):
         )
 
     def _admit(self) -> list[Output]:
-        return []  # whoever finds no pages is refused
+        return []  # a request without free pages is rejected
 
 
 class TakerSide(SimulatedConsumer):
-    """Its jobs are windows; `delivered` counts what was lost of one, an attempt is one hand-off."""
+    """Its jobs are windows. `delivered` counts the lost pieces of one. An attempt is one
+    hand-off."""
 
     def __init__(self, plan: WeightPlan, config: TransferConfig, instance: int) -> None:
         super().__init__(plan.plan(), config, instance)
@@ -153,7 +153,7 @@ class TakerSide(SimulatedConsumer):
         ]
 
     def faults(self) -> list[Input]:
-        """No window is cancelled to be asked for again."""
+        """Return the faults. No window is cancelled and requested again."""
         return [fault for fault in super().faults() if fault[0] != "cancel"]
 
     def react(self, given: Input) -> list[Output]:
@@ -179,7 +179,7 @@ class TakerSide(SimulatedConsumer):
 
     def _restart(self, instance: int) -> None:
         fresh = TakerSide(self.weights, self.config, instance)
-        fresh.jobs = [ENDED] * len(self.jobs)  # whoever wanted them has to say so again
+        fresh.jobs = [ENDED] * len(self.jobs)  # the consumer must request them again
         self.__dict__.update(fresh.__dict__)
 
     def _take(self, event: Any) -> None:
@@ -192,7 +192,7 @@ class TakerSide(SimulatedConsumer):
                 super()._take(event)
 
     def _arrived(self, r: int, num_pieces: int) -> None:
-        """The first ones of a window; what is behind them is asked for again."""
+        """Record the first pieces of a window. The rest is requested again."""
         job, (first, past) = self.jobs[r], self.windows[r]
         require(num_pieces <= past - first, "more has come than was asked for")
         require(num_pieces > 0 or first >= self.weights.whole, "none has come of what there is")

@@ -1,6 +1,5 @@
-"""Nodes joined by streams and links that may break: every state is a value, every step a function
-of it. What a node does with an input is computed once and remembered.
-"""
+"""Nodes joined by streams and links that may break. Every state is a value, and every step a
+function of it. The reaction of a node to an input is computed once and cached."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,7 +14,8 @@ Pages = tuple[int, ...]
 
 
 class Wire(NamedTuple):
-    """One pair stream. What is sent after the cut is lost; what was sent before may still come."""
+    """One pair stream. Messages sent after the cut are lost. Messages sent before it may still
+    arrive."""
 
     stream: int
     consumer: int  # its node
@@ -24,7 +24,7 @@ class Wire(NamedTuple):
     producer_sees: bool = True
     consumer_sees: bool = True
     cut: bool = False
-    half_open: bool = False  # cut, and its producer never sees the end
+    half_open: bool = False  # cut, and its producer never notices the end
     to_producer: tuple[Any, ...] = ()
     to_consumer: tuple[Any, ...] = ()
 
@@ -42,18 +42,18 @@ class SimLink(NamedTuple):
     instance: int  # of the producer
     state: str  # opening | up | closing
     reads: tuple[SimRead, ...] = ()
-    begun: tuple[Any, ...] | None = None  # contents when the first read began
+    begun: tuple[Any, ...] | None = None  # contents when the first read started
 
 
 class World(NamedTuple):
     nodes: tuple[int, ...]  # number of each node's state
     wires: tuple[Wire, ...] = ()
     links: tuple[SimLink, ...] = ()
-    faults: int = 0  # still to come
+    faults: int = 0  # not delivered yet
 
 
 class States:
-    """The states of one node, numbered, and what each does with each input."""
+    """The states of one node, numbered, with the reaction of each to each input."""
 
     def __init__(self, first: Node) -> None:
         self.nodes: list[Node] = [first]
@@ -80,7 +80,7 @@ class States:
 
 
 class Draft:
-    """A world in the making: one step may have consequences at several nodes."""
+    """A world being computed: one step may have consequences at several nodes."""
 
     def __init__(self, simulation: "Simulation", world: World) -> None:
         self._simulation = simulation
@@ -103,7 +103,7 @@ class Draft:
         return self._simulation.states[node].nodes[self.nodes[node]]
 
     def react(self, node: int, *given: Any) -> None:
-        """A node's state after an input, and what of it crosses to others."""
+        """Return a node's state after an input, with its outputs to other nodes."""
         self.nodes[node], outputs = self._simulation.states[node].react(self.nodes[node], given)
         for output in outputs:
             match output:
@@ -141,7 +141,7 @@ class Draft:
         self.link(stream, reads=(*self._links[stream].reads, read))
 
     def of_consumer(self, stream: int, *given: Any) -> None:
-        """An input of the end that reads through this link."""
+        """Apply an input of the end that reads through this link."""
         self.react(self._links[stream].consumer, "consumer", *given)
 
     def connect(self, consumer: int, producer: int, stream: int) -> None:
@@ -165,7 +165,7 @@ class Draft:
             self.react(wire.consumer, "consumer", "message", stream, message)
 
     def link_gone(self, stream: int) -> None:
-        """The fence: until now the read under way may have written anything."""
+        """Apply the fence: until now the running read may have written anything."""
         link = self._links[stream]
         if link.begun is not None:
             read = link.reads[0]
@@ -180,7 +180,7 @@ class Draft:
         self.of_consumer(stream, "write", read.id, read.destination, (TORN,) * len(contents))
 
     def read_landed(self, stream: int) -> None:
-        """Land a read. Data that changed during the read has landed in part."""
+        """Complete a read. Data that changed during the read is only partly correct."""
         link = self._links[stream]
         read = link.reads[0]
         then = link.begun or ()
@@ -208,17 +208,17 @@ class Draft:
         self.react(node, "restart", instance)
 
 
-Step = tuple[Any, ...]  # what happens, to which stream or at which node by which command
+Step = tuple[Any, ...]  # the event, with its stream or with its node and command
 
 
 class Simulation:
-    """All that can happen among some nodes.
+    """All events that can happen among some nodes.
 
     Args:
-        nodes: in their first state, each with an instance of its own. The address of one is its
-            number here.
+        nodes: in their first state, each with its own instance. The address of a node is its index
+            here.
         dials: which node reads from which.
-        only_faults: if any, no others happen.
+        only_faults: if any, no other faults happen.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Simulation:
         ]
 
     def steps(self, world: World) -> list[Step]:
-        """Everything but faults that may happen next."""
+        """Return every possible next step, without faults."""
         steps: list[Step] = []
         for n, number in enumerate(world.nodes):
             steps += [("node", n, *given) for given in self.states[n].moves[number]]
@@ -271,7 +271,7 @@ class Simulation:
             yield "read begins" if link.begun is None else "read ends", link.stream
 
     def faults(self, world: World) -> list[Step]:
-        """Every fault that may happen here, if one more may."""
+        """Return every possible fault, if one more is allowed."""
         if not world.faults:
             return []
         only = self._only_faults
@@ -300,7 +300,7 @@ class Simulation:
             yield "read is late", link.stream
 
     def again(self, world: World) -> list[Step]:
-        """Requests that have ended may be submitted once more."""
+        """Submit ended requests once more, if allowed."""
         return [
             ("node", n, "consumer", "again", r, self.unused_serial(world, n))
             for n, node in enumerate(self.nodes(world))
@@ -308,7 +308,7 @@ class Simulation:
         ]
 
     def after(self, world: World, step: Step) -> World:
-        """The world after one of its steps. Raises Broken where an invariant breaks."""
+        """Return the world after one of its steps. Raises Broken if an invariant breaks."""
         draft = self.draft(world)
         match step:
             case ("node", n, *given):
@@ -351,13 +351,13 @@ class Simulation:
         return self.after(world._replace(faults=world.faults - 1), fault)
 
     def rests(self, world: World) -> bool:
-        """Every request has ended, and nothing is held or waited for anywhere."""
+        """Return whether every request has ended, and no resource is held or awaited."""
         nodes = self.nodes(world)
         wanted = all(link.stream in nodes[link.consumer].live_streams() for link in world.links)
         return wanted and all(node.at_rest() for node in nodes)
 
-    # The nodes never use one twice. Here one is used again when nothing remembers it, which is
-    # the same and keeps the number of states finite.
+    # Nodes never reuse one. Here it is reused when no part remembers it, which is equivalent and
+    # keeps the number of states finite.
 
     def unused_stream(self, world: World) -> int:
         used = {wire.stream for wire in world.wires} | {link.stream for link in world.links}
