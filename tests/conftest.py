@@ -1,6 +1,6 @@
-"""The environment of every test: isolated, one thread per library, uvloop, limits that fire.
+"""The environment of every test: isolated, one thread per library, uvloop, time limits.
 
-Set before any module that reads it is imported. Processes that tests start inherit it.
+It is set before the import of any module that reads it. Processes that tests start inherit it.
 """
 
 import asyncio
@@ -22,32 +22,32 @@ from tests.support import isolation
 
 isolation.apply()
 os.environ.update(
-    OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many programs
+    OMP_NUM_THREADS="1",  # torch's own threads too: the machine has few cores and many processes
     TOKENIZERS_PARALLELISM="false",
-    GRPC_VERBOSITY="NONE",  # a refused connection is no news here
-    # uvloop forks, where `subprocess` takes vfork. With gRPC's support for that, its threads begin
-    # anew in the fork, and now and then one crashes it before it is the program that was wanted.
+    GRPC_VERBOSITY="NONE",  # a refused connection is no error here
+    # uvloop forks where `subprocess` uses vfork. With gRPC's fork support, gRPC's threads start
+    # again in the child, and sometimes one crashes the child before its exec.
     GRPC_ENABLE_FORK_SUPPORT="0",
     TRANSFORMERS_VERBOSITY="error",
 )
-# Without bytecode files each worker, and each program that a test starts, would compile all modules
-# of the repository anew.
+# Without bytecode files each worker, and each process that a test starts, would compile all modules
+# of the repository again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
+    os.environ["TRITON_INTERPRET"] = "1"  # otherwise kernels could not be called without a GPU
 
 pytest_plugins = ["tests.support.cpu_seconds", "tests.support.workers"]
 
-settings.load_profile("ci")  # the same examples everywhere, however long each takes
+settings.load_profile("ci")  # the same examples everywhere, with any duration
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without garbage collection, which takes a fifth of the time and finds nothing.
+    """Collect without garbage collection, which takes a fifth of the time and finds no garbage.
 
-    All modules and tests stay until the end, so later collections need not look at them either,
-    and forked workers share their memory.
+    All modules and tests stay until the end, so later collections need not scan them either, and
+    forked workers share their memory.
     """
     gc.disable()
     try:
@@ -57,8 +57,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# At the end of the process, or extension modules would report leaks. Not earlier, because pytest
-# collects garbage several times at the end of a run.
+# At the end of the process, because extension modules would otherwise report leaks. Not earlier,
+# because pytest collects garbage several times at the end of a run.
 atexit.register(gc.unfreeze)
 
 
@@ -70,7 +70,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def compiled_operations_end_with_their_test() -> Iterator[None]:
-    """An engine that a test builds switches them on for its process."""
+    """An engine that a test builds enables them for its process."""
     yield
     if (device := sys.modules.get("kernels.device")) is not None:
         device.use_compiled(None)
@@ -89,11 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and asyncio.iscoroutinefunction(item.obj):
             item.obj = _limited(item.obj, _limit_s(config, item))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # files stay whole
+    items.sort(key=lambda item: item.path not in slow)  # keep files together
 
 
 def _missing(items: list[pytest.Item]) -> dict[str, str]:
-    """Marks of devices that this machine lacks. Loads torch only where a test wants to know."""
+    """Return marks of devices that this machine lacks. Loads torch only if a test needs to know."""
     wanted = {"gpu": 1, "two_gpu": 2}
     if not any(item.get_closest_marker(name) for item in items for name in wanted):
         return {}
@@ -107,8 +107,8 @@ def _missing(items: list[pytest.Item]) -> dict[str, str]:
     }
 
 
-# A test that hangs fails alone: pytest-timeout's signal ends what waits in the main thread, but
-# uvloop swallows what a signal raises. There asyncio's own timeout comes first.
+# A test that hangs fails alone: pytest-timeout's signal ends waits in the main thread. But uvloop
+# swallows exceptions of signal handlers, so asyncio's own timeout fires earlier.
 
 
 def _limit_s(config: pytest.Config, item: pytest.Item | None = None) -> float:

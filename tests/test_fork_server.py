@@ -1,4 +1,4 @@
-"""A program that the fork server starts is a child process like one that was started by exec."""
+"""A process of the fork server is a child process like one started by exec."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ LIBRARY = "has the library of tracing"  # whose import takes long
 
 
 def facts() -> dict[str, object]:
-    """Return what a process can observe of its start."""
+    """Return everything that a process can observe of its start."""
     at_parents_death = ctypes.c_int()
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(at_parents_death), 0, 0, 0)
     return {
@@ -40,7 +40,9 @@ def _start(printed):
     return {name: fact for name, fact in json.loads(printed).items() if name != LIBRARY}
 
 
-def test_it_has_the_arguments_files_environment_and_parent_of_an_execed_one(monkeypatch):
+def test_a_forked_process_has_the_arguments_files_environment_and_parent_of_an_execed_one(
+    monkeypatch,
+):
     monkeypatch.setenv("A_VARIABLE", "of this test")
     ran = fork_server.run(__spec__.name, "one", "--two=3")
     command = [sys.executable, "-m", __spec__.name, "one", "--two=3"]
@@ -52,9 +54,8 @@ def test_it_has_the_arguments_files_environment_and_parent_of_an_execed_one(monk
     assert _start(ran.stdout) == _start(execed.stdout) | leashed
 
 
-def test_a_server_outlives_the_thread_that_first_asked_it():
-    """The server has imported all programs. They load the library of tracing only when they use
-    it."""
+def test_a_server_outlives_the_thread_that_first_used_it():
+    """The server has imported all programs. They load the tracing library only when they use it."""
     environment = {**os.environ, "TORCH_OF_THIS_TEST": "1"}  # a server of its own
     ended = []
 
@@ -69,8 +70,9 @@ def test_a_server_outlives_the_thread_that_first_asked_it():
     assert not any(json.loads(each.stdout)[LIBRARY] for each in ended)
 
 
-def test_the_server_has_one_thread_however_many_libraries_may_start():
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # as `make attack`, which has no conftest
+def test_the_server_has_one_thread_for_any_number_of_library_threads():
+    # like `make attack`, which has no conftest
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     ran = fork_server.run(__spec__.name, environment=environment)
     assert json.loads(ran.stdout)["threads"] == 1
 
@@ -107,7 +109,7 @@ def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):
     assert ends[0][0] == 2 and "--port" in ends[0][1]
 
 
-def test_it_can_be_stopped_and_killed(tmp_path):
+def test_a_forked_process_can_be_stopped_and_killed(tmp_path):
     flags = ["--model=/nonexistent", "--port=1"]
     with fork_server.in_use():
         child = ChildProcess("router", [sys.executable, "-m", "router", *flags], tmp_path / "log")
@@ -116,7 +118,7 @@ def test_it_can_be_stopped_and_killed(tmp_path):
     assert os.WIFSTOPPED(status) and child.code is None
     child.send(signal.SIGKILL)
     assert child._process.wait(60.0) == child.code == -signal.SIGKILL
-    child.send(signal.SIGKILL)  # nothing happens
+    child.send(signal.SIGKILL)  # no effect
 
 
 if __name__ == "__main__":

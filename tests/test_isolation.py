@@ -1,4 +1,5 @@
-"""Tests see neither the user's settings and files nor a system that runs in the same clone."""
+"""Tests are isolated from the user's settings and files, and from a system that runs in the same
+clone."""
 
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 from tests.support import isolation
 from tests.support.isolation import ROOT
 
-# The tools of `make lint` and git work on the repository itself.
+# The tools of `make lint` and git process the repository itself.
 TOOLS = {"tests/test_repository.py", "tests/test_isolation.py"}
 
 
@@ -48,7 +49,7 @@ def test_a_child_process_is_isolated_too():
     assert settings == []
 
 
-def test_a_file_written_to_the_working_directory_is_noticed(tmp_path):
+def test_a_file_written_to_the_working_directory_is_detected(tmp_path):
     before = Path.cwd()
     with pytest.raises(AssertionError, match="use tmp_path"), isolation.apart(tmp_path) as here:
         (here / "log").write_text("")

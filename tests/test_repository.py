@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def _texts() -> list[Path]:
-    """Every file that is, or is to be, under version control."""
+    """Return every file that is, or will be, under version control."""
     listed = subprocess.run(
         [
             "git",
@@ -36,7 +36,7 @@ def _texts() -> list[Path]:
 
 
 def test_generated_code_is_what_the_protos_generate(tmp_path):
-    # In a process of its own: grpc_tools and nixl cannot be loaded into the same one.
+    # In its own process: grpc_tools and nixl cannot be loaded into the same one.
     command = [sys.executable, "-m", "protos.generate", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     made = {path.name: path.read_text() for path in (tmp_path / "protos").iterdir()}
@@ -48,7 +48,7 @@ def test_generated_code_is_what_the_protos_generate(tmp_path):
     assert made == committed, "run `make proto`"
 
 
-def test_imports_only_go_down():
+def test_imports_follow_the_layers():
     linter = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as l; l()"]
     checked = subprocess.run([*linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -67,7 +67,7 @@ def test_no_file_names_the_machine_it_was_written_on():
     assert found == []
 
 
-def test_every_file_beside_the_code_is_part_of_the_package():
+def test_every_data_file_is_part_of_the_package():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {pattern.rstrip("*") for pattern in tools["packages"]["find"]["include"]}
     data = tools["package-data"]
@@ -99,7 +99,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_beside_the_code_lead_to_files(page):
+def test_links_of_pages_outside_the_docs_lead_to_files(page):
     # mkdocs checks those of docs/.
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []

@@ -78,7 +78,7 @@ def run(directory, *flags):
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def test_every_test_runs_once_and_a_worker_that_dies_fails_only_its_test(tmp_path):
+def test_every_test_runs_once_and_a_worker_that_crashes_fails_only_its_test(tmp_path):
     code, output = run(tmp_path, "--workers=2")
     assert code == 1
     lines = sorted(re.findall(r"(test_\w\.py::test_\w+) (PASSED|FAILED|SKIPPED)", output))
@@ -97,7 +97,7 @@ def test_every_test_runs_once_and_a_worker_that_dies_fails_only_its_test(tmp_pat
     assert len(list((tmp_path / "ends").iterdir())) == 2
 
 
-def test_it_stops_after_as_many_failures_as_are_allowed(tmp_path):
+def test_a_run_stops_after_the_allowed_number_of_failures(tmp_path):
     code, output = run(tmp_path, "--workers=1", "-x")
     assert code == 1 and "stopping after 1 failures" in output
     assert "1 failed in" in output

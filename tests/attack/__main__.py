@@ -1,5 +1,5 @@
-"""`python -m tests.attack --minutes M --seed S`: attacks a system of this machine and says how it
-stood it. `make attack` is the same."""
+"""`python -m tests.attack --minutes M --seed S`: attack a system on this machine and report the
+outcome. `make attack` is the same."""
 
 import argparse
 import asyncio

@@ -1,8 +1,8 @@
-"""`python -m tests.attack.arm NAME TARGET`: one arm of the attack, in a process of its own.
+"""`python -m tests.attack.arm NAME TARGET`: one arm of the attack, in its own process.
 
-It makes random moves, several at a time, until its time is over, and prints how often each was
-made and how many of them the other side ended. What a move finds out there decides nothing: whether
-the system has stood it is judged from outside (verdict.py).
+It makes random moves, several at a time, for a limited time. It prints how often it made each kind
+of move, and how many of them the other side ended. This output is not judged: the verdict on the
+system comes from outside (verdict.py).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.attack.target import Target
 
 Move: TypeAlias = Callable[[Target, Random], Awaitable[None]]
 
-# What a client with a key can ask for, so that others may not wait for it (bound.py).
+# Requests that a client with a key may send, and which must not delay other clients (bound.py).
 COSTLY_ARMS = (
     *("http_bodies", "grammars", "stop_regexes", "bad_words", "one_of", "images", "stop_strings"),
     "long_answers",
@@ -33,16 +33,16 @@ ARMS = (
     *("http_bytes", "grpc_calls", "data_port", "other_ports", "liars", "settings"),
     *COSTLY_ARMS,
 )
-MOVE_S = 10.0  # longest of one move
+MOVE_S = 10.0  # longest duration of one move
 _PAUSE_S = 0.02  # between two moves of a worker: an attack, not a race for the processor
-# What ends a move from the other side, which is all that a system can do about it.
+# Errors with which a system can end a move. It has no other way to respond to one.
 _ENDED = (OSError, EOFError, TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
 async def attack(
     moves: Mapping[str, Move], target: Target, draw: Random, num_workers: int
 ) -> Counter[str]:
-    """Makes moves until the target's time is over."""
+    """Make moves for the duration of the target."""
     counts: Counter[str] = Counter()
     until = time.monotonic() + target.seconds
 
@@ -71,7 +71,8 @@ def main(name: str, file: str) -> None:
 
 
 async def _attack_and_leave(arm: ModuleType, target: Target, draw: Random) -> None:
-    """Ends the process: grpc.aio's own way out waits for every call that was ever begun."""
+    """End the process at once. An orderly exit of grpc.aio would wait for every call ever
+    started."""
     counts = await attack(arm.MOVES, target, draw, arm.NUM_WORKERS)
     print(msgspec.json.encode(dict(sorted(counts.items()))).decode(), flush=True)
     os._exit(0)

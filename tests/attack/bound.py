@@ -1,9 +1,8 @@
-"""Delay of another client's short request during one attack arm, compared with its delay without
+"""Delay of another client's short request during one attack arm, relative to its delay without
 attacks.
 
-Undisturbed and disturbed windows alternate, so a machine that is busy disturbs both. An arm that
-breaks the bound is measured again, with the same moves, and counts as it did the better of both
-times.
+Undisturbed and disturbed windows alternate, so other load on the machine affects both. An arm that
+breaks the limit is measured again with the same moves, and the better of both times counts.
 """
 
 import asyncio
@@ -15,10 +14,8 @@ import msgspec
 from tests.attack.load import Served, percentile
 from tests.support.http_client import Wire, connected
 
-MAX_FACTOR = 5.0  # of a disturbed 99th percentile, to the undisturbed one
-MIN_CALM_S = (
-    0.1  # an undisturbed value below this counts as this: two cores are shared with the arm
-)
+MAX_FACTOR = 5.0  # 99th percentile with an attack, relative to the one without
+MIN_CALM_S = 0.1  # smaller undisturbed values count as this one: the arm uses the same two cores
 WINDOW_S = 4.0
 _INTERVAL_S = 0.025  # between questions: 160 samples in a window, and 320 in two undisturbed ones
 _PATIENCE_S = 60.0
@@ -40,9 +37,9 @@ class Delay(msgspec.Struct, frozen=True):
 
 
 class ShortAnswers:
-    """A client that asks one question on a connection of its own, at a fixed rate.
+    """A client that asks one question on its own connection, at a fixed rate.
 
-    A question that is due while the one before is unanswered counts as if it had been asked then.
+    A question that is due while the previous one is unanswered counts as asked at that time.
     Without this correction, which is HdrHistogram's, a stall of ten seconds would be one sample.
     """
 
@@ -53,7 +50,7 @@ class ShortAnswers:
         self._answer = ""
 
     async def window(self, going: Callable[[], bool]) -> list[float]:
-        """Ask as long as it is going on, and return seconds to an answer."""
+        """Ask for the whole window, and return the seconds to each answer."""
         seconds: list[float] = []
         due = time.monotonic()
         while going():
@@ -93,10 +90,9 @@ class Bound:
         attack: Callable[[str], Awaitable[None]],
         settle: Callable[[str], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            attack: lets an arm attack for `WINDOW_S`.
-            settle: waits until nothing is left of what an arm has asked for.
+        """Args:
+        attack: lets an arm attack for `WINDOW_S`.
+        settle: waits until no resource is held for an arm.
         """
         self._answers = answers
         self._attack = attack

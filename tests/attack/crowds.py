@@ -1,4 +1,4 @@
-"""Connections that say nothing at all, many at once."""
+"""Many connections at once that send nothing."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from tests.attack.target import host_port
 
 
 async def crowd_at(address: str, number: int, seconds: float) -> None:
-    """Opens as many of them as it can, and lets go of them after so long."""
+    """Open as many connections as possible, and close them after this time."""
     host, port = host_port(address)
     crowd = await asyncio.gather(
         *(asyncio.open_connection(host, port) for _ in range(number)), return_exceptions=True

@@ -1,9 +1,9 @@
-"""The load that the system serves while it is attacked: every answer is compared with the one that
-the same question had before.
+"""The load that the system serves during the attack. Every answer is compared with an earlier one
+to the same question.
 
-Questions go over both protocols, whole and streamed, greedy, so that there is one right answer.
-Where routers are ended too, a client asks again what broke, as docs/clients.md has it, and the load
-says when that was.
+Questions are sent over both protocols, streamed or not, and with greedy sampling, so there is one
+right answer. If routers fail too, a client repeats failed questions, as docs/clients.md describes,
+and the load records the times.
 """
 
 import asyncio
@@ -37,10 +37,11 @@ class Served:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of right answers
-    broken: list[tuple[float, str]] = field(default_factory=list)  # asked again; time.monotonic()
+    # times of repeated questions, by time.monotonic()
+    broken: list[tuple[float, str]] = field(default_factory=list)
 
     def also(self, more: "Served") -> None:
-        """Adds what came of another part of the load."""
+        """Add the results of another part of the load."""
         self.num_right += more.num_right
         self.wrong += more.wrong
         self.failed += more.failed
@@ -48,12 +49,12 @@ class Served:
         self.broken += more.broken
 
     def percentile(self, percent: int) -> float:
-        """Seconds of the whole answer."""
+        """Return seconds until the whole answer."""
         return percentile(self.seconds, percent)
 
 
 class Load:
-    """Asks one router as a client who has a key. Use as an async context manager."""
+    """A client of one router, with a key. Use as an async context manager."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class Load:
         num_tokens: Sequence[int] = (_MAX_TOKENS,),
         asks_again: bool = False,
     ) -> None:
-        """
-        Args:
-            num_tokens: lengths of answers; one that is longer than what there is to say goes on.
-            asks_again: what has broken.
+        """Args:
+        num_tokens: lengths of responses. If a response ends earlier, it continues after its
+            EOS.
+        asks_again: repeat failed questions.
         """
         self._num_tokens = num_tokens
         self._asks_again = asks_again
@@ -86,8 +87,8 @@ class Load:
         await self._channel.close()
 
     async def learn(self) -> None:
-        """Asks everything once, undisturbed. The demo model must be right about most of it, or a
-        wrong answer could not be told from a right one."""
+        """Ask every question once without an attack. The demo model must answer most of them
+        correctly, or wrong answers could not be recognized."""
         for question in self._questions:
             for count in self._num_tokens:
                 answer = await self._over_grpc(question.prompt, count)
@@ -97,7 +98,7 @@ class Load:
         assert true >= 0.9 * len(self._questions), f"{true} of {len(self._questions)} are true"
 
     async def ask_for(self, seconds: float, num_clients: int) -> Served:
-        """Keeps so many clients asking."""
+        """Let this number of clients ask questions continuously."""
         until = time.monotonic() + seconds
         return await self.ask_while(lambda: time.monotonic() < until, num_clients)
 

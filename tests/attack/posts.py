@@ -1,4 +1,4 @@
-"""Whole HTTP requests of a client with a key, whose answers are read and not looked at."""
+"""Complete HTTP requests of a client with a key. The responses are read and ignored."""
 
 import asyncio
 import json
@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.attack.target import Target, host_port
 
-# Of one request: the router of a siege has 64 live ones, so 128 are refused after their fields have
-# been read. Between these, choices delay others whatever fields they have.
+# Of one request. The router of a siege accepts 64 concurrent requests, so it rejects 128 choices
+# after it has read their fields. Any number in between would delay other clients with any fields.
 NUM_CHOICES = (1, 6, 128)
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -29,6 +29,6 @@ async def post(target: Target, path: str, body: bytes) -> None:
 
 
 async def complete(target: Target, **fields: Any) -> None:
-    """Ask for a completion that no end-of-sequence token ends."""
+    """Request a completion that no end-of-sequence token ends."""
     body = {"prompt": "add 1 2 =", "ignore_eos": True, **fields}
     await post(target, COMPLETIONS, json.dumps(body).encode())

@@ -1,7 +1,7 @@
-"""Random protobuf messages of any kind, made from its descriptor: nothing here knows a field.
+"""Random protobuf messages of any type, made from its descriptor, without knowledge of fields.
 
-Values are drawn from the edges of their types, from a few small numbers that other messages have
-too, so that they speak of each other, and from anywhere.
+Values are extremes of their types, small numbers that other messages also have, so that they refer
+to each other, and random ones.
 """
 
 import math
@@ -21,14 +21,14 @@ _FLOATS = (0.0, -0.0, 1.0, -1.0, 600.0, 1e-300, 1e300, math.inf, -math.inf, math
 
 
 def random_message(kind: type[M], draw: Random) -> M:
-    """Each field is set or not; of a oneof the last one drawn counts."""
+    """Each field is set or not. Of a oneof, the last one drawn counts."""
     message = kind()
     _fill(message, draw, 0)
     return message
 
 
 def mutated(data: bytes, draw: Random) -> bytes:
-    """Some bytes changed, cut out or put in."""
+    """Return the bytes with some of them changed, removed or inserted."""
     changed = bytearray(data)
     for _ in range(draw.randint(1, 8)):
         at = draw.randrange(len(changed) + 1)

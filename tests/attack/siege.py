@@ -37,9 +37,10 @@ _CALM_LOAD_S = 4.0
 _FIRST_PART = 0.25
 _LONGEST_FIRST_S = 60.0
 _NUM_CLIENTS = 2
-_ARM_END_S = 300.0  # beyond its time: arms are nice, and starve where the machine is busy
-_BOUND_FROM_S = 30.0  # of a whole siege: a shorter one is for the suite, and measures no arm alone
-_CALM_S = 60.0  # until memory is judged, at the latest
+_ARM_END_S = 300.0  # beyond its time: arms have a low priority, and starve on a busy machine
+# duration of a whole siege: a shorter one is for the test suite, and measures no arm alone
+_BOUND_FROM_S = 30.0
+_CALM_S = 60.0  # longest time until memory is judged
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
     num_right: int
     p50_s: float
     p99_s: float
-    calm_p99_s: float  # of the same load, undisturbed
+    calm_p99_s: float  # of the same load without attacks
     processes: list[Process]
     delays: list[Delay]  # of another client's short answers, by arm
     moves: dict[str, Counter[str]]  # by arm
@@ -58,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 async def siege(seed: int, seconds: float, directory: Path, arms: Sequence[str] = ARMS) -> Report:
-    """Starts a system, attacks it for so long, and judges it.
+    """Start a system, attack it for this duration, and judge it.
 
     Args:
         directory: for logs.
@@ -74,7 +75,7 @@ async def siege(seed: int, seconds: float, directory: Path, arms: Sequence[str] 
 
 
 class _Keys:
-    """The API keys of the router's clients: of one who is served, and of one who attacks."""
+    """The API keys of two clients of the router: one is served, the other attacks."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -104,7 +105,7 @@ class _Siege:
         self._logs: dict[str, Path] = {}
 
     async def hold(self, cluster: Cluster) -> None:
-        """Raises whatever the system does wrong in a way that ends the siege."""
+        """Raises errors of the system that end the siege."""
         self._logs = cluster.logs
         async with Load(
             cluster.address, cluster.http_port, Random(self._seed), self.keys.innocent
@@ -115,7 +116,7 @@ class _Siege:
     async def _under_load(self, cluster: Cluster, load: Load) -> None:
         self._calm = await load.ask_for(_CALM_LOAD_S, _NUM_CLIENTS)
         first_s = min(_FIRST_PART * self._seconds, _LONGEST_FIRST_S)
-        # What a program has once needed for it, it may keep: memory is compared from here on.
+        # A process may keep memory that it has needed once, so memory is compared from here on.
         await self._attack(cluster, load, "first", first_s)
         pids = _pids(cluster)
         before = {name: resident_bytes(pid) for name, pid in pids.items()}
@@ -158,9 +159,8 @@ class _Siege:
         self._served.also(serving.result())
 
     def report(self, end: str) -> Report:
-        """
-        Args:
-            end: what ended the siege before its time, or came of ending the system.
+        """Args:
+        end: an error that ended the siege early, or occurred at the end of the system.
         """
         took_s = time.monotonic() - self._began
         wrong = [
@@ -239,7 +239,7 @@ async def _run(name: str, target: Target, directory: Path) -> Arm:
         await asyncio.wait({ending}, timeout=late_s)
         words = ""
         if not ending.done():
-            process.send_signal(signal.SIGABRT)  # faulthandler says what it hangs in
+            process.send_signal(signal.SIGABRT)  # faulthandler prints where it hangs
             words = f"\nit was aborted here, as it had not ended after {late_s:g} s"
         output, _ = await ending
     finally:
@@ -250,7 +250,8 @@ async def _run(name: str, target: Target, directory: Path) -> Arm:
 
 
 async def _settled(pids: dict[str, int], before: dict[str, int]) -> list[Process]:
-    """Memory goes back in its own time: looks until none has grown, or the calm is over."""
+    """Wait until no process has grown, or until the time is over: processes release memory with
+    a delay."""
     end = time.monotonic() + _CALM_S
     while True:
         found = [Process(name, before[name], resident_bytes(pid)) for name, pid in pids.items()]
@@ -263,6 +264,7 @@ async def _settled(pids: dict[str, int], before: dict[str, int]) -> list[Process
 def _moves(ended: Sequence[Arm]) -> dict[str, Counter[str]]:
     moves: dict[str, Counter[str]] = {}
     for arm in ended:
-        with contextlib.suppress(ValueError, IndexError):  # it has failed, and said something else
+        # it has failed, and printed something else
+        with contextlib.suppress(ValueError, IndexError):
             moves.setdefault(arm.name, Counter()).update(json.loads(arm.output.splitlines()[-1]))
     return moves

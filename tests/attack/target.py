@@ -8,18 +8,18 @@ import msgspec
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One running system, as an attacker sees it who has learned all addresses."""
+    """A running system, as an attacker who knows all addresses sees it."""
 
-    http: str  # host:port, as all that follow
+    http: str  # host:port, like all that follow
     router: str
     prefill: str
     decode: str
     data: str  # where pages are read over sockets
     metrics: tuple[str, ...]
-    secret_file: Path  # of the cluster, for arms that play a stolen node; no other arm uses it
-    api_key: str  # of a client who has turned hostile
+    secret_file: Path  # of the cluster, for arms that act as a stolen node. No other arm uses it
+    api_key: str  # of a malicious client
     seed: str
-    seconds: float  # how long an arm goes on
+    seconds: float  # duration of an arm
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -31,7 +31,7 @@ class Target(msgspec.Struct, frozen=True):
         file.write_bytes(msgspec.json.encode(self, enc_hook=str))
 
     def random(self, arm: str) -> Random:
-        """The same for the same seed and arm, whatever the other arms do."""
+        """Return the same generator for the same seed and arm, independent of other arms."""
         return Random(f"{self.seed}/{arm}")
 
 

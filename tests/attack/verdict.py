@@ -1,5 +1,5 @@
-"""Invariants of an attacked system. They are judged from outside: processes, logs, memory, and the
-responses that an innocent client received meanwhile."""
+"""Invariants of an attacked system, judged from outside: processes, logs, memory, and the
+responses to another client."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,12 +10,12 @@ import msgspec
 from tests.attack.bound import MAX_FACTOR, Delay
 from tests.attack.load import Served
 
-MAX_GROWTH = 0.10  # of a process' memory, from the first part of the attack to its end
-# Which is no growth: an allocator's slack in a small process, and pages of an engine's two pools
-# that nobody had used before, 32 MiB with the demo model.
+MAX_GROWTH = 0.10  # of a process's memory, from the first part of the attack to its end
+# Not counted as growth: an allocator's free memory in a small process, and pages of an engine's two
+# pools that were unused before, 32 MiB with the demo model.
 MIN_GROWTH_BYTES = 80 << 20
-MAX_P99_S = 120.0  # of an innocent client's answer, with everything on two cores
-MAX_LOG_BYTES_PER_S = 20_000  # of one program
+MAX_P99_S = 120.0  # of another client's responses, with all processes on two cores
+MAX_LOG_BYTES_PER_S = 20_000  # of one process
 _FAULT = re.compile(r"Traceback|uncaught exception|internal error|by an internal error")
 
 
@@ -24,7 +24,7 @@ class Process(msgspec.Struct, frozen=True):
 
     name: str
     before_bytes: int
-    after_bytes: int  # 0: it is gone
+    after_bytes: int  # 0: it has ended
 
     @property
     def growth(self) -> float:
@@ -60,7 +60,7 @@ def complaints(
     logs: Mapping[str, Path],
     seconds: float,
 ) -> Iterator[str]:
-    """Everything that should not be, one sentence each."""
+    """Yield a sentence for each broken invariant."""
     for process in processes:
         if not process.after_bytes:
             yield f"{process.name} has died"

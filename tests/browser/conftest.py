@@ -1,4 +1,4 @@
-"""A browser without a window, and a real cluster that runs while tests wait for the browser."""
+"""A headless browser, and a real cluster that runs while tests wait for the browser."""
 
 import asyncio
 import shutil
@@ -13,7 +13,7 @@ BROWSER, DRIVER = "chromium", "chromedriver"
 
 
 class Background:
-    """An event loop on a thread of its own."""
+    """An event loop on its own thread."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -21,7 +21,7 @@ class Background:
         self._thread.start()
 
     def __call__(self, work: Coroutine[Any, Any, Any], limit_s: float = 90.0) -> Any:
-        """Runs it there; returns what it returns."""
+        """Run the coroutine there and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ def background() -> Iterator[Background]:
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    """Chromium with what it logs and asks for on record. Skips where there is none."""
+    """Return a Chromium that records its log and requests. Skip the test if there is none."""
     binary, service = shutil.which(BROWSER), shutil.which(DRIVER)
     if binary is None or service is None:
         pytest.skip("needs a browser: Debian's packages chromium and chromium-driver")
@@ -48,7 +48,7 @@ def driver() -> Iterator[Any]:
     options.binary_location = binary
     for flag in (
         "--headless=new",
-        "--no-sandbox",  # as root there is none; the pages are ours
+        "--no-sandbox",  # not available to root, and the pages are our own
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--disable-background-networking",

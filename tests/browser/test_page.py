@@ -1,4 +1,4 @@
-"""The router's page, in Chromium, before a router and nodes that are real processes."""
+"""The router's page in Chromium, with a router and nodes that are real processes."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ GREEDY = {"max_tokens": 24, "temperature": 0}
 def cluster(
     driver: Any, background: Background, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """The model is called by a name that is HTML."""
+    """A cluster whose model has a name that is HTML."""
     from tests.support.noise_model import write  # seconds, for nothing where there is no browser
 
     model = tmp_path_factory.mktemp("noise") / "model"
@@ -35,7 +35,7 @@ def cluster(
         model,
         tmp_path_factory.mktemp("logs"),
         router_flags=flags,
-        environment=slowed(0.005),  # or the longest answer might end before it is stopped
+        environment=slowed(0.005),  # or the longest response might end before it is stopped
     )
     background(made.__aenter__())
     yield made
@@ -49,17 +49,19 @@ def browser(driver: Any, cluster: Cluster) -> View:
 
 @pytest.fixture
 def view(browser: View) -> Iterator[View]:
-    """Freshly loaded. It must not have complained, nor asked anyone else for anything."""
+    """Return a freshly loaded page. It must not have logged an error, nor sent a request to
+    another host."""
     browser.open()
     yield browser
-    # The page may ask for a timeline before the router has it, and asks again; Chromium logs that.
+    # The page may request a timeline before the router has it, and then repeats the request.
+    # Chromium logs the error.
     early = re.compile(r"/requests/\S+ - Failed to load resource: .* status of 404 ")
     assert [said for said in browser.complaints() if not early.search(said)] == []
     strange = [url for url in browser.asked() if not url.startswith(f"{browser.url}/")]
     assert strange == []
 
 
-def test_it_shows_every_node_and_the_link_between_them(view: View, cluster: Cluster):
+def test_the_page_shows_every_node_and_the_link_between_them(view: View, cluster: Cluster):
     addresses = [node.address for node in cluster.nodes]
     assert view.texts(".node .address") == addresses
     view.until(lambda: view.texts(".node .state") == ["ready", "ready"], "both are ready")
@@ -77,7 +79,7 @@ def test_it_shows_every_node_and_the_link_between_them(view: View, cluster: Clus
     assert "2of 2" in view.text("#tiles .tile")
 
 
-def test_an_answer_streams_and_is_what_the_api_answers(
+def test_a_response_streams_and_equals_that_of_the_api(
     view: View, cluster: Cluster, background: Background
 ):
     view.ask("Once upon a time", **GREEDY)
@@ -92,9 +94,7 @@ def test_an_answer_streams_and_is_what_the_api_answers(
     assert re.fullmatch(r"[\d.]+k?", facts["Tokens/s"])
 
 
-def test_chat_goes_through_the_models_template(
-    view: View, cluster: Cluster, background: Background
-):
+def test_chat_uses_the_models_template(view: View, cluster: Cluster, background: Background):
     view.ask("hello", kind="chat", **GREEDY)
     text = view.answered()
     fields = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
@@ -102,7 +102,7 @@ def test_chat_goes_through_the_models_template(
     assert text == answer["choices"][0]["message"]["content"]
 
 
-def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, cluster: Cluster):
+def test_the_timeline_of_the_users_request_appears_in_three_lanes(view: View, cluster: Cluster):
     view.ask("a prompt of its own for a hand-off that is seen", **GREEDY)
     view.answered()
     view.until_its_timeline()
@@ -121,7 +121,7 @@ def test_the_timeline_of_ones_own_request_appears_in_three_lanes(view: View, clu
     assert any(part.startswith("prefill ") for part in parts)
 
 
-def test_what_happened_to_a_request_is_told_once_somebody_opens_it(view: View, cluster: Cluster):
+def test_opening_a_request_shows_its_events(view: View, cluster: Cluster):
     view.ask("a prompt to be explained", **GREEDY)
     view.answered()
     view.until_its_timeline()
@@ -136,7 +136,7 @@ def test_what_happened_to_a_request_is_told_once_somebody_opens_it(view: View, c
     assert {"placed", "granted"} <= set(view.texts("#event-rows td:nth-child(3)"))
 
 
-def test_an_answer_can_be_stopped(view: View):
+def test_a_response_can_be_stopped(view: View):
     view.ask("on and on", max_tokens=4000, temperature=0)
     view.until(lambda: view.text("#answer"), "the answer begins")
     view.one("#prompt").send_keys(Keys.ESCAPE)
@@ -146,12 +146,12 @@ def test_an_answer_can_be_stopped(view: View):
     view.until(lambda: "cancelled" in view.texts("td.end"), "the list tells how it ended")
 
 
-def test_a_refusal_is_told_in_the_routers_own_words(view: View):
+def test_a_rejection_is_shown_in_the_routers_words(view: View):
     view.ask("x" * 10_000, **GREEDY)
     view.until(lambda: view.one("#problem").is_displayed(), "the refusal is shown")
     assert "10000" in view.text("#problem")
     assert not view.one("#answer").is_displayed()
-    # Chromium itself logs every answer that is an error.
+    # Chromium itself logs every response with an error status.
     assert all("status of 400" in complaint for complaint in view.complaints())
 
 
@@ -171,7 +171,7 @@ BOTH_WAYS = """
 """
 
 
-def test_every_line_stays_between_the_two_columns(view: View, cluster: Cluster):
+def test_every_line_is_between_the_two_columns(view: View, cluster: Cluster):
     view.run(BOTH_WAYS, *(node.address for node in cluster.nodes))
     view.until(lambda: len(view.all(".link")) == 3, "links in all directions are drawn")
     left, right = (view.one(f".node[data-role={role}]").rect for role in ("prefill", "decode"))
@@ -183,7 +183,7 @@ def test_every_line_stays_between_the_two_columns(view: View, cluster: Cluster):
     assert all(box["right"] <= right["x"] + 2 for box in boxes), boxes
 
 
-def test_what_a_model_or_a_request_is_called_stays_text(
+def test_names_of_models_and_requests_are_shown_as_text(
     view: View, cluster: Cluster, background: Background
 ):
     headers = {"x_request_id": EVIL}
@@ -201,7 +201,7 @@ def test_what_a_model_or_a_request_is_called_stays_text(
     assert view.all("img") == []
 
 
-def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View):
+def test_the_browser_does_not_interpret_text_as_html_and_runs_no_foreign_script(view: View):
     attempt = "try { document.body.innerHTML = '<b>x</b>' } catch (e) { return e.name }"
     assert view.run(attempt) == "TypeError"
     script = """
@@ -214,7 +214,7 @@ def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View
     assert refused and all("has been blocked" in complaint for complaint in refused)
 
 
-def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
+def test_two_parts_of_the_page_show_the_same_rate_of_a_request(view: View):
     # Seen failing: 83 and 36 tokens/s.
     view.ask("how fast is this one", **GREEDY)
     view.answered()
@@ -254,14 +254,14 @@ def test_the_tiles_show_percentiles_rejections_errors_and_the_scale_of_each_line
     view.until(lambda: tile("In-flight requests").endswith("1 0"), "and so has that of requests")
 
 
-def test_the_reference_of_the_page_has_its_terms(view: View):
+def test_the_help_page_explains_the_terms(view: View):
     view.run("document.querySelector('.docs').click()")
     terms = view.until(lambda: view.texts(".terms dt"), "the reference is shown")
     assert {"TTFT", "ITL", "prealloc queue", "Errors", "length", "cma"} <= set(terms)
     assert all(view.texts(".terms dd"))
 
 
-def test_prompts_that_the_model_answers_are_buttons(view: View):
+def test_prompts_that_the_model_can_answer_are_buttons(view: View):
     view.run(FAKE, "baton-demo")
     view.until(lambda: view.texts("#examples button"), "there are some")
     view.run("document.querySelector('#examples button').click()")
@@ -269,7 +269,7 @@ def test_prompts_that_the_model_answers_are_buttons(view: View):
     assert view.run("return document.querySelector('#prompt').value") == "add 27 15 ="
 
 
-def test_the_words_of_a_card_are_explained_where_one_points_at_them(view: View):
+def test_a_tooltip_explains_the_terms_of_a_card(view: View):
     titled = "return [...document.querySelectorAll(arguments[0])].map((e) => e.title)"
     for words in (".node .facts > div", ".queues li", "#paths li", ".reads li", "#holders li"):
         titles = view.until(lambda words=words: view.run(titled, words), f"there are {words}")
@@ -288,7 +288,7 @@ SILENT = """
 """
 
 
-def test_a_router_process_that_is_silent_is_told_of_beside_what_it_would_be_part_of(view: View):
+def test_a_router_process_that_does_not_respond_is_reported_beside_the_totals(view: View):
     view.run(SILENT)
     words = "1 of 2 router processes does not respond"
     for place in ("#router-state", "#requests-note"):
@@ -323,7 +323,7 @@ FAKE = """
 """
 
 
-def test_sixty_four_nodes_with_html_for_names_are_text_that_fits_a_phone(view: View):
+def test_sixty_four_nodes_with_html_names_are_shown_as_text_that_fits_a_phone(view: View):
     view.run(FAKE, EVIL)
     view.until(lambda: len(view.all(".node")) == 64, "all nodes are shown")
     assert all(EVIL in text for text in view.texts(".node .address"))
@@ -336,7 +336,7 @@ def test_sixty_four_nodes_with_html_for_names_are_text_that_fits_a_phone(view: V
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stands_out(
+def test_a_phone_shows_everything_without_horizontal_scrolling_and_with_contrast(
     view: View, scheme: str
 ):
     view.colours(scheme)
@@ -351,7 +351,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stand
     view.colours("")
 
 
-# Text whose contrast with what is behind it is below 4.5, as WCAG counts.
+# Text whose contrast with its background is below 4.5, as WCAG computes it.
 FAINT = """
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const rgba = (colour) => {
@@ -390,7 +390,7 @@ FAINT = """
 """
 
 
-# What a reader is told on the way: looking now and then would miss a short answer.
+# Announcements to a screen reader. Checks at intervals would miss those of a short response.
 RECORD_BUSY = """
   window.left = [];
   new MutationObserver((changes) => window.left.push(...changes.map((change) => change.oldValue)))
@@ -401,7 +401,7 @@ RECORD_BUSY = """
 """
 
 
-def test_it_can_be_used_with_a_keyboard_and_read_out(view: View):
+def test_the_page_works_with_a_keyboard_and_a_screen_reader(view: View):
     view.one("body").send_keys(Keys.TAB)
     assert view.run("return document.activeElement.textContent") == "Skip to the prompt"
     fields = view.all("textarea, input, button, summary, [tabindex]")
@@ -416,7 +416,7 @@ def test_it_can_be_used_with_a_keyboard_and_read_out(view: View):
     assert view.run("return window.left") == ["false", "true"]
 
 
-def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
+def test_a_failed_node_and_its_return_are_shown_within_seconds(
     view: View, cluster: Cluster, background: Background
 ):
     (node,) = cluster.decode
@@ -442,7 +442,7 @@ def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
     view.until(lambda: view.one("#lost").is_displayed(), "the loss is told")
     assert "Connection lost. The router cannot be reached." in view.text("#lost")
     assert view.text("#router-state") == "connection lost"
-    assert len(view.all(".node")) == 2  # what was known stays, and is marked as old
+    assert len(view.all(".node")) == 2  # known data stays, and is marked as old
     view.ask("anyone there?", **GREEDY)
     view.until(lambda: view.one("#problem").is_displayed(), "the prompt box tells it too")
     assert view.text("#problem") == "The router cannot be reached."

@@ -1,4 +1,4 @@
-"""The page of a router that asks for keys, in Chromium."""
+"""The page of a router that requires API keys, in Chromium."""
 
 import asyncio
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def give(view: View, key: str) -> None:
     view.one("#key").send_keys(Keys.ENTER)
 
 
-def test_it_asks_for_an_operators_key_and_keeps_it_for_the_tab(view: View):
+def test_the_page_asks_for_an_operators_key_and_keeps_it_for_the_tab(view: View):
     view.driver.get(f"{view.url}/")
     view.until(lambda: view.one("#key-form").is_displayed(), "a key is asked for")
     assert "API key is missing" in view.text("#key-words")
@@ -87,11 +87,11 @@ def test_it_asks_for_an_operators_key_and_keeps_it_for_the_tab(view: View):
     assert not view.one("#key-form").is_displayed()
     assert view.run("return localStorage.length") == 0
     assert KEYS["op"] not in view.run("return document.documentElement.outerHTML")
-    # Chromium itself logs every answer that is an error.
+    # Chromium itself logs every response with an error status.
     assert all("status of 40" in complaint for complaint in view.complaints())
 
 
-def test_what_one_asks_for_goes_with_the_key(view: View):
+def test_requests_of_the_page_have_the_key(view: View):
     view.driver.get(f"{view.url}/")
     view.until(lambda: view.all(".node"), "the cluster is shown")
     asked = "return fetch('/v1/models').then((answer) => answer.status)"

@@ -1,4 +1,4 @@
-"""The page as a person sees and uses it."""
+"""The page as a user sees and operates it."""
 
 import json
 import time
@@ -13,7 +13,7 @@ T = TypeVar("T")
 WAIT_S = 60.0
 PHONE = (375, 812)
 DESKTOP = (1280, 900)
-# Keeps the id of the request that was asked last.
+# Stores the id of the last request.
 RECORD_ID = """
   const real = window.fetch;
   window.fetch = async (path, ...rest) => {
@@ -32,7 +32,8 @@ class View:
         self.url = url
 
     def open(self, size: tuple[int, int] = DESKTOP) -> None:
-        """Loads it anew and waits until it shows a cluster. What was logged before is forgotten."""
+        """Load the page again and wait until it shows a cluster. Earlier log messages are
+        dropped."""
         self.resize(size)
         self.driver.get(f"{self.url}/")
         self.driver.get_log("browser")
@@ -50,7 +51,9 @@ class View:
         )
 
     def colours(self, scheme: str) -> None:
-        """scheme: "light" or "dark", as the system of a person prefers."""
+        """Args:
+        scheme: "light" or "dark", the preference of the user's system.
+        """
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
@@ -60,7 +63,7 @@ class View:
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
-    # What is there --------------------------------------------------------------------------------
+    # Content --------------------------------------------------------------------------------------
 
     def one(self, selector: str) -> WebElement:
         found: WebElement = self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -71,7 +74,7 @@ class View:
         return found
 
     def text(self, selector: str) -> str:
-        """All text in it, shown or not."""
+        """Return all text in it, visible or not."""
         text: str = self.run("return document.querySelector(arguments[0]).textContent", selector)
         return text
 
@@ -99,7 +102,7 @@ class View:
         return dict(self.run(script, where))
 
     def until(self, condition: Callable[[], T], what: str, deadline_s: float = WAIT_S) -> T:
-        """Looks again and again; returns what `condition` returns once it is true."""
+        """Check repeatedly, and return the result of `condition` once it is true."""
         end = time.monotonic() + deadline_s
         while not (value := condition()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
@@ -111,7 +114,7 @@ class View:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def asked(self) -> list[str]:
-        """URLs of all requests since this was asked last."""
+        """Return the URLs of all requests since the last call."""
         events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         return [
             event["params"]["request"]["url"]
@@ -120,19 +123,21 @@ class View:
         ]
 
     def overflow(self) -> int:
-        """Pixels that a person would have to scroll to the right for."""
+        """Return how many pixels a user would have to scroll to the right."""
         script = "const d = document.documentElement; return d.scrollWidth - d.clientWidth"
         pixels: int = self.run(script)
         return pixels
 
-    # What a person does ---------------------------------------------------------------------------
+    # Actions --------------------------------------------------------------------------------------
 
     def ask(self, prompt: str, *, kind: str = "text", **fields: object) -> None:
-        """Fills the form in and sends it by keyboard. Fields by their ids, `_` for `-`."""
+        """Fill in the form and send it by keyboard. Fields are named by their ids, with `_` for
+        `-`."""
         self.run("document.querySelector(`[name=kind][value=${arguments[0]}]`).click()", kind)
         for name, value in fields.items():
             self.fill(f"#{name.replace('_', '-')}", str(value))
-        self.run("document.querySelector('#prompt').value = arguments[0]", prompt)  # as by paste
+        # like pasted text
+        self.run("document.querySelector('#prompt').value = arguments[0]", prompt)
         self.one("#prompt").send_keys(Keys.CONTROL, Keys.ENTER)
 
     def fill(self, selector: str, text: str) -> None:
@@ -141,12 +146,12 @@ class View:
         field.send_keys(text)
 
     def answered(self) -> str:
-        """Waits for the end of an answer; returns its text."""
+        """Wait for the end of a response and return its text."""
         self.until(lambda: self.one("#facts").is_displayed(), "the answer ends")
         return self.text("#answer")
 
     def until_its_timeline(self) -> None:
-        """Waits for the timeline of what was asked last: until then another one's may be shown."""
+        """Wait for the timeline of the last request. Until then the page may show another one."""
         shown = "return document.querySelector('#timeline-id').title === window.asked"
         self.until(
             lambda: self.run(shown) and self.facts("#timeline-facts")["Finish reason"] != "running",

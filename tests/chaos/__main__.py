@@ -1,5 +1,5 @@
-"""`python -m tests.chaos --minutes M --seed S`: a system of this machine serves a checked load, and
-one fault after the other befalls it. `make chaos` is the same."""
+"""`python -m tests.chaos --minutes M --seed S`: a system on this machine serves a checked load,
+while one fault after the other is injected. `make chaos` is the same."""
 
 import argparse
 import asyncio
@@ -49,7 +49,8 @@ def main() -> int:
 
 
 def _for(seconds: float) -> Callable[[], bool]:
-    """True for so long from its first call on: until then, programs are started."""
+    """Return true for this duration from the first call on. Until then, processes are being
+    started."""
     until = math.inf
 
     def going() -> bool:

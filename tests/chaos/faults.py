@@ -1,4 +1,4 @@
-"""Faults of processes and their order, drawn from a seed alone."""
+"""Faults of processes and their order, both determined by a seed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ GUESTS_S = (1.0, 8.0)  # in the other role
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of one program.
+    """One fault of one process.
 
     Attributes:
         what: see KINDS.
         role: "prefill" | "decode" | "router" | "all".
-        number: which of its role.
-        seconds: of a stop; in the other role.
+        number: index in its role.
+        seconds: duration of a freeze, or in the other role.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Alike for faults that are compared with each other."""
+        """The same for faults that are compared with each other."""
         length = f" {self.seconds:g} s" if self.seconds else ""
         return f"{self.what}{length}, {self.role}"
 
@@ -40,7 +40,7 @@ class Fault:
         return f"{self.what}{length} of {self.role} {self.number}"
 
 
-# Kind: whether the program ends.
+# Kind: whether the process ends.
 KINDS = {
     "SIGKILL of the frontend": True,
     "SIGKILL of the engine": True,
@@ -49,8 +49,8 @@ KINDS = {
     "SIGTERM": True,
     "drain": True,
     "role switch": False,  # and back
-    "SIGTERM after a role switch": True,  # who is started again has its first role
-    "SIGKILL of a process": False,  # of a router, whose keeper starts it again
+    "SIGTERM after a role switch": True,  # a restarted node has its first role
+    "SIGKILL of a process": False,  # of a router, which is restarted
     "renewal of the processes": False,
     "rolling restart": True,
     "SIGKILL of a rank": True,
@@ -60,7 +60,7 @@ KINDS = {
 _OF_NODES = tuple(KINDS)[:8]
 _OF_ROUTERS = tuple(KINDS)[8:10]
 _OF_RANKS = tuple(KINDS)[11:]
-COLLECTIVE_S = 5  # a rank that stops for longer ends its node
+COLLECTIVE_S = 5  # a rank that is frozen for longer ends its node
 _LENGTHS_S = {
     "SIGSTOP of the frontend": STOPS_S,
     "SIGSTOP of the engine": STOPS_S,
@@ -73,8 +73,8 @@ _LENGTHS_S = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Faults that come together, one of a role at most: who is left can serve. Then everything has
-    to be as it was."""
+    """Faults at the same time, at most one of each role, so that the others can serve.
+    Afterwards the system must be as before."""
 
     pause_s: float  # before it
     faults: tuple[Fault, ...]
@@ -86,7 +86,7 @@ class Round:
 
 
 def rounds(seed: int, num_nodes: int, *, ranks: bool = False) -> Iterator[Round]:
-    """The same ones for the same seed, without end.
+    """Yield an endless sequence of rounds, the same for the same seed.
 
     Args:
         num_nodes: of each role.

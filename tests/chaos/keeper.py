@@ -1,4 +1,4 @@
-"""Starts again whatever node of a cluster ends, as `baton up` or Kubernetes would."""
+"""Restarts every node of a cluster that ends, as `baton up` or Kubernetes would."""
 
 import asyncio
 from pathlib import Path
@@ -14,8 +14,8 @@ class Keeper:
     """For one event loop.
 
     Attributes:
-        logs: of every program that there was.
-        complaints: engines that outlived their frontends; nodes that ended by themselves.
+        logs: of every process since the start.
+        complaints: engines that outlived their frontends, and nodes that ended by themselves.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -25,11 +25,11 @@ class Keeper:
         self.complaints: list[str] = []
 
     def doom(self, node: Node) -> None:
-        """It is going to end, rightly."""
+        """Record that the node will end because of a fault."""
         self._doomed.add(node)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for nodes in (self._cluster.prefill, self._cluster.decode):
                 for number in range(len(nodes)):

@@ -1,4 +1,4 @@
-"""The system that a storm is over: what befalls its programs, and whether everything is well."""
+"""The system under chaos: injection of faults, and checks of its health."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.support.http_client import get
 
 NUM_NODES = 2  # of each role
 NUM_PROCESSES = 2  # of the router
-_RECOVERY_S = 300.0  # a machine may be busy with something else
+_RECOVERY_S = 300.0  # the machine may be busy
 _LOOK_S = 0.2
 
 
@@ -49,7 +49,7 @@ class Site:
         self.complaints: list[str] = []
 
     async def befall(self, fault: Fault) -> None:
-        """Returns when it is over; what ends then is not yet back."""
+        """Inject the fault and return when it is over. Processes that end are not restarted yet."""
         nodes = self._nodes(fault)
         if fault.ends:
             for node in nodes:
@@ -96,11 +96,11 @@ class Site:
         return {node.address: node.instance_id for node in nodes if node.address in ending}
 
     async def until_well(self, ended: dict[str, int]) -> None:
-        """Until every node is ready and paired with all others, and every process of the router
-        answers.
+        """Wait until every node is ready and paired with all others, and every process of the
+        router responds.
 
         Args:
-            ended: nodes that are to be others than these instances.
+            ended: instances that must have been replaced.
         """
         cluster = self._cluster
         wanted = {(d.address, p.address) for d in cluster.decode for p in cluster.prefill}
@@ -118,9 +118,8 @@ class Site:
         await cluster.wait_until(well, "everything is well again", _RECOVERY_S)
 
     def sample(self, began: float) -> Sample:
-        """
-        Args:
-            began: by time.monotonic().
+        """Args:
+        began: by time.monotonic().
         """
         fronts = [self._cluster.router_pid, *(node.child.pid for node in self._cluster.nodes)]
         pids = [*fronts, *(child for pid in fronts for child in children_of(pid))]
@@ -132,7 +131,7 @@ class Site:
         )
 
     async def counted(self, *names: str) -> dict[str, float]:
-        """The router's metrics whose names begin so."""
+        """Return the router's metrics whose names start with this prefix."""
         text = (await get(self._cluster.http_port, "/metrics")).body.decode()
         lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(names))
         return {what: float(value) for what, _, value in lines}
@@ -149,7 +148,7 @@ class Site:
                 return []
 
     async def _renew(self) -> None:
-        """Returns when all of the router's processes are new."""
+        """Return when all of the router's processes are new."""
         file = self._cluster.secret_file
         assert file is not None
         (key,) = operator_keys(parse(file.read_text(), "the secret", "operator"))
@@ -159,16 +158,16 @@ class Site:
         await fleet.until_router_back(self._cluster.address, since, _RECOVERY_S)
 
     async def _be_guest(self, node: Node, fault: Fault) -> None:
-        """The node has been in the other role for so long, whatever befalls nodes of that one."""
+        """Keep the node in the other role for this time, whatever faults hit nodes of that role."""
         (other,) = {"prefill", "decode"} - {fault.role}
         await self._set_role(node, other)
-        await asyncio.sleep(fault.seconds)  # this is what happens, not a wait for something
+        await asyncio.sleep(fault.seconds)  # part of the fault, not a wait for something
 
     async def _set_role(self, node: Node, role: str) -> None:
         await self._operate("nodes", "set-role", node.address, role, "--force")
 
     async def _operate(self, *command: str) -> None:
-        """`baton COMMAND`, as an operator calls it."""
+        """Run `baton COMMAND` as an operator."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "cli.main", *command),
             *(f"--router={self._cluster.address}", f"--timeout={_RECOVERY_S}"),
@@ -196,7 +195,7 @@ class Site:
 
 
 def _entries(pid: int, kind: str) -> int:
-    """0 of a process that has ended just now."""
+    """Return 0 for a process that has just ended."""
     with contextlib.suppress(FileNotFoundError):
         return len(os.listdir(f"/proc/{pid}/{kind}"))
     return 0
@@ -212,13 +211,13 @@ async def _has_ranks(node: Node) -> bool:
 
 
 async def _follower(node: Node) -> int:
-    """Return a process of a node with several ranks, beside its frontend and its engine."""
+    """Return a process of a node with several ranks, besides its frontend and its engine."""
     return list((await node.describe()).pids)[2]
 
 
 async def _stopped(pid: int, seconds: float) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
-        await asyncio.sleep(seconds)  # this is what happens, not a wait for something
+        await asyncio.sleep(seconds)  # part of the fault, not a wait for something
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A system of real processes under a checked load, while one fault after the other befalls it."""
+"""A system of real processes under a checked load, while one fault after the other is injected."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,20 @@ from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample, Site
 from tests.support.cluster import Cluster
 
 _NUM_CLIENTS = 4
-_NUM_TOKENS = (12, 200)  # questions, and answers that are under way when something happens
+_NUM_TOKENS = (12, 200)  # questions, and responses in flight during faults
 _CALM_S = 5.0
-_AFTER_S = 5.0  # what broke in a round may be noticed so much later
+_AFTER_S = 5.0  # effects of a round may be noticed this much later
 _COUNTED = ("baton_migrations_total", "baton_requests_replayed_total")
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """One round that is over. Moments are since the start."""
+    """A round that has ended. Times are relative to the start."""
 
     at_s: float
     faults: list[str]
     names: list[str]  # of the faults, without numbers
-    done_s: float  # the last fault's end; of one that is no stop, its beginning
-    until_s: float  # everything was as before
+    done_s: float  # end of the last fault, or its start if it is no freeze
+    until_s: float  # the system was as before
     breaks: bool  # its faults may break connections
 
     def saw(self, at_s: float) -> bool:
@@ -52,10 +52,10 @@ class Report(msgspec.Struct, frozen=True):
     p99_s: float
     slowest_s: float
     calm_p99_s: float  # of the same load, undisturbed
-    broken: list[str]  # when and why answers were asked for again
+    broken: list[str]  # when and why questions were repeated
     rounds: list[Passed]
     samples: list[Sample]
-    counters: dict[str, float]  # the router's, of moves and replays
+    counters: dict[str, float]  # the router's, of migrations and replays
     complaints: list[str]
 
 
@@ -68,7 +68,7 @@ async def storm(
     *,
     ranks: bool = False,
 ) -> Report:
-    """Starts a system, and has one round of the plan after the other while `going`.
+    """Start a system, and run one round of the plan after the other while `going` is true.
 
     Args:
         directory: for logs.
@@ -115,7 +115,7 @@ class _Storm:
     async def hold(
         self, cluster: Cluster, seed: int, plan: Iterable[Round], going: Callable[[], bool]
     ) -> None:
-        """Raises whatever the system does wrong in a way that ends the storm."""
+        """Raises errors of the system that end the run."""
         keeper = Keeper(cluster)
         site = Site(cluster, keeper)
         self._logs = keeper.logs
@@ -135,7 +135,8 @@ class _Storm:
             keeping = asyncio.ensure_future(keeper.run())
             rounds = asyncio.ensure_future(self._rounds(site, iter(plan), going))
             try:
-                # A keeper that has failed restarts nothing: the storm fails with its error at once.
+                # If the keeper fails, nothing restarts nodes, so the run fails with its error at
+                # once.
                 ended, _ = await asyncio.wait({rounds, keeping}, return_when=FIRST_COMPLETED)
                 for each in ended:
                     each.result()
@@ -173,9 +174,8 @@ class _Storm:
             self._counters |= await site.counted(*_COUNTED)
 
     def report(self, seed: int, end: str) -> Report:
-        """
-        Args:
-            end: what ended the storm before its time, or came of ending the system.
+        """Args:
+        end: an error that ended the run early, or occurred at the end of the system.
         """
         seconds = self._now()
         return Report(
@@ -205,5 +205,5 @@ class _Storm:
                 yield from of_log(name, log, seconds)
 
     def _now(self) -> float:
-        """Seconds since the start."""
+        """Return seconds since the start."""
         return time.monotonic() - self._began

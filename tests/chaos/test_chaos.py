@@ -1,4 +1,4 @@
-"""`make chaos`: its plan comes from its seed alone; a few rounds of it leave nothing lost."""
+"""`make chaos`: the plan is determined by the seed, and a few rounds lose no request."""
 
 import asyncio
 import itertools
@@ -23,12 +23,12 @@ def first(seed: int, count: int):
     return list(itertools.islice(rounds(seed, NUM_NODES), count))
 
 
-def test_a_seed_is_a_plan():
+def test_a_seed_determines_the_plan():
     assert first(5, 50) == first(5, 50)
     assert first(5, 50) != first(6, 50)
 
 
-def test_every_kind_of_fault_comes_and_one_of_each_role_is_left():
+def test_every_kind_of_fault_occurs_and_one_node_of_each_role_remains():
     plan = first(1, 400)
     of_ranks = {"SIGKILL of a rank", "SIGSTOP of a rank", "SIGSTOP of a rank that ends its node"}
     assert {fault.what for each in plan for fault in each.faults} == set(KINDS) - of_ranks
@@ -57,7 +57,7 @@ def _report(*complaints: str) -> Report:
     )
 
 
-def test_the_page_says_what_was_lost_first(tmp_path: Path):
+def test_the_page_lists_lost_requests_first(tmp_path: Path):
     assert "Nothing was lost" in page(_report()).lead[0]
     assert page(_report("a wrong answer")).warnings == ["a wrong answer"]
     write_page(_report("<wrong>"), tmp_path / "chaos.html")
@@ -65,7 +65,7 @@ def test_the_page_says_what_was_lost_first(tmp_path: Path):
     assert "&lt;wrong&gt;" in text and "SIGTERM of decode 1" in text
 
 
-def test_what_breaks_in_a_round_is_noticed_a_little_later():
+def test_failures_shortly_after_a_round_count_as_its_effects():
     (passed,) = _report().rounds
     assert [passed.saw(at) for at in (0.9, 1.0, 9.0, 13.9, 14.1)] == [
         False,
@@ -77,8 +77,9 @@ def test_what_breaks_in_a_round_is_noticed_a_little_later():
 
 
 @pytest.mark.long
-async def test_a_command_that_is_started_beside_calls_of_grpc_starts():
-    """On uvloop; see tests/conftest.py. Without what stands there 1 of 100 ended by SIGSEGV."""
+async def test_a_command_can_be_started_beside_calls_of_grpc():
+    """On uvloop, see tests/conftest.py. Without the setting there, 1 of 100 commands ended by
+    SIGSEGV."""
     ends = Counter[int | None]()
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(aio.HealthServicer(), server)
@@ -102,7 +103,7 @@ async def test_a_command_that_is_started_beside_calls_of_grpc_starts():
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-async def test_whatever_happens_to_programs_nothing_is_lost(tmp_path: Path):
+async def test_no_request_is_lost_during_faults_of_processes(tmp_path: Path):
     seed, left = secrets.randbits(32), iter(range(5))
     report = await storm(
         seed, rounds(seed, NUM_NODES), lambda: next(left, None) is not None, tmp_path

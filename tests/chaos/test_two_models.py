@@ -80,7 +80,7 @@ def befall(router: Router, draw: random.Random) -> None:
     pid = draw.choice(draw.choice(router.get("/cluster")["nodes"])["pids"][:2])
     if draw.random() < 0.3:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(FREEZE_S)  # this is what happens, not a wait for something
+        time.sleep(FREEZE_S)  # part of the fault, not a wait for something
         os.kill(pid, signal.SIGCONT)
         until(lambda: is_well(router, None))
     else:

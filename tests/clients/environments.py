@@ -1,5 +1,5 @@
-"""Environments of the clients that `install.sh` has installed, and a function that runs a script in
-one."""
+"""Environments of the clients that `install.sh` has installed, and a function that runs a script
+in one."""
 
 import asyncio
 import os
@@ -16,7 +16,8 @@ installed = pytest.mark.skipif(not _DIRECTORY, reason="REAL_CLIENTS names no dir
 
 
 def wanted(name: str) -> Path:
-    """The Python of that environment. Skips the test where there is none, telling what makes it."""
+    """Return the Python of that environment. Skip the test with the install command if there is
+    none."""
     python = Path(_DIRECTORY).absolute() / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"sh tests/clients/install.sh {_DIRECTORY} {name}")
@@ -24,7 +25,7 @@ def wanted(name: str) -> Path:
 
 
 async def run(python: Path, script: Path, arguments: Sequence[str]) -> None:
-    """Fails the test where the script fails, with the end of what it said."""
+    """Run the script. If it fails, the test fails with the end of its output."""
     client = await asyncio.create_subprocess_exec(
         python, script, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )

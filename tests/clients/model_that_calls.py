@@ -1,8 +1,8 @@
-"""A router before a node that plays a model which calls tools: for clients that run elsewhere.
+"""A router with a node that plays a model with tool calls, for clients in other environments.
 
-It adds. With tools it thinks and calls `add`. With a result it says the result, as JSON where a
-form is asked for. It follows grammars: where no call is allowed, it invents a sum. Without tools it
-says hello.
+The model adds numbers. With tools it thinks and calls `add`. After a result it responds with the
+result, as JSON if a schema is requested. It follows grammars: if no call is allowed, it invents a
+sum. Without tools it says hello.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.api.rig import Api, api_for
 
 @asynccontextmanager
 async def playing(directory: Path) -> AsyncIterator[Api]:
-    """Answers whatever comes, one token at a time."""
+    """Answer every request, one token at a time."""
     async with api_for(calling_model(directory)) as talking:
         answering = asyncio.create_task(_answer_all(talking))
         try:

@@ -1,6 +1,6 @@
-"""Frameworks that agents are written in, each by its own script, before a model that calls tools.
+"""Agent frameworks, each with its own script, and a model with tool calls.
 
-All in one environment, see test_real_clients.py:
+All are in one environment, see test_real_clients.py:
 
     sh tests/clients/install.sh clients agents
     REAL_CLIENTS=clients make test-long ARGS=tests/clients/test_frameworks.py

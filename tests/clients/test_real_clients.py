@@ -1,8 +1,8 @@
-"""Clients as their users run them, unmodified, each before a system that serves the demo model.
+"""Unmodified clients, each with a system that serves the demo model.
 
-They want other versions of what Baton needs, so each has an environment of its own:
+They need other versions of Baton's dependencies, so each has its own environment:
 
-    sh tests/clients/install.sh clients        # minutes; with names: those alone
+    sh tests/clients/install.sh clients        # takes minutes; with names: only these
     REAL_CLIENTS=clients make test-long ARGS=tests/clients
 """
 

@@ -1,6 +1,6 @@
 """Images built from deploy/Dockerfile, and containers of them on one network.
 
-Wants root, buildah, podman, runc and a local base image with Python, named by CONTAINER_TEST_BASE
+Needs root, buildah, podman, runc and a local base image with Python, named by CONTAINER_TEST_BASE
 (tools/container_base.sh makes one). Nothing is pulled. CONTAINER_TEST_BUILD_FLAGS has further flags
 of `buildah bud`, such as --volume for pip's configuration.
 """
@@ -25,13 +25,13 @@ _COMMAND_S = 300
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of buildah and podman, which want a home that they can write to."""
+    """Return the environment of buildah and podman, which need a writable home."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("XDG_")}
     return {**kept, "HOME": tempfile.gettempdir()}
 
 
 def run(*command: str, timeout_s: float = _COMMAND_S, check: bool = True) -> str:
-    """Return the standard output of a command, or fail with all that it wrote."""
+    """Return the standard output of a command, or fail with its whole output."""
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env=environment()
     )
@@ -42,7 +42,7 @@ def run(*command: str, timeout_s: float = _COMMAND_S, check: bool = True) -> str
 
 @pytest.fixture(scope="session")
 def base() -> str:
-    """The base image. Skips with the reason where something is missing."""
+    """Return the base image. Skip with the reason if something is missing."""
     missing = [name for name in ("buildah", "podman", "runc") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -121,7 +121,7 @@ def containers() -> "Callable[[], Containers]":
 
 @pytest.fixture
 def volume() -> "Callable[[str], str]":
-    """Makes volumes that end with the test."""
+    """Make volumes that are removed after the test."""
     names = []
 
     def make(purpose: str) -> str:

@@ -1,5 +1,5 @@
-"""The shipped images: what is in them, and a cluster of three containers that serves, drains and
-starts again."""
+"""The shipped images: their content, and a cluster of three containers that serves, drains and
+restarts."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ MOST_BYTES = {"router": 450e6, "node-cpu": 1.6e9}
 SECRET = "/etc/baton-cluster/secret"
 MODEL = "/models/demo"
 
-# Runs in a container: waits for the router, then asks for a streamed completion of argv[1] tokens.
+# Runs in a container: waits for the router, then requests a streamed completion of argv[1] tokens.
 CLIENT = """
 import json, sys, time, urllib.request
 base, count = "http://router:8000", int(sys.argv[1])
@@ -44,7 +44,7 @@ print(json.dumps({"text": text, "tokens": usage["completion_tokens"]}))
 
 
 @pytest.mark.parametrize("target", MOST_BYTES)
-def test_an_image_is_small_and_runs_as_a_user_without_rights(images, target):
+def test_an_image_is_small_and_runs_as_an_unprivileged_user(images, target):
     image = images[target]
     assert (
         int(run("podman", "image", "inspect", "--format", "{{.Size}}", image)) < MOST_BYTES[target]
@@ -61,7 +61,7 @@ def test_the_router_image_has_no_torch(images):
 
 @pytest.fixture
 def cluster(containers, volume, images):
-    """Starts a router, a prefill node and a decode node, with their volumes prepared."""
+    """Start a router, a prefill node and a decode node, with their volumes prepared."""
     models, secrets, home = (volume(each) for each in ("models", "cluster", "home"))
     shared = ("--volume", f"{models}:/models:ro", "--volume", f"{secrets}:/etc/baton-cluster:ro")
 
@@ -97,7 +97,7 @@ def cluster(containers, volume, images):
         return containers.start("router", images["router"], arguments, flags=shared)
 
     prepare()
-    prepare()  # a sandbox that is created again runs them a second time
+    prepare()  # a recreated sandbox runs them a second time
     started = {"prefill": node("prefill", 50100), "decode": node("decode", 50200)}
     started["router"] = router()
     return started, containers
@@ -116,7 +116,7 @@ def _answer(client):
     return json.loads(out)
 
 
-def test_three_containers_answer_drain_and_start_again(cluster):
+def test_three_containers_serve_drain_and_restart(cluster):
     started, containers = cluster
     try:
         assert _answer(_client(started["decode"], 8))["text"].strip().startswith("42")
@@ -130,7 +130,7 @@ def test_three_containers_answer_drain_and_start_again(cluster):
         assert "peer=0.0.0.0" not in log and "compiling kernels" not in log
     assert "peer=decode:50200" in containers.logs(started["prefill"])
 
-    # SIGTERM while an answer is streamed: all of it comes, and every process ends with 0.
+    # SIGTERM during a stream: the stream completes, and every process ends with 0.
     client = _client(started["prefill"], 1500)
     assert "piece" in client.stderr.readline()
     stopping = [
@@ -143,7 +143,7 @@ def test_three_containers_answer_drain_and_start_again(cluster):
     for name in ("decode", "router"):
         assert containers.state(started[name])["ExitCode"] == 0
 
-    # What has stopped starts again with what its volumes hold.
+    # The stopped processes restart with the content of their volumes.
     for name in ("decode", "router"):
         run("podman", "start", started[name])
     assert _answer(_client(started["prefill"], 8))["text"].strip().startswith("42")

@@ -1,5 +1,5 @@
-"""Links that fail beneath a system under load: every answer comes whole and right, whatever becomes
-of the link of a node, and the node is used again once that is well."""
+"""Failures of a node's link under load: all responses are complete and right, and the node is
+used again once its link works."""
 
 import asyncio
 from pathlib import Path
@@ -17,12 +17,12 @@ from tests.support.island import Island
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 50
-FAULT_S = 15.0  # longer than anybody waits for a beat
+FAULT_S = 15.0  # longer than any heartbeat timeout
 
 
 @pytest.mark.parametrize("fault", ["cut", "half open", "slow"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_what_befalls_the_link_of_a_node_costs_nobody_an_answer(
+async def test_no_response_is_lost_when_the_link_of_a_node_fails(
     tmp_path: Path, role: str, fault: str
 ) -> None:
     with Island() as island:
@@ -46,7 +46,7 @@ async def test_what_befalls_the_link_of_a_node_costs_nobody_an_answer(
                 try:
                     await cluster.until_all_have_had_requests()
                     with island.befallen(fault):
-                        await asyncio.sleep(FAULT_S)  # this is what happens
+                        await asyncio.sleep(FAULT_S)  # part of the fault
                     await site.until_well({})
                 finally:
                     over = True

@@ -1,5 +1,5 @@
-"""Every fault of every kind of program, one after the other, with fifty requests in flight: so in
-every queue there is, and on the move. Chance has its turn in `make chaos`."""
+"""Every fault of every kind of process, one after the other, with fifty requests in flight, so
+that they are in every queue and in migrations. `make chaos` has random faults."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3000)]
 NUM_CLIENTS = 50
 ENDS = ("SIGKILL of the frontend", "SIGKILL of the engine", "SIGTERM", "drain")
 STOPS = ("SIGSTOP of the frontend", "SIGSTOP of the engine")
-_LEAVES = Fault("drain", "decode", 0)  # its requests move to the other one
+_LEAVES = Fault("drain", "decode", 0)  # its requests migrate to the other one
 
 
 def _alone(role: str) -> list[tuple[Fault, ...]]:
@@ -37,7 +37,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("what", PLANS)
-async def test_nothing_is_lost(tmp_path: Path, what: str) -> None:
+async def test_no_request_is_lost(tmp_path: Path, what: str) -> None:
     plan = [Round(2.0, faults) for faults in PLANS[what]]
     left = iter(range(len(plan)))
     report = await storm(

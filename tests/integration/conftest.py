@@ -1,5 +1,4 @@
-"""A model of noise, and what it answers; a failed test of a shared cluster shows what its programs
-said."""
+"""A model of random weights with its responses, and logs of a shared cluster for failed tests."""
 
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path

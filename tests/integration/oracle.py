@@ -8,7 +8,7 @@ from tests.support.checkpoints import confirmed_tokens, greedy_tokens, reference
 
 
 class Oracle:
-    """One checkpoint in float32 on the CPU, one prompt at a time. Remembers its answers."""
+    """One checkpoint in float32 on the CPU, one prompt at a time. Caches its responses."""
 
     def __init__(self, directory: Path) -> None:
         self._model = reference_model(directory)
@@ -19,7 +19,7 @@ class Oracle:
         return int(self._model.config.vocab_size)
 
     def tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        """The first `count` greedy tokens after `prompt`, EOS or not."""
+        """Return the first `count` greedy tokens after `prompt`, with or without EOS."""
         known = self._known.get(tuple(prompt), [])
         if len(known) < count:
             (known,) = greedy_tokens(self._model, [prompt], count)
@@ -27,7 +27,8 @@ class Oracle:
         return tuple(known[:count])
 
     def check(self, prompt: Sequence[int], tokens: Sequence[int], count: int) -> None:
-        """Assert that `tokens` are the first `count` greedy tokens after `prompt`, EOS or not."""
+        """Assert that `tokens` are the first `count` greedy tokens after `prompt`, with or
+        without EOS."""
         assert len(tokens) == count
         known = self._known.get(tuple(prompt), [])
         if len(known) < count:

@@ -1,4 +1,4 @@
-"""The bound of `make attack` notices a client that delays another one, and only that."""
+"""The limit of `make attack` detects a client that delays another one, and only that."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ STALL_S = 1.5
 
 
 class Router:
-    """Answers at once, but not while an arm has stopped its event loop."""
+    """Answers at once, except while an arm has stopped its event loop."""
 
     def __init__(self) -> None:
         self.stalled_until = 0.0
@@ -33,7 +33,7 @@ class Router:
             writer.close()
 
     async def attack(self, arm: str) -> None:
-        """Stall once in a window, as `once` does in its first window only."""
+        """Stall once in each window. `once` stalls in its first window only."""
         first = arm not in self.attacks
         self.attacks.append(arm)
         await asyncio.sleep(bound.WINDOW_S)
@@ -43,7 +43,7 @@ class Router:
 
 
 @pytest.mark.long
-async def test_only_an_arm_that_delays_another_client_each_time_breaks_the_bound(
+async def test_only_an_arm_that_delays_another_client_each_time_breaks_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(bound, "WINDOW_S", 0.5)

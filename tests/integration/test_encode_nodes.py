@@ -1,4 +1,4 @@
-"""Encode nodes through real processes: equal answers with one, and without one when it is lost."""
+"""Encode nodes as real processes: equal responses with one, and without one after its failure."""
 
 import asyncio
 import itertools
@@ -67,7 +67,7 @@ async def nothing_is_read(cluster: Cluster) -> bool:
     return not (await cluster.prefill[0].describe()).queues["embeddings"]
 
 
-async def test_answers_are_those_without_an_encode_node(tmp_path: Path) -> None:
+async def test_responses_equal_those_without_an_encode_node(tmp_path: Path) -> None:
     directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl")
     without = Cluster(directory, tmp_path / "without", rig=CPU, path="tcp")
     async with without as cluster, asked(cluster, directory) as asking:
@@ -79,12 +79,12 @@ async def test_answers_are_those_without_an_encode_node(tmp_path: Path) -> None:
         (encoder,) = cluster.encode
         assert await asking.about(1) == expected[0]
         assert await reads(cluster, "completed") == 1
-        # The other image is read, and this one is cached on the prefill node.
+        # The other image is read. This one is cached on the prefill node.
         assert await asking.about(1, 5) == both
         assert await reads(cluster, "completed") == 2
         exports = (await encoder.describe()).counters["embedding_exports/completed"]
         assert exports == 2
-        # A request that is cancelled while it waits frees everything.
+        # A request that is cancelled while it waits releases everything.
         thaw = cluster.freeze(encoder)
         waiting = asyncio.create_task(asking.about(2))
         await until_reading(cluster)
@@ -94,7 +94,7 @@ async def test_answers_are_those_without_an_encode_node(tmp_path: Path) -> None:
         await cluster.until_nothing_is_held()
         assert (await encoder.describe()).counters["embedding_exports/failed"] == 1
         assert await asking.about(2) == expected[1]
-        # Lost in the middle of a request, and away from then on.
+        # It fails in the middle of a request, and stays away.
         cluster.freeze(encoder)
         waiting = asyncio.create_task(asking.about(3))
         await until_reading(cluster)
@@ -104,7 +104,7 @@ async def test_answers_are_those_without_an_encode_node(tmp_path: Path) -> None:
         assert await asking.about(4) == expected[3]
 
 
-async def test_a_late_encode_node_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_late_encode_node_is_not_awaited(tmp_path: Path) -> None:
     directory = make_vision_checkpoint(tmp_path / "model")
     flags = ["--encode-timeout-s=0.5"]
     beside = Cluster(directory, tmp_path, path="nixl", num_encode=1, prefill_flags=flags)
@@ -119,7 +119,7 @@ async def test_a_late_encode_node_is_not_waited_for(tmp_path: Path) -> None:
 
 
 async def test_embeddings_of_old_weights_are_not_used_after_an_update(tmp_path: Path) -> None:
-    """The encode node serves again once it has been restarted with the new weights."""
+    """The encode node serves again after a restart with the new weights."""
     steps = tmp_path / "steps"
     old = make_vision_checkpoint(tmp_path / "model")
     new = make_vision_checkpoint(steps / "new", seed=1)
@@ -132,7 +132,7 @@ async def test_embeddings_of_old_weights_are_not_used_after_an_update(tmp_path: 
         path="tcp",
         num_encode=1,
         node_flags=[f"--engine.weights-dir={steps}"],
-        with_secret=False,  # everybody may update weights
+        with_secret=False,  # every client may update weights
     )
     async with beside as cluster, asked(cluster, old) as asking:
         assert await asking.about(1) != expected[0]

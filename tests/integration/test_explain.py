@@ -1,4 +1,4 @@
-"""`baton requests show` beside a router and nodes that are real processes."""
+"""`baton requests show` with a router and nodes that are real processes."""
 
 import json
 import subprocess
@@ -24,11 +24,11 @@ def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable[..., Cluster]):
-    """By its client's name and by its id, in text and as JSON, over gRPC and HTTP."""
+async def test_a_request_is_explained_by_all_its_processes(make: Callable[..., Cluster]):
+    """By its client's name and by its id, as text and as JSON, over gRPC and HTTP."""
     async with make() as cluster:
         await cluster.generate(PROMPT, max_tokens=4, request_id=LABEL, ignore_eos=True)
-        await cluster.until_nothing_is_held()  # what is released is told
+        await cluster.until_nothing_is_held()  # reports are published at the end
         (prefill,), (decode,) = cluster.prefill, cluster.decode
         said = _explain(cluster, LABEL)
         assert (said.returncode, said.stderr) == (0, "")

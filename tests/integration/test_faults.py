@@ -1,4 +1,4 @@
-"""Nodes that die, clients that go away, terminals that interrupt: what comes of it."""
+"""Failed nodes, disconnected clients and signals of terminals."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from tests.support.isolation import left_behind
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
-MID_ANSWER = 160  # tokens: when five are out of each of several, all are far from their ends
+MID_ANSWER = 160  # tokens: when several responses have five, all are far from their ends
 _LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 TURNS = ("--policy=round_robin",)
 
@@ -31,11 +31,11 @@ async def _queued(node: Node, queue: str) -> int:
     return (await node.describe()).queues[queue]
 
 
-async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_been(
+async def test_requests_of_a_killed_prefill_node_complete_unchanged(
     make: Callable[..., Cluster], known: Oracle
 ):
-    """Complete all requests. Exactly the requests that round-robin sent to the killed node are in
-    flight there."""
+    """All requests complete. Exactly the requests that round-robin sent to the killed node are
+    in flight there."""
     how: dict[str, Any] = {"router_flags": TURNS}
     async with make(num_prefill=2, **how) as cluster:
         doomed, (decode,) = cluster.prefill[0], cluster.decode
@@ -60,7 +60,7 @@ async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_
 
 
 @pytest.mark.long
-async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
+async def test_without_another_prefill_node_the_decode_node_prefills(
     make: Callable[..., Cluster], known: Oracle
 ):
     async with make() as cluster:
@@ -100,10 +100,10 @@ SAMPLED = {
 }
 
 
-async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_tell(
+async def test_requests_of_a_killed_decode_node_continue_unchanged_on_another(
     make: Callable[..., Cluster], known: Oracle
 ):
-    """In mid-answer, greedy and sampled with penalties, and before the first token."""
+    """In mid-response, greedy and sampled with penalties, and before the first token."""
     how: dict[str, Any] = {"router_flags": TURNS}
     async with make(num_decode=2, environment=slowed(0.02), **how) as cluster:
         doomed, other = cluster.decode
@@ -141,7 +141,7 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
         ]
 
         async def half_of_the_late_ones_are_answered() -> bool:
-            return sum(task.done() for task in late) == 2  # so the router's turns are
+            return sum(task.done() for task in late) == 2  # so are the router's turns
 
         what = "the other node answers those that it got, so the rest is on the frozen one"
         await cluster.wait_until(half_of_the_late_ones_are_answered, what)
@@ -160,7 +160,7 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
 
 
 @pytest.mark.long
-async def test_a_whole_answer_is_the_same_if_its_node_is_killed_with_tokens_that_it_has_not_sent(
+async def test_a_response_is_unchanged_if_its_node_is_killed_with_unsent_tokens(
     make: Callable[..., Cluster], known: Oracle
 ):
     async with make(num_decode=2, environment=slowed(0.02), router_flags=TURNS) as cluster:
@@ -191,7 +191,7 @@ async def test_a_whole_answer_is_the_same_if_its_node_is_killed_with_tokens_that
 
 
 def _replay_told(received: ExplainResponse, doomed: Node, other: Node) -> bool:
-    """Return whether it was replayed, and check the reported reason and nodes, and the final node's
+    """Return whether it was replayed. Check the reported reason and nodes, and the final node's
     events."""
     by_router = {e.event.what: e.event.detail for e in received.events if e.where == "router"}
     if "replayed" not in by_router:
@@ -207,12 +207,13 @@ def _replay_told(received: ExplainResponse, doomed: Node, other: Node) -> bool:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # each frontend has that
+    # each frontend logs that
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
 )
-async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
+async def test_a_signal_to_the_process_groups_ends_all_processes_with_0(
     make: Callable[..., Cluster], number: signal.Signals
 ):
-    """Send the signal as a terminal's Ctrl-C does: to frontends and engines at once."""
+    """Send the signal like a terminal's Ctrl-C: to frontends and engines at the same time."""
     before = left_behind()
     async with make() as cluster:
         answer = await cluster.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
@@ -226,7 +227,7 @@ async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
 
 
 @pytest.mark.long  # in one process: tests/node/test_pairs.py
-async def test_nodes_that_differ_refuse_to_pair_and_live_on(make: Callable[..., Cluster]):
+async def test_incompatible_nodes_refuse_to_pair_and_continue(make: Callable[..., Cluster]):
     async with make(
         prefill_flags=("--engine.cache.page-size=32",),
         decode_flags=("--engine.cache.page-size=16",),

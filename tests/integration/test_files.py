@@ -1,5 +1,5 @@
-"""Files of a node survive any end of it. No failure or modification of a disk ends a node or
-changes a response."""
+"""Files of a node survive any end of the node. No failure or modification of a disk ends a node
+or changes a response."""
 
 import random
 import subprocess
@@ -63,7 +63,7 @@ class Site:
         await self.cluster.wait_until(answers, "the node answers again")
 
 
-async def test_a_node_that_was_killed_or_ended_finds_what_it_has_written(
+async def test_a_node_that_was_killed_or_ended_finds_its_files(
     make: Callable[..., Cluster], known: Oracle, tmp_path: Path
 ) -> None:
     site = Site(make, tmp_path / "pages")
@@ -109,7 +109,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(directory)], check=True)
 
 
-async def test_a_full_disk_ends_nothing(
+async def test_a_full_disk_ends_no_process(
     make: Callable[..., Cluster], known: Oracle, small_disk: Path
 ) -> None:
     site = Site(make, small_disk)

@@ -1,4 +1,4 @@
-"""Nodes whose ranks are on several hosts, behind a router: answers are those of one rank."""
+"""Nodes whose ranks are on several hosts, behind a router: responses are those of one rank."""
 
 import asyncio
 import signal
@@ -74,8 +74,10 @@ async def closing(*hosts: RankHost) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-async def test_answers_of_two_hosts_are_those_of_one_rank(tp: int, pp: int, tmp_path: Path) -> None:
-    """Seen failing with the tensors of steps written one byte later on the rank host."""
+async def test_responses_of_two_hosts_are_those_of_one_rank(
+    tp: int, pp: int, tmp_path: Path
+) -> None:
+    """Seen failing if the tensors of steps are written one byte later on the rank host."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     ports = [*free_ports(2)]
     secret = f"--secret-file={tmp_path / 'secret'}"
@@ -129,9 +131,9 @@ async def test_experts_move_between_hosts(tmp_path: Path) -> None:
         assert await host.ended() == 0
 
 
-async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None:
-    """The decode node has two ranks here and two behind a link, which read from a prefill node
-    here."""
+async def test_hosts_in_separate_namespaces_with_tls(tmp_path: Path) -> None:
+    """The decode node has two local ranks and two behind a link. These read from a local prefill
+    node."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (port,) = free_ports(1)
     with Island() as island:
@@ -156,8 +158,8 @@ async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None
             assert await host.ended() == 0
 
 
-async def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
-    """Seen failing without the comparison: the node answers with a mix of both."""
+async def test_other_weights_on_another_host_are_rejected(tmp_path: Path) -> None:
+    """Seen failing without the comparison: the node responds with a mix of both."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     other = make_checkpoint(tmp_path / "other", "qwen3", seed=1)
     port, listening = free_ports(2)
@@ -180,7 +182,7 @@ async def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None
 
 
 # A rank of it that ends or is lost: tests/node/test_hosts.py.
-async def test_a_host_that_ends_costs_no_answer(tmp_path: Path) -> None:
+async def test_a_host_that_ends_costs_no_response(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (port,) = free_ports(1)
     colocated = ("--mode=colocated", "--engine.threads=1")
@@ -193,7 +195,7 @@ async def test_a_host_that_ends_costs_no_answer(tmp_path: Path) -> None:
         decode_flags=(*colocated, "--engine.parallel.collective-s=5"),
         flags_of={"decode-0": flags},
         router_flags=("--policy=round_robin",),
-        environment=slowed(0.02),  # or all answers could end before the host does
+        environment=slowed(0.02),  # or all responses could end before the host does
     )
     host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
     async with closing(host), cluster:

@@ -1,5 +1,6 @@
-"""A cluster with a secret, as real processes: who gets in, what is said on both sides, and how
-secrets are replaced. One cluster for all; what a test starts beside it is a stranger to it."""
+"""A cluster with a secret, as real processes: who is accepted, what both sides log, and how
+secrets are replaced. All tests share one cluster. A process that a test starts beside it does
+not belong to it."""
 
 import asyncio
 import os
@@ -61,7 +62,7 @@ async def _answers(cluster: Cluster) -> None:
     assert len((await cluster.generate(PROMPT, max_tokens=4)).token_ids) == 4
 
 
-async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
+async def test_unauthenticated_callers_get_no_data_and_end_no_process(
     cluster: Cluster, metrics_port: int
 ) -> None:
     (prefill,), (decode,) = cluster.prefill, cluster.decode
@@ -78,7 +79,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    # Nobody makes a decode node dial an address of his own.
+    # No caller can make a decode node connect to an address of its choice.
     peers = ToNode(peers=Peers(prefill_addresses=["127.0.0.1:9"])).SerializeToString()
     serve = "/baton.v1.DecodeNode/Serve"
     code, _ = await asyncio.to_thread(end_of_stream, decode.address, serve, peers)
@@ -91,7 +92,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
     await _answers(cluster)
 
 
-async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_node(
+async def test_a_router_with_a_wrong_or_no_secret_logs_the_reason_and_so_does_the_node(
     cluster: Cluster, start: Callable[..., Program], tmp_path: Path
 ) -> None:
     other = tmp_path / "secret"
@@ -113,7 +114,7 @@ async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_no
 async def test_an_impostor_on_a_nodes_address_gets_no_request(
     cluster: Cluster, start: Callable[..., Program]
 ) -> None:
-    """A decode node that knows no secret, which the router of this test is told of."""
+    """The impostor is a decode node without the secret. The router of this test has its address."""
     impostor = start("decode_node", "--port=0", "--mode=colocated", "--device=cpu")
     await asyncio.to_thread(impostor.line_with, " ready ")
     router = start(
@@ -128,7 +129,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
 
 
 @pytest.mark.long  # of one server: tests/common/identity/test_calls.py
-async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
+async def test_a_secret_is_replaced_under_load_and_the_old_one_is_rejected(
     cluster: Cluster,
 ) -> None:
     assert cluster.secret_file is not None
@@ -145,16 +146,16 @@ async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
     async with make_channel(cluster.decode[0].address, None, thief) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
             await NodeStub(channel).FlushCache(FlushCacheRequest(), timeout=60)  # type: ignore[no-untyped-call]
-    # A node that comes back joins with the new one.
+    # A restarted node joins with the new one.
     await cluster.replace_prefill()
     await _answers(cluster)
 
 
-# At the start -------------------------------------------------------------------------------------
+# Start --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["router", "prefill_node", "decode_node"])
-async def test_nobody_listens_beyond_this_host_without_being_told_to(
+async def test_no_process_listens_beyond_this_host_without_a_flag(
     start: Callable[..., Program], role: str
 ) -> None:
     flags = ("--decode=127.0.0.1:1",) if role == "router" else ()
@@ -164,7 +165,7 @@ async def test_nobody_listens_beyond_this_host_without_being_told_to(
     assert "--host 0.0.0.0 is reachable from other hosts" in line and "--insecure" in line
 
 
-async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_tell_it(
+async def test_a_short_secret_ends_a_process_with_one_line_that_does_not_contain_it(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
     file = tmp_path / "secret"
@@ -183,12 +184,12 @@ def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     return fork_server.run("cli.cluster_secret", *arguments, environment=environment | variables)
 
 
-async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:
+async def test_a_printed_token_is_valid_for_one_call(cluster: Cluster) -> None:
     assert cluster.secret_file is not None
     file = f"--secret-file={cluster.secret_file}"
     key = _secret("--operator", file).stdout.strip()
     assert key.startswith("baton-operator-")
-    # Of the key alone an operator makes the same.
+    # An operator can compute the same from the key alone.
     for printed in (
         _secret("--token=FlushCache", file),
         _secret("--token=FlushCache", **{VARIABLE: key}),
@@ -201,7 +202,7 @@ async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:
                 await stub.FlushCache(FlushCacheRequest(), timeout=60, metadata=[shown])
 
 
-async def test_baton_secret_prints_a_new_one_or_says_why_it_makes_nothing_of_it() -> None:
+async def test_baton_secret_prints_a_new_secret_or_an_error() -> None:
     first, second = _secret(), _secret()
     assert first.returncode == 0 and len(first.stdout.strip()) >= 43
     assert first.stdout != second.stdout

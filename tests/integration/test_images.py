@@ -1,5 +1,5 @@
-"""Images through real processes, to OpenAI's own client: what is answered is what transformers
-answers to the prompt that its own processing of image and text makes."""
+"""Images through real processes, with OpenAI's own client. Responses are those of transformers
+to the prompt that its own processor makes of image and text."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def expected(directory: Path, image: Pillow.Image, question: str) -> str:
 
 # Other models and videos: tests/pair/test_image_models.py, tests/pair/test_videos.py,
 # tests/api/images.
-async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> None:
+async def test_the_response_to_an_image_is_that_of_transformers(tmp_path: Path) -> None:
     directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl")
     noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
     image = Pillow.fromarray(noise)

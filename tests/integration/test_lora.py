@@ -1,4 +1,4 @@
-"""Through real processes: adapters loaded at start and at run time, asked for as models."""
+"""LoRA adapters through real processes, loaded at start and at run time, requested as models."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ def _prompts() -> list[list[int]]:
     return [[source.randrange(3, 256) for _ in range(length)] for length in (5, 40, 130)]
 
 
-async def test_adapters_are_models_of_their_own(
+async def test_adapters_are_separate_models(
     make: Callable[..., Cluster], model: Path, known: Oracle, tmp_path: Path
 ) -> None:
     base = reference_model(model)

@@ -1,4 +1,4 @@
-"""Nodes join and leave a cluster of real processes while requests stream, and nobody can tell."""
+"""Nodes join and leave a cluster of real processes during streams, without an effect on clients."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ NUM_CLIENTS = 4
 
 
 @pytest.mark.parametrize("rig", RIGS)
-async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answer_is_right(
+async def test_nodes_join_by_file_and_drain_during_streams_and_every_response_is_right(
     rig: Rig, tmp_path: Path
 ):
     model = tmp_path / "model"
@@ -39,7 +39,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
             answers.append((prompt, answer.token_ids))
 
     async def counts(node: Node, counter: str, more_than: int = 0) -> None:
-        """Waits until the node has done more of that."""
+        """Wait until the node has handled more requests."""
 
         async def has() -> bool:
             return (await node.describe()).counters[counter] > more_than
@@ -48,7 +48,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
-        "environment": slowed(0.05),  # or answers would keep the machine from starting nodes
+        "environment": slowed(0.05),  # or requests would keep the machine from starting nodes
     }
     async with Cluster(model, tmp_path, rig=rig, by_file=True, **how) as cluster:
         (old_prefill,), (old_decode,) = cluster.prefill, cluster.decode
@@ -60,7 +60,7 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
         new_prefill = await cluster.join("prefill")
         await counts(new_prefill, "handoffs_completed")
 
-        # In either order: the file may learn of it first, or the router from the node itself.
+        # In either order: the router may learn it first from the file or from the node itself.
         cluster.leave(old_decode)
         await cluster.drain(old_decode)
         await cluster.drain(old_prefill)

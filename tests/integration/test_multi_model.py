@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return directories
 
 
-def test_two_models_answer_side_by_side_and_one_survives_the_other(models, tmp_path):
+def test_two_models_serve_side_by_side_and_one_survives_the_failure_of_the_other(models, tmp_path):
     flags = [f"--model={path}" for path in models.values()]
     flags += [f"--served-model-name={name}" for name in models]
     flags += ["--prefill=1", "--prefill=0"]  # the nodes of `noise` are colocated
@@ -42,7 +42,7 @@ def test_two_models_answer_side_by_side_and_one_survives_the_other(models, tmp_p
         counts = [(node["served_model"], node["role"]) for node in nodes]
         assert counts == [("demo", "prefill"), ("demo", "decode"), ("noise", "decode")]
 
-        up.send(signal.SIGSTOP)  # it restarts no process meanwhile
+        up.send(signal.SIGSTOP)  # it restarts no process during the test
         for node in nodes:
             if node["served_model"] == "demo":
                 os.kill(node["pids"][0], signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Kills of decode nodes under responses whose two likeliest tokens differ in the last bit of their
-logits: with `engine.batch_invariant`, no response shows that its node was lost."""
+"""Kills of decode nodes during responses whose two likeliest tokens differ in the last bit of
+their logits. With `engine.batch_invariant`, no response changes."""
 
 import asyncio
 import random
@@ -88,7 +88,7 @@ async def num_parted(cluster: Cluster, kills: int) -> int:
         pytest.param("qwen3_next", 5, marks=NIGHTLY),
     ],
 )
-async def test_kills_do_not_show_where_two_tokens_are_equally_likely(tmp_path, family, kills):
+async def test_kills_do_not_change_responses_with_nearly_equal_tokens(tmp_path, family, kills):
     async with system(tmp_path, family) as cluster:
         assert await num_parted(cluster, kills) == 0
         assert await cluster.metric("baton_requests_replayed_total") >= kills // 2

@@ -1,5 +1,5 @@
-"""Nodes that share experts, behind a router: hand-offs, drains, and what becomes of requests when
-one node of a group ends."""
+"""Nodes that share experts, behind a router: hand-offs, drains, and the end of one node of a
+group."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ async def answers(cluster: Cluster, begun: asyncio.Event, count: int) -> list[tu
 
 
 def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Cluster:
-    """Two nodes of a group, and a third one alone."""
+    """Return two nodes of a group, and a third one alone."""
     return Cluster(
         model,
         tmp_path,
@@ -57,12 +57,12 @@ def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Clu
         flags_of={f"decode-{n}": group(tmp_path / "group", 2, n) for n in range(2)},
         router_flags=("--policy=round_robin",),
         patient=False,
-        environment=slowed(0.01),  # or all answers could end before a node does
+        environment=slowed(0.01),  # or all responses could end before a node does
     )
 
 
 # Quick, and of a frozen node: tests/engine/test_lockstep.py.
-async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(tmp_path: Path) -> None:
+async def test_the_end_of_a_node_ends_its_group_and_costs_no_response(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path, collective_s=3) as cluster:
         await cluster.until_all_have_had_requests()

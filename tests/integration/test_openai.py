@@ -1,4 +1,5 @@
-"""The OpenAI API through real processes says what gRPC says, to OpenAI's own client."""
+"""The OpenAI API through real processes, with OpenAI's own client. Responses equal those over
+gRPC."""
 
 import asyncio
 import json
@@ -62,7 +63,7 @@ def _prompts(count: int) -> list[list[int]]:
 
 
 async def _streamed(client: openai.AsyncOpenAI, prompt: object, **fields: Any) -> tuple[str, Any]:
-    """Text and usage."""
+    """Return text and usage."""
     texts, usage = [], None
     fields = {**WHOLE, "stream_options": {"include_usage": True}, **fields}
     async with await client.completions.create(
@@ -77,7 +78,7 @@ async def _streamed(client: openai.AsyncOpenAI, prompt: object, **fields: Any) -
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}], ids=str)
-async def test_a_completion_is_what_grpc_answers(
+async def test_a_completion_equals_that_over_grpc(
     cluster: Cluster, client: openai.AsyncOpenAI, sampling: dict[str, Any]
 ) -> None:
     for prompt in ("Once upon a time", *_prompts(3)):
@@ -92,7 +93,7 @@ async def test_a_completion_is_what_grpc_answers(
         assert (text, usage.completion_tokens) == (parsed.text, NUM_TOKENS)
 
 
-async def test_a_chat_is_answered_whole_and_streamed_alike(client: openai.AsyncOpenAI) -> None:
+async def test_a_chat_response_is_the_same_streamed_and_not(client: openai.AsyncOpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello?"}]},
@@ -107,10 +108,10 @@ async def test_a_chat_is_answered_whole_and_streamed_alike(client: openai.AsyncO
     assert whole.choices[0].finish_reason == "length"
 
 
-async def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(
+async def test_loglikelihoods_as_lm_eval_requests_them_are_those_of_transformers(
     cluster: Cluster, model_directory: Path
 ) -> None:
-    """Its `local-completions`: the last token is the answer's, and is not looked at."""
+    """Like its `local-completions`: the last token belongs to the response and is ignored."""
     reference = reference_model(model_directory)
     asked = [(prompt[:-5], prompt[-5:]) for prompt in _prompts(6) if len(prompt) > 6]
     for max_tokens in (1, 0):
@@ -140,7 +141,7 @@ async def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers
         assert answer["usage"]["completion_tokens"] == max_tokens * len(asked)
 
 
-async def test_logprobs_are_the_same_streamed_or_whole(client: openai.AsyncOpenAI) -> None:
+async def test_logprobs_are_the_same_streamed_and_not(client: openai.AsyncOpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Hello?"}]
     fields = {"logprobs": True, "top_logprobs": 2, **WHOLE}
     whole = await client.chat.completions.create(messages=messages, **fields)
@@ -167,7 +168,7 @@ async def test_logprobs_are_the_same_streamed_or_whole(client: openai.AsyncOpenA
     assert choice.logprobs.text_offset == list(range(len(choice.text)))  # each is a byte
 
 
-async def test_tokens_are_what_they_are_asked_to_be_and_what_ended_them_is_told(
+async def test_options_apply_to_tokens_and_the_finish_reason_is_reported(
     client: openai.AsyncOpenAI, cluster: Cluster
 ) -> None:
     allowed = [65, 66, 67]
@@ -187,7 +188,7 @@ async def test_tokens_are_what_they_are_asked_to_be_and_what_ended_them_is_told(
     assert ended.choices[0].stop_reason == parsed.token_ids[4]  # type: ignore[attr-defined]
 
 
-async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
+async def test_a_response_follows_its_schema_and_an_invalid_schema_is_rejected_by_name(
     client: openai.AsyncOpenAI,
 ) -> None:
     schema = {
@@ -219,7 +220,7 @@ async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
     assert "nonsense" in refusal.value.message
 
 
-async def test_a_prompt_that_no_node_can_hold_is_refused_in_openais_words(
+async def test_a_prompt_too_large_for_every_node_is_rejected_in_openais_format(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:

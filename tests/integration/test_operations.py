@@ -1,4 +1,4 @@
-"""Pauses, other weights and profiles through real processes, by the command that operators use."""
+"""Pauses, weight updates and profiles of real processes, by the commands of operators."""
 
 import asyncio
 import gzip
@@ -29,7 +29,7 @@ def _prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of one model, by seed."""
+    """Return weights of one model, by seed."""
     root = tmp_path_factory.mktemp("weights")
     for seed in (STARTED, NEXT):
         write(root / str(seed), seed=seed)
@@ -46,7 +46,7 @@ def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
     return said.stdout
 
 
-async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way(
+async def test_responses_are_those_of_the_weights_whatever_was_cached_or_running(
     make: Callable[..., Cluster], shelf: Path, tmp_path: Path
 ) -> None:
     prompts, known = _prompts(), {seed: oracle(shelf / str(seed)) for seed in (STARTED, NEXT)}
@@ -83,7 +83,7 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
             assert said.startswith("all nodes use weights ")
             names = {node.weights.hex() for node in (await cluster.describe()).nodes}
             assert f"all nodes use weights {names.pop()}\n" == said and not names
-            # Of the longest prompt all was cached before, and of the new weights nothing is.
+            # The longest prompt was fully cached before, and no page of it with the new weights.
             assert await ask(prompts[-1], known[seed]) == 0
             await ask_all(seed)
         profiling = asyncio.create_task(baton("profile", "--steps=3", "--seconds=1"))
@@ -96,11 +96,10 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
                 assert json.load(file)["traceEvents"]
 
 
-async def test_an_answer_says_which_token_is_the_first_from_other_weights(
+async def test_a_response_reports_the_first_token_from_new_weights(
     make: Callable[..., Cluster], shelf: Path
 ) -> None:
-    """Its tokens before that are from the old weights, and the rest is what the new ones continue
-    them with."""
+    """Its tokens before are from the old weights, and the new weights continue them."""
     prompt, before, num = _prompts()[1], oracle(shelf / str(STARTED)), 4 * NUM_TOKENS
     flags = (f"--engine.weights-dir={shelf}",)
     async with make(node_flags=flags, environment=slowed(0.05)) as cluster:
@@ -128,11 +127,11 @@ async def test_an_answer_says_which_token_is_the_first_from_other_weights(
 
 
 @pytest.mark.parametrize(("path", "again"), [("nixl", "prefill"), ("tcp", "decode")])
-async def test_who_is_started_again_takes_the_weights_of_the_others(
+async def test_a_restarted_node_fetches_the_weights_of_the_others(
     make: Callable[..., Cluster], shelf: Path, path: str, again: str
 ) -> None:
-    """It has none of the others' files: what it is started with is another directory. The next one
-    takes them from it."""
+    """It has none of the others' files: its own directory has other weights. The next node
+    fetches them from it."""
     flags = (f"--engine.weights-dir={shelf}",)
     prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
     async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:

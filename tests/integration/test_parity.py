@@ -1,9 +1,10 @@
 """Greedy tokens through real processes are those of transformers, token by token.
 
-One cluster per architecture. Over them data path, page size, overlap and the decode pool's size
-vary pairwise: every two values of two of these meet in some cluster. With overlap and a large pool
-decode nodes speculate. One of the clusters is started wherever tests run, the others where it may
-be long. More combinations run in one process over loopback: tests/pair/test_parity_cross.py.
+There is one cluster per architecture. Data path, page size, overlap and the decode pool's size vary
+pairwise: every pair of values of two of these occurs in some cluster. With overlap and a large
+pool, decode nodes use speculative decoding. `make test` starts one of the clusters, and the long
+tests start the others. More combinations run in one process over loopback:
+tests/pair/test_parity_cross.py.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 CHUNK_TOKENS = 64
 NUM_TOKENS = 16
 GROWTH = 130  # tokens: more pages than were reserved for it
-ROUNDS = 20  # whether requests meet on the pool is up to who else computes here
+ROUNDS = 20  # whether requests share the pool at the same time depends on other load of the machine
 NUM_CONCURRENT = 64
 POOL_TOKENS = 4096
 
@@ -39,7 +40,7 @@ class Axes:
     path: str
     page_size: int
     overlap: bool
-    small_pool: bool  # decode nodes must take running requests off the device
+    small_pool: bool  # decode nodes must retract running requests
 
     @property
     def guesses(self) -> bool:
@@ -52,7 +53,7 @@ class Axes:
         return f"{self.architecture}-{self.path}-page{self.page_size}-{loop}-{pool}"
 
 
-# Of four axes with two values, the fewest rows in which every two values of two axes meet.
+# The smallest set of rows for four axes with two values, with every pair of values of two axes.
 PAIRWISE = ((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0))
 
 
@@ -75,7 +76,7 @@ class System:
     axes: Axes
     cluster: Cluster
     oracle: Oracle
-    prompts: list[list[int]]  # of all lengths that matter
+    prompts: list[list[int]]  # of all relevant lengths
 
     def check(
         self, prompt: list[int], tokens: tuple[int, ...], num_tokens: int = NUM_TOKENS
@@ -101,7 +102,7 @@ async def system(
     model = _checkpoint(axes.architecture, tmp_path_factory)
     page = axes.page_size
     lengths = _lengths(page)
-    # Small: the longest prompt and its response fit, and little more.
+    # A small pool: the longest prompt and its response fit, with little free space.
     num_decode_tokens = max(lengths) + 2 * page if axes.small_pool else POOL_TOKENS
     num_decode_pages = _tables(model, page).pages_to_compute(num_decode_tokens)
     num_nodes = 2 if axes.path == "nixl" and axes.overlap else 1
@@ -117,7 +118,7 @@ async def system(
             f"--engine.cache.page-size={page}",
             f"--engine.scheduler.chunked-prefill-tokens={CHUNK_TOKENS}",
             f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap-schedule",
-            # Little is reserved for growth: a small pool then runs out while it decodes.
+            # Little is reserved for growth, so a small pool runs out during decoding.
             "--engine.scheduler.new-token-ratio=0.1",
         ),
         prefill_flags=(f"--engine.cache.num-pages={POOL_TOKENS // page}",),
@@ -133,7 +134,8 @@ async def system(
 
 
 def _tables(model: Path, page_size: int) -> PageTables:
-    """Return the page tables of each request: more than one if only some layers have a window."""
+    """Return the page tables of each request. There are several if only some layers have a
+    window."""
     return KVLayout.of(read_decoder(model).model.layers, page_size, torch.float32).tables
 
 
@@ -152,7 +154,7 @@ def _prompts(lengths: list[int], vocabulary_size: int) -> list[list[int]]:
 
 
 async def _cold(system: System, *roles: str) -> None:
-    """Empties the prefix caches of the nodes of these roles."""
+    """Empty the prefix caches of the nodes of these roles."""
     await system.cluster.until_nothing_is_held()
     for role in roles:
         for node in getattr(system.cluster, role):
@@ -164,7 +166,9 @@ async def _cold(system: System, *roles: str) -> None:
     [("prefill", "decode"), (), ("decode",), ("prefill",)],
     ids=lambda c: "+".join(c) or "none",
 )
-async def test_every_length_of_prompt_with_these_caches_cold(system: System, cold: tuple[str, ...]):
+async def test_prompts_of_every_length_with_these_caches_cold(
+    system: System, cold: tuple[str, ...]
+):
     small_pool = system.axes.small_pool  # of the decode nodes: it keeps few prefixes
     for prompt in system.prompts:  # both pairs of nodes get each prompt
         for _ in range(2):
@@ -183,7 +187,7 @@ async def _ask(system: System, prompt: list[int], num_tokens: int = NUM_TOKENS):
     return await system.cluster.generate(prompt, max_tokens=num_tokens, ignore_eos=True)
 
 
-async def test_64_at_once(system: System):
+async def test_64_requests_at_once(system: System):
     await _cold(system, "prefill", "decode")
     source = random.Random(1)
     asked = [
@@ -196,8 +200,8 @@ async def test_64_at_once(system: System):
         assert answer.finish_reason == "length"
 
 
-async def test_requests_that_outgrow_the_pool_together(system: System):
-    """Each of them fits. On a small pool some must leave the device and come back."""
+async def test_requests_outgrow_the_pool_together(system: System):
+    """Each of them fits. With a small pool some are retracted and return."""
     source = random.Random(2)
     length = system.axes.page_size - 1
     prompts = [

@@ -1,4 +1,4 @@
-"""A request that every engine dies of: what it may take with it, and what the others notice."""
+"""A request that crashes every engine: it ends two engines, and affects no other request."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +23,7 @@ def _innocent(number: int) -> list[int]:
 
 
 async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
-    """So many of them end by themselves, and not one more."""
+    """Wait until exactly this number of engines have ended."""
 
     async def ended() -> bool:
         for node in nodes:
@@ -44,10 +44,10 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
         pytest.param("decode", PROMPT + 5, id="in the midst of an answer"),
     ],
 )
-async def test_poison_ends_two_engines_and_nobody_else(
+async def test_a_poison_request_ends_two_engines_and_no_other_request(
     model: Path, tmp_path: Path, role: str, at: int
 ) -> None:
-    """Check that requests beside it get the same responses as without it."""
+    """Requests beside it get the same responses as without it."""
     async with Cluster(
         model,
         tmp_path,

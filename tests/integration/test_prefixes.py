@@ -1,5 +1,5 @@
-"""The next turn of a conversation, with real programs: what the decode node has of it is read
-there, and the answer is that of a node that computes everything."""
+"""The next turn of a conversation with real processes: the prefill node reads the prefix from
+the decode node, and the response is that of a node that computes everything."""
 
 import random
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster
 
-# Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
+# Reading always pays and has no time limit, because its duration on a test machine is arbitrary.
 ALWAYS = ("--prefix-sharing.max-cost-ratio=1e9", "--prefix-sharing.fetch-timeout-s=300")
-ENOUGH = 9  # prompts, after which a node knows what computing takes
+ENOUGH = 9  # prompts, after which a node knows the duration of a token
 
 
-async def test_the_next_turn_is_read_where_the_last_one_was_answered(
+async def test_the_next_turn_reads_its_prefix_from_the_decode_node(
     make: Callable[..., Cluster], known: Oracle
 ):
     source = random.Random(5)
@@ -30,7 +30,7 @@ async def test_the_next_turn_is_read_where_the_last_one_was_answered(
         for _ in range(ENOUGH):
             await cluster.generate([source.randrange(256) for _ in range(5)], max_tokens=1)
         talk = await turn([source.randrange(256) for _ in range(40)])
-        talk = await turn(talk)  # for which the prefill node pairs with the decode node
+        talk = await turn(talk)  # the prefill node pairs with the decode node for this
         await cluster.wait_until(paired, "the prefill node can read from the decode node")
         before = (await prefill.describe()).counters
         await turn(talk)

@@ -1,4 +1,4 @@
-"""Hand-offs between nodes with different numbers of ranks: answers are those of one rank."""
+"""Hand-offs between nodes with different numbers of ranks: responses are those of one rank."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ def prompts(vocabulary_size: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 async def check(cluster: Cluster, known: Oracle, asked: Sequence[list[int]]) -> None:
-    """Ask for all at once, and compare."""
+    """Send all requests at once, and compare the responses."""
     how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
     answers = await asyncio.gather(*(cluster.generate(each, **how) for each in asked))
     for each, answer in zip(asked, answers, strict=True):
@@ -53,19 +53,19 @@ async def pages_read(cluster: Cluster) -> int:
     return sum(each.counters["pages_read"] for each in described)
 
 
-# Seen failing with copy_map's slices of the first table alone, and without the state.
+# Seen failing with only copy_map's slices of the first table, and without the state.
 @pytest.mark.parametrize(
     ("architecture", "prefill_tp", "decode_tp", "path", "page_size"),
     [
         ("qwen3", 1, 2, "tcp", 16),
-        # Windows; more ranks than KV heads.
+        # Windows, and more ranks than KV heads.
         pytest.param("gemma3_text", 4, 2, "nixl", 16, marks=LONG),
         pytest.param("gemma2", 2, 4, "tcp", 64, marks=LONG),
         pytest.param("deepseek_v3", 2, 1, "nixl", 16, marks=LONG),  # latents
         pytest.param("qwen3_5_text", 1, 2, "nixl", 256, marks=LONG),  # delta nets
     ],
 )
-async def test_answers_are_those_of_one_rank(
+async def test_responses_are_those_of_one_rank(
     tmp_path: Path, architecture: str, prefill_tp: int, decode_tp: int, path: str, page_size: int
 ) -> None:
     model = make_checkpoint(tmp_path / "model", architecture)
@@ -82,7 +82,7 @@ async def test_answers_are_those_of_one_rank(
         ("qwen3_next", 8, (1, 2), (1, 1), "tcp"),
     ],
 )
-async def test_answers_of_stages_are_those_of_one_rank(
+async def test_responses_of_stages_are_those_of_one_rank(
     tmp_path: Path,
     architecture: str,
     num_layers: int,
@@ -111,7 +111,7 @@ async def check_pair(
     page_size: int,
     flags: Sequence[str] = (),
 ) -> None:
-    """Compare the answers of a prefill node and a decode node with such tp and pp."""
+    """Compare the responses of a prefill node and a decode node with this tp and pp."""
     (port,) = free_ports(1)
     node_flags = (f"--engine.cache.page-size={page_size}", "--transfer.checksum-interval=1")
     async with Cluster(
@@ -218,7 +218,7 @@ async def test_nodes_with_ranks_change_their_roles_under_load(model: Path, tmp_p
 @pytest.mark.parametrize(
     ("end", "victim"), [(signal.SIGKILL, "prefill"), (signal.SIGSTOP, "decode")]
 )
-async def test_a_rank_that_ends_costs_no_answer(
+async def test_a_rank_that_ends_costs_no_response(
     model: Path, tmp_path: Path, end: signal.Signals, victim: str
 ) -> None:
     async with Cluster(
@@ -229,7 +229,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         node_flags=(*FLAGS, "--engine.parallel.collective-s=5", *ranks(2)),
         router_flags=("--policy=round_robin",),
         patient=end is signal.SIGKILL,
-        environment=slowed(0.02),  # otherwise prompts may be computed before anybody has looked
+        environment=slowed(0.02),  # otherwise prompts may be computed before the check
     ) as cluster:
         await cluster.until_all_have_had_requests()
         known, asked = oracle(model), prompts(250, [300] * 6)
@@ -252,8 +252,8 @@ async def test_a_rank_that_ends_costs_no_answer(
 
 
 @LONG
-async def test_experts_move_under_load_and_answers_stay_right(tmp_path: Path) -> None:
-    """On both nodes of a pair, one of which computes prompts only."""
+async def test_experts_move_under_load_and_responses_stay_right(tmp_path: Path) -> None:
+    """On both nodes of a pair, one of which only computes prompts."""
     model, ports = make_checkpoint(tmp_path / "model", "deepseek_v3"), [*free_ports(2)]
     experts = {"experts": "ep", "redundant-experts": 4, "rebalance-steps": 3}
     async with Cluster(
@@ -278,7 +278,8 @@ async def test_experts_move_under_load_and_answers_stay_right(tmp_path: Path) ->
             assert total(scraped(port), "baton_expert_load_imbalance") >= 1
 
 
-# Seen failing with followers that keep their weights, and with pieces of a page of the source.
+# Seen failing with followers that keep their weights, and if pieces of a page are read from the
+# source.
 @LONG
 @pytest.mark.parametrize(("source_tp", "tp"), [(1, 2), (4, 2)])
 async def test_a_node_reads_weights_from_one_with_other_ranks(
@@ -315,7 +316,8 @@ async def test_a_node_reads_weights_from_one_with_other_ranks(
 @LONG
 @pytest.mark.parametrize(
     ("kind", "prefill_tp", "decode_tp"),
-    [("granite", 2, 1), ("olmo2", 1, 2), ("mimo_v2_flash", 2, 2)],  # olmo2: whole KV on each rank
+    # olmo2: each rank has the whole KV
+    [("granite", 2, 1), ("olmo2", 1, 2), ("mimo_v2_flash", 2, 2)],
 )
 async def test_models_of_transformers_are_handed_off_between_ranks(
     tmp_path: Path, kind: str, prefill_tp: int, decode_tp: int

@@ -1,4 +1,4 @@
-"""`baton nodes drain` and `baton rollout` beside real programs that serve meanwhile."""
+"""`baton nodes drain` and `baton rollout` with real processes that serve requests."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 START_S = 300.0
 NUM_CLIENTS = 4
 NUM_TOKENS = 200
-STEP_S = 0.01  # so that answers are under way when their node is restarted
+STEP_S = 0.01  # so that requests are running when their node restarts
 MOVED = 'baton_migrations_total{outcome="completed"}'
 REFUSED = ("tokens=0", "this node is draining")
 
@@ -36,7 +36,7 @@ def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedP
 
 
 @pytest.mark.long
-async def test_a_node_is_drained_by_who_has_the_secret_and_not_without_need(
+async def test_draining_a_node_requires_the_secret_and_the_last_node_requires_force(
     make: Callable[..., Cluster], tmp_path: Path
 ):
     async with make() as cluster:
@@ -72,7 +72,7 @@ async def test_a_node_is_drained_by_who_has_the_secret_and_not_without_need(
 
 @asynccontextmanager
 async def _up(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Program, str, int]]:
-    """`baton up`, its router's address and HTTP port."""
+    """Start `baton up`. Return it with its router's address and HTTP port."""
     write(tmp_path / "model")
     port, http, prefill, decode = free_ports(4)
     up = Program(
@@ -97,11 +97,11 @@ async def _up(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Program, str, 
 
 
 @pytest.mark.long
-async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
+async def test_every_process_is_restarted_under_load_without_an_effect_on_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Long: four nodes are started anew, and nothing may be computed anew, which asks for a machine
-    on which a move comes to something in two seconds."""
+    """Long: four nodes are restarted, and no token may be computed again, which requires a
+    machine on which a migration takes less than two seconds."""
     for name, value in slowed(STEP_S).items():
         monkeypatch.setenv(name, value)
     how = ("--prefill=2", "--decode=2", "--router-flags=--processes 2 --policy round_robin")
@@ -134,7 +134,7 @@ async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
             return said.stdout
 
         assert (await roll("prefill", "decode")).count("is back after") == 4
-        # Before the processes that count this are new ones.
+        # Before the processes with these counters are replaced.
         metrics = (await get(http_port, "/metrics")).body.decode().splitlines()
         assert (await roll("router")).count("is back after") == 1
         over.set()
@@ -145,5 +145,5 @@ async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
     assert sum(moved) > 0
     log = (tmp_path / "log" / "router.log").read_text().splitlines()
     replayed = [line for line in log if "request replayed" in line]
-    # Refused by a node that had just begun to drain: nothing of these was computed anywhere.
+    # These were rejected by a node that had just started to drain. No node computed any of them.
     assert [line for line in replayed if not all(words in line for words in REFUSED)] == []

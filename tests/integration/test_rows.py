@@ -1,5 +1,5 @@
 """Hidden states, routed experts and input embeddings of a whole system: real processes, NIXL and
-gRPC. Compared with transformers, also when a decode node is killed."""
+gRPC. Compared with transformers, also after the kill of a decode node."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -103,7 +103,7 @@ class RoutedExperts(Response):
 
 
 class InputEmbeddings(Response):
-    """The rows of the model's own table, after which it has the same response as after the ids."""
+    """The rows of the model's own table, after which the response is the same as after the ids."""
 
     flag = "--engine.input-embeddings.enabled"
 
@@ -116,7 +116,7 @@ class InputEmbeddings(Response):
         return cluster.ask(router_pb2.GenerateRequest(input_embeddings=given, sampling=sampling))
 
     def add(self, response: Any) -> None:
-        pass  # nothing is returned but tokens
+        pass  # only tokens are returned
 
     def check(self) -> None:
         oracle(self.model).check(PROMPT, self.token_ids, len(self.token_ids))
@@ -179,7 +179,7 @@ async def test_each_row_is_sent_once_although_the_decode_node_is_killed(
 @pytest.mark.long
 @pytest.mark.slow
 async def test_ranks_and_groups_return_all_experts(experts: Path, tmp_path: Path):
-    """Each rank has some of the experts, and so has each node of a group."""
+    """Each rank has some of the experts, and so does each node of a group."""
     group = [f"--engine.parallel.dp-group={tmp_path / 'group'}", "--engine.parallel.dp=2"]
     async with Cluster(
         experts,

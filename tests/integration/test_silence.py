@@ -1,4 +1,4 @@
-"""An engine that stands still while its frontend lives on."""
+"""An engine that makes no progress while its frontend runs."""
 
 import asyncio
 import logging
@@ -37,15 +37,15 @@ async def _all_begun(cluster: Cluster, begun: list[int]) -> None:
     await cluster.wait_until(all_have_begun, "every answer has begun")
 
 
-async def test_a_decode_node_whose_forward_never_ends_gets_nothing_until_it_goes_on(
+async def test_a_decode_node_with_a_stuck_forward_gets_no_requests_until_it_continues(
     make: Callable[..., Cluster], known: Oracle, tmp_path: Path
 ):
-    """Seen failing with DecodeClient._end_if_dead doing nothing: the old ones never end. And with
-    heartbeats that do not say how late the engine is: nobody notices."""
+    """Seen failing if DecodeClient._end_if_dead does nothing: the old requests never end. Also
+    seen failing if heartbeats do not report the lag of the engine: nothing detects it."""
     flags = ("--policy=round_robin",)
-    # Its other threads live: heartbeats go on for so long, and say how late the engine is.
+    # Its other threads run: heartbeats continue for this time, and report the lag of the engine.
     node_flags = ("--engine.scheduler.step-timeout-s=600",)
-    num_tokens = 400  # far from its end when five are out
+    num_tokens = 400  # far from its end after five tokens
     async with make(
         num_decode=2,
         router_flags=flags,
@@ -88,13 +88,13 @@ async def test_a_decode_node_whose_forward_never_ends_gets_nothing_until_it_goes
         assert not await _serves(stopped)
         await cluster.wait_until(lambda: _serves(other), "the other one serves")
 
-        # What is new is not placed there: each of it has one node, and is answered.
+        # New requests are not placed there. Each has one node, and completes.
         new = await asyncio.gather(
             *(cluster.generate(prompt[::-1], max_tokens=8, ignore_eos=True) for prompt in prompts)
         )
         for prompt, reply in zip(prompts, new, strict=True):
             known.check(prompt[::-1], reply.token_ids, 8)
-        # What was there goes on at the other.
+        # Its requests continue on the other node.
         for prompt, task in zip(prompts, old, strict=True):
             async with asyncio.timeout(120.0):
                 known.check(prompt, await task, num_tokens)

@@ -1,4 +1,4 @@
-"""Nodes that leave their role under load, as real processes: no client notices."""
+"""Nodes that change their role under load, as real processes, without an effect on clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,8 +31,9 @@ SAMPLED = {
 
 @asynccontextmanager
 async def _load(cluster: Cluster, known: Oracle) -> AsyncIterator[list[int]]:
-    """Clients that ask without a pause while inside, each for its own answer. Gives the number of
-    right ones; any other, or an error, is a failure."""
+    """Clients that send requests continuously while inside the context, each with its own
+    expected response. Yields the number of right ones. Any other response, or an error, fails
+    the test."""
     expected = [known.tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
     right = [0]
     over = asyncio.Event()
@@ -54,7 +55,7 @@ async def _load(cluster: Cluster, known: Oracle) -> AsyncIterator[list[int]]:
 
 
 async def _works(cluster: Cluster, node: Node) -> None:
-    """Returns when hand-offs of its role have come to something."""
+    """Return when hand-offs of the node's role have completed."""
 
     async def has() -> bool:
         return bool((await node.describe()).counters["handoffs_completed"])
@@ -71,7 +72,7 @@ def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int,
     return said.returncode, said.stdout + said.stderr
 
 
-async def test_nodes_take_the_other_role_under_load_and_every_answer_is_right(
+async def test_nodes_take_the_other_role_under_load_and_every_response_is_right(
     make: Callable[..., Cluster], known: Oracle, tmp_path: Path
 ) -> None:
     async with make(num_decode=2, environment=slowed(STEP_S), router_flags=ROUND_ROBIN) as cluster:
@@ -109,10 +110,11 @@ async def test_nodes_take_the_other_role_under_load_and_every_answer_is_right(
             await cluster.wait_until(go_on, "answers come as before")
 
 
-# Long: that nothing is computed again requires a machine on which a migration succeeds within two
-# seconds. That responses are right when nodes drain, test_membership.py shows everywhere.
+# Long, because no token may be computed again, which requires a machine on which a migration takes
+# less than two seconds. test_membership.py shows on every machine that responses are right when
+# nodes drain.
 @pytest.mark.parametrize("leaves_by", ["drain", "switch"])
-async def test_running_requests_continue_elsewhere_while_their_node_leaves_its_role(
+async def test_running_requests_migrate_when_their_node_changes_its_role(
     make: Callable[..., Cluster], leaves_by: str
 ) -> None:
     async with make(num_decode=2, environment=slowed(0.01), router_flags=ROUND_ROBIN) as cluster:

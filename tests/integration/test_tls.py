@@ -1,4 +1,4 @@
-"""TLS between real processes: whole requests, who is refused, and certificates that change."""
+"""TLS between real processes: complete requests, rejected peers, and replaced certificates."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def _openai(cluster: Cluster, config: TlsConfig) -> openai.AsyncOpenAI:
 
 
 async def _refusal(address: str, config: TlsConfig | None) -> str:
-    """Why a node does not describe itself to a caller; "" if it does."""
+    """Return why a node rejects a caller of Describe, or "" if it does not."""
     certificates = None if config is None else tls.certificates(config, "the test's")
     async with make_channel(address, certificates) as channel:
         try:
@@ -68,7 +68,7 @@ async def _refusal(address: str, config: TlsConfig | None) -> str:
     return ""
 
 
-async def test_a_request_goes_over_grpc_and_https_and_through_a_hand_off(
+async def test_a_request_over_grpc_and_https_and_with_a_hand_off(
     cluster: Cluster, config: TlsConfig
 ) -> None:
     over_grpc = await cluster.generate(PROMPT, max_tokens=8)
@@ -87,7 +87,7 @@ async def test_a_request_goes_over_grpc_and_https_and_through_a_hand_off(
     assert "encrypted=True" in cluster.prefill[0].child.log.read_text()
 
 
-async def test_nodes_hear_only_those_that_their_authority_has_signed(
+async def test_nodes_accept_only_peers_signed_by_their_authority(
     cluster: Cluster, config: TlsConfig, tmp_path: Path
 ) -> None:
     stranger = Authority().write(tmp_path)
@@ -97,11 +97,11 @@ async def test_nodes_hear_only_those_that_their_authority_has_signed(
         assert await _refusal(node.address, TlsConfig(ca=config.ca))
         assert await _refusal(node.address, stranger.model_copy(update={"ca": config.ca}))
         assert "CERTIFICATE_VERIFY_FAILED" in await _refusal(node.address, stranger)
-    # And have not been harmed.
+    # The rejected calls had no effect on them.
     assert len((await cluster.generate(PROMPT, max_tokens=2)).token_ids) == 2
 
 
-async def test_clients_of_the_router_check_it_and_need_no_certificate(
+async def test_clients_of_the_router_verify_it_and_need_no_certificate(
     cluster: Cluster, config: TlsConfig, program: type[Program]
 ) -> None:
     arguments = ("cli.generate", "hello", f"--router={cluster.address}", "--max-tokens=2")
@@ -121,8 +121,8 @@ async def test_clients_of_the_router_check_it_and_need_no_certificate(
 async def test_certificates_and_authority_are_replaced_without_a_restart(
     cluster: Cluster, config: TlsConfig
 ) -> None:
-    """Everybody turns to another authority. What stands goes on, and a node that must be called
-    anew is, by programs that have begun with other certificates."""
+    """All processes get certificates of another authority. Existing connections continue, and
+    new connections to a node succeed from processes that started with the old certificates."""
     assert config.cert is not None
     Authority().write(config.cert.parent)
     await cluster.replace_prefill()
@@ -134,7 +134,7 @@ async def test_certificates_and_authority_are_replaced_without_a_restart(
         assert (await https.models.list()).data
 
 
-async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
+async def test_a_router_reports_why_it_cannot_use_a_node_of_another_authority(
     cluster: Cluster, config: TlsConfig, model: Path, program: type[Program], tmp_path: Path
 ) -> None:
     stranger = Authority().write(tmp_path)
@@ -152,7 +152,7 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
     assert await asyncio.to_thread(router.exit_code) == 0
 
 
-# At the start -------------------------------------------------------------------------------------
+# Start --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
         ("decode_node", {"key": None}, "cert and key must be set together"),
     ],
 )
-async def test_half_of_tls_is_refused_in_one_line(
+async def test_an_incomplete_tls_configuration_is_rejected_in_one_line(
     config: TlsConfig,
     model: Path,
     program: type[Program],
@@ -186,7 +186,7 @@ async def test_half_of_tls_is_refused_in_one_line(
 
 
 @pytest.mark.long
-async def test_up_serves_with_tls_everywhere(
+async def test_up_uses_tls_everywhere(
     model: Path, config: TlsConfig, program: type[Program], tmp_path: Path
 ) -> None:
     router, http, prefill, decode = free_ports(4)

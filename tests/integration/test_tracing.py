@@ -23,7 +23,7 @@ TRACEPARENT = f"00-{TRACE}-{CLIENT_SPAN}-01"
 PROMPT = list(range(100))
 CHUNK = 32
 FIELDS = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-SLACK_NS = 2_000_000  # two readings of the same clock, and nothing more
+SLACK_NS = 2_000_000  # two readings of the same clock
 
 ROUTER_PHASES = {"tokenize", "place", "stream"}
 DECODE_PHASES = {
@@ -51,7 +51,7 @@ def _cluster(model: Path, logs: Path, router: str, nodes: str, *flags: str) -> C
 
 
 async def _generate(cluster: Cluster, request_id: str, *, traceparent: str = "") -> None:
-    """Over gRPC."""
+    """Generate over gRPC."""
     request = GenerateRequest(
         request_id=request_id,
         token_ids=TokenIds(ids=PROMPT),
@@ -65,7 +65,7 @@ async def _generate(cluster: Cluster, request_id: str, *, traceparent: str = "")
 
 
 def _of(collector: Collector, label: str) -> dict[str, Span]:
-    """The span of each service's part, by service."""
+    """Return the span of each service's part, by service."""
     ids = {
         span.attributes["baton.request_id"]
         for span in collector.spans
@@ -82,8 +82,8 @@ def _with_ids(collector: Collector, ids: set[str]) -> dict[str, Span]:
 
 
 async def _until_told(cluster: Cluster, collector: Collector, num_services: int) -> None:
-    """Waits for so many parts of requests. At its end a program does not wait long for a collector
-    to take them."""
+    """Wait for this number of parts of requests. A process that ends waits only briefly for a
+    collector to accept them."""
 
     async def all_are_there() -> bool:
         reported = [span for span in collector.spans if "baton.request_id" in span.attributes]
@@ -93,7 +93,7 @@ async def _until_told(cluster: Cluster, collector: Collector, num_services: int)
 
 
 def _inside(collector: Collector, span: Span) -> dict[str, Span]:
-    """Its phases."""
+    """Return its phases."""
     parts = ("baton.decode", "baton.prefill")
     return {
         each.name: each
@@ -102,7 +102,7 @@ def _inside(collector: Collector, span: Span) -> dict[str, Span]:
     }
 
 
-async def test_a_request_is_one_trace_of_three_services_whose_spans_nest(
+async def test_a_request_is_one_trace_of_three_services_with_nested_spans(
     model: Path, tmp_path: Path
 ) -> None:
     async with collecting() as collector:
@@ -132,7 +132,7 @@ async def test_a_request_is_one_trace_of_three_services_whose_spans_nest(
         assert not _of(collector, "not sampled")
     labels = ["nonsense", "not sampled", "of its own", "by grpc", "by http"]
     assert [each["label"] for each in listed] == labels
-    assert [each["trace_id"] for each in listed][1] == TRACE  # known, though not sampled
+    assert [each["trace_id"] for each in listed][1] == TRACE  # known, although not sampled
     _check_timeline(timeline, collector)
     _check_log(tmp_path)
 
@@ -153,7 +153,8 @@ def _check_trace(collector: Collector, request_id: str, trace_id: str, above: st
     assert router.parent_id == above
     assert (decode.parent_id, prefill.parent_id) == (router.span_id, decode.span_id)
     assert router.encloses(decode, SLACK_NS)
-    # A prefill node ends its part when it hears that the pages were read; nobody waits for that.
+    # A prefill node ends its part when it learns that the pages were read. No request waits for
+    # that.
     assert decode.start - SLACK_NS <= prefill.start
     computed = _inside(collector, prefill)
     assert all(decode.encloses(computed[phase], SLACK_NS) for phase in PREFILL_PHASES)
@@ -184,7 +185,7 @@ def _check_timeline(timeline: dict[str, Any], collector: Collector) -> None:
     assert sum(part["seconds"] for part in timeline["ttft"]) == pytest.approx(timeline["ttft_s"])
     marks = {mark["where"]: mark["at_s"] for mark in timeline["marks"]}
     assert 0.0 < marks["decode"] <= marks["router"] == timeline["ttft_s"]
-    # The same phases as in the trace, by two ways.
+    # The same phases as in the trace, over another path.
     inside = _inside(collector, _of(collector, "by http")["decode"])
     for phase in timeline["phases"]:
         if phase["where"] == "decode":
@@ -195,7 +196,7 @@ def _check_timeline(timeline: dict[str, Any], collector: Collector) -> None:
 
 @pytest.fixture
 def silent_endpoint() -> Iterator[str]:
-    """Takes connections and never says a word."""
+    """Return an endpoint that accepts connections and never responds."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -210,10 +211,10 @@ async def closed_endpoint() -> AsyncIterator[str]:
 
 
 @pytest.mark.long  # in one process: tests/common/tracing/test_otlp.py
-async def test_a_collector_that_fails_harms_nobody(
+async def test_a_failing_collector_affects_no_process(
     model: Path, tmp_path: Path, silent_endpoint: str, closed_endpoint: str
 ) -> None:
-    """Leaving the cluster checks that every program ends in time, and with 0."""
+    """The exit of the cluster checks that every process ends in time, and with 0."""
     async with _cluster(model, tmp_path, silent_endpoint, closed_endpoint) as cluster:
         for number in range(20):
             await _generate(cluster, f"request {number}")
@@ -222,11 +223,11 @@ async def test_a_collector_that_fails_harms_nobody(
 
 
 @pytest.mark.long
-async def test_without_an_endpoint_a_trace_is_passed_on_and_nothing_is_sent(
+async def test_without_an_endpoint_the_trace_context_is_propagated_and_nothing_is_exported(
     model: Path, tmp_path: Path
 ) -> None:
     async with collecting() as collector:
-        # The router has none: the nodes' spans hang on the client's.
+        # The router exports no span: the parent of the nodes' spans is the client's.
         flags = (f"--server.otlp-endpoint={collector.endpoint}",)
         async with Cluster(model, tmp_path, decode_flags=flags) as cluster:
             await _generate(cluster, "traced", traceparent=TRACEPARENT)

@@ -1,4 +1,4 @@
-"""`baton up`, as a terminal runs it."""
+"""`baton up` in a terminal."""
 
 import asyncio
 import json
@@ -56,8 +56,8 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
 
 def _programs(pid: int, parent: str = "") -> dict[str, int]:
-    """Pids of the programs that a process has started, and of those that they have started; an
-    engine goes by its frontend's name too."""
+    """Return the pids of the processes that a process has started, and of theirs. An engine has
+    its frontend's name."""
     found = {}
     for child in children_of(pid):
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
@@ -81,7 +81,7 @@ def _serving(up: Program) -> dict[str, int]:
 
 
 def _answered(curl: str) -> dict[str, Any]:
-    """Return the server's response to this command line of curl."""
+    """Return the server's response to this curl command."""
     match shlex.split(curl):
         case ["curl", url, "-H", header, "-d", body]:
             name, value = header.split(": ")
@@ -92,14 +92,14 @@ def _answered(curl: str) -> dict[str, Any]:
     raise AssertionError(curl)
 
 
-def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run, tmp_path):
+def test_up_serves_the_demo_model_prints_a_sample_and_ends_cleanly(run, tmp_path):
     up = run()
     children = _serving(up)
     assert "> add 27 15 =\n 42\n" in up.output
     assert up.line_with("grpcurl -plaintext -d '{")
     secret = tmp_path / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600
-    for pid in children.values():  # which everybody on this machine may read
+    for pid in children.values():  # readable for every user of this machine
         assert secret.read_text().strip() not in Path(f"/proc/{pid}/cmdline").read_text()
     for role in ("router", "prefill-0", "decode-0"):
         assert "secret=on" in (tmp_path / "log" / f"{role}.log").read_text()
@@ -111,8 +111,8 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
     assert not [pid for pid in children.values() if runs(pid)]
 
 
-# "Sockets" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
-# each engine, one of them on all interfaces.
+# "Sockets" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more sockets
+# of each engine, one of them on all interfaces.
 def _run(line: str) -> str:
     """Return the output of a shell for this line."""
     return subprocess.run(
@@ -121,8 +121,8 @@ def _run(line: str) -> str:
 
 
 @pytest.mark.long
-def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run, tmp_path):
-    """Seen failing: the sample showed no key, and all programs ended."""
+def test_up_prints_a_sample_and_usable_commands_when_clients_need_api_keys(run, tmp_path):
+    """Seen failing: the sample had no key, and all processes ended."""
     keys = tmp_path / "keys.yaml"
     keys.write_text(_run(f"{sys.executable} -m cli.api_key alice"))
     up = run(f"--router-flags=--api-keys {keys}")
@@ -136,17 +136,17 @@ def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run,
 
 
 @pytest.mark.long
-def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
+def test_listening_ports_on_a_public_host_are_those_in_the_docs(run, model):
     (pages,), metrics = free_ports(1), free_row(3)
     how = (f"--metrics-port={metrics[0]}", f"--transfer.listen-port={pages}")
     up = run(f"--model={model}", *how)
     children = _serving(up)
-    _answered(up.line_with("curl http"))  # by now a path between the nodes has been proved
+    _answered(up.line_with("curl http"))  # by now a path between the nodes has been proven
     found = {name: sockets_of(pid) for name, pid in children.items()}
-    # Of the engines: where prefill nodes serve pages over `tcp`, and what UCX names by itself.
+    # Ports of the engines: where prefill nodes serve pages over `tcp`, and a port that UCX chooses.
     (agent, data) = OpenSocket("unix", ANY, 0), OpenSocket("tcp", "127.0.0.1", pages)
     assert found.pop("prefill_node.engine") == [data, agent]
-    # A decode node reads, and may be read from: at any free port.
+    # A decode node reads, and may be read from: on any free port.
     served, *agents = found.pop("decode_node.engine")
     assert (served.kind, served.host) == ("tcp", "127.0.0.1") and served.port not in (0, pages)
     assert agents == [agent, agent]
@@ -185,7 +185,9 @@ async def _greedy(router: str, number: int = 0, begun: list[int] | None = None) 
 
 
 @pytest.mark.long  # without nodes: tests/cli/test_restarts.py
-async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_tell(run, model):
+async def test_a_node_killed_under_load_is_restarted_and_used_without_an_effect_on_clients(
+    run, model
+):
     up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin", forked=True)
     await asyncio.to_thread(up.line_with, "Ready.", START_S)
     router = (await asyncio.to_thread(up.line_with, "/Generate")).split()[-2]
@@ -232,7 +234,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
 
 
 @pytest.mark.long
-def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_asked_to(run, model):
+def test_a_failed_process_is_reported_with_the_end_of_its_log_and_may_end_all(run, model):
     up = run(f"--model={model}", "--exit-on-failure")
     children = _serving(up)
     os.kill(children["decode_node"], signal.SIGKILL)
@@ -243,7 +245,7 @@ def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_ask
 
 
 @pytest.mark.long
-def test_when_it_is_killed_nothing_stays(run, model):
+def test_no_process_is_left_when_up_is_killed(run, model):
     up = run(f"--model={model}")
     children = _serving(up)
     up.send(signal.SIGKILL)

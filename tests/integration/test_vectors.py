@@ -1,5 +1,5 @@
-"""Embeddings and scores through a router and two prefill nodes, without any decode node, against
-what transformers makes of the same model."""
+"""Embeddings and scores through a router and two prefill nodes, without a decode node. Compared
+with transformers."""
 
 import numpy as np
 import openai
@@ -44,7 +44,7 @@ def cluster_of(directory, logs) -> Cluster:
     )
 
 
-async def test_prefill_nodes_alone_embed_and_score_as_transformers_does(tmp_path):
+async def test_prefill_nodes_alone_embed_and_score_like_transformers(tmp_path):
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     model = AutoModel.from_pretrained(directory, dtype=torch.float32)
     expected = [embedded(model, text) for text in TEXTS]
@@ -53,7 +53,7 @@ async def test_prefill_nodes_alone_embed_and_score_as_transformers_does(tmp_path
         async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
             name = (await client.models.list()).data[0].id
             for given in (TEXTS, [ids(text) for text in TEXTS]):
-                # Without a format the client asks for base64 and decodes it.
+                # Without a format the client requests base64 and decodes it.
                 for how in ({}, {"encoding_format": "float"}):
                     answer = await client.embeddings.create(model=name, input=given, **how)
                     assert answer.usage.prompt_tokens == sum(len(ids(text)) for text in TEXTS)
@@ -68,14 +68,14 @@ async def test_prefill_nodes_alone_embed_and_score_as_transformers_does(tmp_path
                 await client.completions.create(model=name, prompt="x")
         port = cluster.http_port
         assert (await get(port, "/ready")).status == 200
-        # Scores of a model without a head for that are cosines.
+        # Scores of a model without a score head are cosines.
         fields = {"query": TEXTS[0], "documents": [TEXTS[2], TEXTS[0], {"text": TEXTS[1]}]}
         reranked = (await post(port, "/v1/rerank", fields)).json["results"]
         cosines = {0: expected[0] @ expected[2], 1: torch.tensor(1.0), 2: expected[0] @ expected[1]}
         assert [each["index"] for each in reranked] == sorted(cosines, key=lambda i: -cosines[i])
         for each in reranked:
             close(each["relevance_score"], cosines[each["index"]])
-        # SGLang's form: how likely these tokens are to follow.
+        # SGLang's format: the likelihood of these tokens as the next one.
         fields = {"query": "ab", "items": ["c", "de"], "label_token_ids": [104, 7]}
         scored = (await post(port, "/v1/score", fields)).json
         generator = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

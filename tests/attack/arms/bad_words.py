@@ -1,4 +1,4 @@
-"""Words to avoid: as many and as long as they may be, and longer, times the number of choices."""
+"""Bad words: as many and as long as allowed, and more, times the number of choices."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ async def accepted(target: Target, draw: Random) -> None:
 
 
 async def refused(target: Target, draw: Random) -> None:
-    """Too many words, or too long ones."""
+    """Send too many words, or too long ones."""
     num_words = draw.choice((_MAX_WORDS, 10 * _MAX_WORDS))
     await _avoid(target, draw, num_words, draw.choice((1024, 4096)))
 

@@ -1,4 +1,5 @@
-"""The port that pages are read from over sockets: silence, nonsense, lies, and crowds."""
+"""The port from which pages are read over sockets: silence, invalid bytes, false proofs, and
+crowds."""
 
 import asyncio
 import struct
@@ -24,7 +25,7 @@ async def nonsense(target: Target, draw: Random) -> None:
 
 
 async def false_proof(target: Target, draw: Random) -> None:
-    """An introduction of the right form that proves nothing."""
+    """Send a well-formed introduction that proves nothing."""
     reader, writer = await asyncio.open_connection(*host_port(target.data))
     try:
         number, count = draw.choice((1, 2, draw.getrandbits(64))), draw.getrandbits(64)

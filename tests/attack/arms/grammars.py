@@ -1,6 +1,6 @@
-"""Grammars that cost much to compile, or ever more with each token of the answer.
+"""Grammars that are expensive to compile, or ever more expensive with each token of the response.
 
-Names and constants are drawn anew, so that no grammar is in a node's cache.
+Names and constants are random, so that no grammar is in a node's cache.
 """
 
 from random import Random
@@ -14,13 +14,13 @@ _NUM_RULES = 60
 
 
 async def ambiguous(target: Target, draw: Random) -> None:
-    """Every text has exponentially many readings, from the start or after a prefix."""
+    """Every text has exponentially many parses, from the start or after a prefix."""
     name, prefix = _name(draw), draw.choice(("", "[a-z ]{90} ", "[a-z ]{300} ", '"x "{400} '))
     await _follow_grammar(target, f"root ::= {prefix}{name}\n{name} ::= {name} {name} | [a-z ]")
 
 
 async def small_rules(target: Target, draw: Random) -> None:
-    """Sixty rules of one line each, in a chain or side by side."""
+    """Sixty rules of one line each, in a chain or independent."""
     name = _name(draw)
     await _follow_grammar(target, draw.choice((_chain, _doubling_chain, _side_by_side))(name))
 
@@ -31,7 +31,7 @@ async def nested_repetitions(target: Target, draw: Random) -> None:
 
 
 async def accepted_but_dear(target: Target, draw: Random) -> None:
-    """Send a regex that the trial compilation barely accepts."""
+    """Send a regex that is barely under the limit of the trial compilation."""
     prefix = "".join(draw.choices("ab", k=draw.randrange(9)))
     await _follow_regex(target, prefix + draw.choice(_DEAR))
 

@@ -1,5 +1,5 @@
-"""Calls of every method of every service, by strangers: random messages in any order, raw bytes,
-streams that never end, metadata that lies."""
+"""Unauthenticated calls of every method of every service: random messages in any order, raw
+bytes, streams that never end, false metadata."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +32,7 @@ _MAX_MESSAGES = 30
 
 
 async def unary(target: Target, draw: Random) -> None:
-    """One message of the method's own kind, or nearly, or of another kind."""
+    """Send one message of the method's type, a corrupted one, or one of another type."""
     method = draw.choice(_METHODS)
     async with _channel(target, draw) as channel:
         call = channel.unary_stream(_path(method))(
@@ -45,7 +45,7 @@ async def unary(target: Target, draw: Random) -> None:
 
 
 async def streamed(target: Target, draw: Random) -> None:
-    """Messages in any order, of which some are never answered, and an end or none."""
+    """Send messages in any order, some of which get no answer, with or without an end."""
     method = draw.choice([each for each in _METHODS if each.client_streaming])
     async with _channel(target, draw) as channel:
         call = channel.stream_stream(_path(method))(
@@ -62,7 +62,7 @@ async def streamed(target: Target, draw: Random) -> None:
 
 
 async def crowd(target: Target, draw: Random) -> None:
-    """Many streams of one connection that are opened, and then nothing."""
+    """Open many streams on one connection, and send nothing."""
     method = draw.choice([each for each in _METHODS if each.server_streaming])
     async with _channel(target, draw) as channel:
         make = channel.stream_stream(_path(method))
@@ -73,7 +73,7 @@ async def crowd(target: Target, draw: Random) -> None:
 
 
 async def heavy(target: Target, draw: Random) -> None:
-    """Messages as large as they may be, of very many parts."""
+    """Send messages of the largest allowed size, with very many parts."""
     make = draw.choice(_HEAVY)
     path = draw.choice(("/baton.v1.Router/Generate", "/baton.v1.Router/Tokenize"))
     async with _to(target.router) as channel:
@@ -90,7 +90,7 @@ MOVES = {"unary": unary, "streamed": streamed, "crowd": crowd, "heavy messages":
 
 
 def _part(number: int, content: bytes) -> bytes:
-    """A field of a message, as it is on the wire."""
+    """Return a field of a message in its wire format."""
     size = len(content)
     low = [size >> shift & 127 for shift in range(0, max(size.bit_length(), 1), 7)]
     length = bytes([*(byte | 128 for byte in low[:-1]), low[-1]])

@@ -1,4 +1,5 @@
-"""Whole HTTP requests whose bodies are JSON, or nearly: too large, too deep, of other types."""
+"""Complete HTTP requests whose bodies are valid or corrupted JSON: too large, too deep, of wrong
+types."""
 
 import json
 from collections.abc import Callable

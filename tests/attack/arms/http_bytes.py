@@ -1,4 +1,4 @@
-"""Bytes on the HTTP port that no client would send; clients that do not read, or do not go on."""
+"""Bytes on the HTTP port that no client would send, and clients that stop reading or writing."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def mutants(target: Target, draw: Random) -> None:
 
 
 async def slow_sender(target: Target, draw: Random) -> None:
-    """A request in drops; sooner or later it is told that this takes too long."""
+    """Send a request slowly. The router must eventually time out."""
     async with _connected(target) as (reader, writer):
         for byte in _request(target, {"prompt": "x" * 400}):
             writer.write(bytes((byte,)))
@@ -76,7 +76,7 @@ async def slow_sender(target: Target, draw: Random) -> None:
 
 
 async def crumbs(target: Target, draw: Random) -> None:
-    """A body in chunks of two bytes, each with framing that is longer."""
+    """Send a body in chunks of two bytes, whose framing is longer."""
     async with _connected(target) as (reader, writer):
         writer.write(_head(target, "transfer-encoding: chunked"))
         extension = ";x=" + "y" * draw.choice((0, 30))
@@ -87,7 +87,7 @@ async def crumbs(target: Target, draw: Random) -> None:
 
 
 async def unread_pipeline(target: Target, draw: Random) -> None:
-    """Many requests at once, whose answers nobody reads."""
+    """Send many requests at once, and read none of the responses."""
     one = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with _connected(target) as (_, writer):
         writer.write(one * draw.choice((10, 1000, 5000)))
@@ -95,7 +95,8 @@ async def unread_pipeline(target: Target, draw: Random) -> None:
 
 
 async def unread_stream(target: Target, draw: Random) -> None:
-    """Many choices streamed to a client that reads nothing, and then goes, or says a word more."""
+    """Stream many choices to a client that reads nothing, and then disconnects or sends
+    something."""
     async with _connected(target) as (_, writer):
         body = {
             "prompt": "copy a b c =",
@@ -110,7 +111,7 @@ async def unread_stream(target: Target, draw: Random) -> None:
 
 
 async def idle_crowd(target: Target, draw: Random) -> None:
-    """Connections that say nothing at all."""
+    """Open connections that send nothing."""
     await crowd_at(target.http, 60, draw.uniform(0.5, 4.0))
 
 

@@ -1,6 +1,6 @@
 """Images: tiny files that claim to be huge, and many of them.
 
-The demo model sees none, so this is the way to the refusal: no image may be opened on it.
+The demo model supports no images, so a request must be rejected before any image is opened.
 """
 
 import base64
@@ -18,7 +18,7 @@ _SIDES = {"PNG": 65_535, "JPEG": 65_535, "GIF": 65_535, "WEBP": 16_383}
 
 
 async def huge(target: Target, draw: Random) -> None:
-    """One file of some bytes, of as many pixels as its format can say."""
+    """Send a small file that claims as many pixels as its format allows."""
     await _show(target, [_huge(draw)])
 
 
@@ -27,7 +27,7 @@ async def many(target: Target, draw: Random) -> None:
 
 
 async def large(target: Target, draw: Random) -> None:
-    """A file of megabytes that is no image."""
+    """Send a file of megabytes that is no image."""
     await _show(target, [draw.randbytes(1000) * draw.choice((1000, 6000))])
 
 

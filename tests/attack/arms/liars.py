@@ -1,8 +1,8 @@
-"""Programs that belong to the cluster and lie: a router, a consumer and a producer of pages, each
-with the right credentials and the right fingerprint, that say whatever comes to their minds.
+"""Malicious processes of the cluster: a router, a consumer and a producer of pages, each with the
+right credentials and fingerprint, which send random messages.
 
-What no liar here does is to serve wrong bytes in right answers to reads: against a node that holds
-the cluster's secret and lies about what it has computed, nothing helps.
+They never answer reads with wrong bytes. There is no protection against a node that has the
+cluster's secret and sends wrong KV.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _PAGE_SIZE = 16
 
 
 async def router(target: Target, draw: Random) -> None:
-    """Submits, cancels and peers without sense."""
+    """Submit and cancel random requests, and announce random peers."""
     async with _as_router(target) as channel:
         call = DecodeNodeStub(channel).Serve(timeout=6.0)  # type: ignore[no-untyped-call]
         await call.write(_greeting())
@@ -55,7 +55,7 @@ async def router(target: Target, draw: Random) -> None:
 
 
 async def heavy_router(target: Target, draw: Random) -> None:
-    """Requests as long as they may be, or none at all, by the thousand."""
+    """Send requests of the largest size, or empty ones, by the thousand."""
     empty = decode_pb2.Submit()
     long = decode_pb2.Submit(number=1, request={"token_ids": as_bytes([1] * 100_000)})
     submit = draw.choice((empty, long, _submit(draw, [], num_tokens=7000)))
@@ -69,7 +69,7 @@ async def heavy_router(target: Target, draw: Random) -> None:
 
 
 async def consumer(target: Target, draw: Random) -> None:
-    """Opens hand-offs, and goes on with them as no consumer would."""
+    """Open hand-offs, and continue them as no consumer would."""
     hello = await _learned(target, draw)
     async with _as_node(target, target.prefill, hello) as channel:
         call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ async def consumer(target: Target, draw: Random) -> None:
 
 
 async def heavy_consumer(target: Target, draw: Random) -> None:
-    """Opens prompts of a million tokens as fast as it can."""
+    """Open prompts of a million tokens as fast as possible."""
     hello = await _learned(target, draw)
     async with _as_node(target, target.prefill, hello) as channel:
         call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
@@ -97,7 +97,8 @@ async def heavy_consumer(target: Target, draw: Random) -> None:
 
 
 async def producer(target: Target, draw: Random) -> None:
-    """Named to the decode node by a router that lies too; answers hand-offs with anything."""
+    """A producer that a malicious router names to the decode node. It answers hand-offs with
+    anything."""
     async with _lying(target, draw) as (liar, address), _as_router(target) as channel:
         call = DecodeNodeStub(channel).Serve(timeout=8.0)  # type: ignore[no-untyped-call]
         await call.write(_greeting(address))
@@ -119,8 +120,8 @@ MOVES = {
 
 
 class _LyingProducer(KvTransferServicer):
-    """Greets as a producer must, serves reads of rubbish, and has an answer to everything: now and
-    then the right one."""
+    """Greets as a producer must, serves reads of random bytes, and answers everything, sometimes
+    correctly."""
 
     def __init__(self, hello: kvtransfer_pb2.Hello, producer: PageProducer, draw: Random) -> None:
         self._hello = hello
@@ -177,7 +178,7 @@ class _LyingProducer(KvTransferServicer):
 
 
 def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.FromProducer:
-    """All at once, as a producer that had all of it cached."""
+    """All at once, like a producer that has everything cached."""
     num_pages = -(-(num_tokens - grant.prefix_tokens) // _PAGE_SIZE)
     ready = kvtransfer_pb2.Ready(
         id=grant.id,
@@ -191,7 +192,7 @@ def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.F
 
 
 def _of_a_consumer(draw: Random, instance: int) -> list[kvtransfer_pb2.FromConsumer]:
-    """Most of them are what a consumer may say, were it not for the order."""
+    """Return mostly messages that a consumer may send, in a wrong order."""
     return [_by_a_consumer(draw, instance) for _ in range(draw.randint(1, 60))]
 
 
@@ -227,7 +228,7 @@ def _by_a_consumer(draw: Random, instance: int) -> kvtransfer_pb2.FromConsumer:
 def _name(
     message: kvtransfer_pb2.FromConsumer | kvtransfer_pb2.FromProducer, id: kvtransfer_pb2.HandoffId
 ) -> None:
-    """Makes it speak of a hand-off that there is."""
+    """Put the id of an existing hand-off into the message."""
     kind = message.WhichOneof("message")
     if kind not in (None, "hello", "forget", "heartbeat", "last_words"):
         getattr(message, kind).id.CopyFrom(id)
@@ -267,8 +268,8 @@ def _request(draw: Random, num_tokens: int) -> request_pb2.Request:
 
 
 async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:
-    """A Hello that fits: a node refuses one that does not, and says what it should have said, as
-    much of it as a sentence holds."""
+    """Return a Hello that the node accepts. A node that rejects a Hello reports the expected
+    values, as far as they fit into a sentence."""
     hello = kvtransfer_pb2.Hello(
         instance_id=draw.getrandbits(64),
         protocol_version=PROTOCOL_VERSION,
@@ -324,7 +325,7 @@ async def _as_node(
 
 @asynccontextmanager
 async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingProducer, str]"]:
-    """A producer of rubbish and its address."""
+    """Return a producer of random bytes, and its address."""
     hello = await _learned(target, draw)
     page_bytes = hello.regions[0].page_bytes
     with mmap.mmap(-1, _NUM_PAGES * page_bytes) as memory:

@@ -1,4 +1,5 @@
-"""Answers that cost much to parse or to send: white space beside tools, and long streams."""
+"""Responses that are expensive to parse or to send: white space before tool calls, and long
+streams."""
 
 import json
 from random import Random
@@ -10,12 +11,12 @@ from tests.attack.target import Target
 NUM_WORKERS = 2
 
 _NUM_TOKENS = 4000
-_SPACES = ["220", "198"]  # a space, and the end of a line, of the demo model
+_SPACES = ["220", "198"]  # a space and a line break of the demo model
 _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
 async def spaces(target: Target, draw: Random) -> None:
-    """Nothing else, where a call might begin."""
+    """Request only spaces where a call might start."""
     allowed = [int(draw.choice(_SPACES))]
     await _chat(target, draw, tool_choice="auto", allowed_token_ids=allowed)
 

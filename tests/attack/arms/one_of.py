@@ -1,4 +1,4 @@
-"""Schemas with large `oneOf`: constants, objects, and both below each other."""
+"""Schemas with a large `oneOf`: constants, objects, and both nested."""
 
 from collections.abc import Callable
 from random import Random
@@ -17,12 +17,12 @@ async def constants(target: Target, draw: Random) -> None:
 
 
 async def objects(target: Target, draw: Random) -> None:
-    """Branches that only one constant property tells apart: 141 may be compared."""
+    """Branches that differ only in one constant property: 141 may be compared."""
     await _enforce(target, draw, _object, (100, 141, 142, 600))
 
 
 async def nested(target: Target, draw: Random) -> None:
-    """Each branch has a large `oneOf` below it."""
+    """Each branch has another large `oneOf`."""
 
     def branch(number: int) -> Schema:
         below = {"oneOf": [_object(n) for n in range(60)]}
@@ -32,7 +32,7 @@ async def nested(target: Target, draw: Random) -> None:
 
 
 async def equal_at_last(target: Target, draw: Random) -> None:
-    """Only the last two branches can hold at once."""
+    """Only the last two branches can match at the same time."""
     await _enforce(target, draw, lambda n: _object(n), (139,), _object(0))
 
 

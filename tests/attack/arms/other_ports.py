@@ -1,4 +1,4 @@
-"""Bytes that are no gRPC on the gRPC ports, no HTTP on the metrics ports, and crowds on both."""
+"""Invalid bytes on the gRPC ports and on the metrics ports, and crowds on both."""
 
 import asyncio
 from random import Random
@@ -22,7 +22,7 @@ async def nonsense(target: Target, draw: Random) -> None:
 
 
 async def frames(target: Target, draw: Random) -> None:
-    """HTTP/2 that begins well: random frames after the preface."""
+    """Send random HTTP/2 frames after a valid preface."""
     address = draw.choice((target.router, target.prefill, target.decode))
     reader, writer = await asyncio.open_connection(*host_port(address))
     try:

@@ -1,6 +1,6 @@
-"""Configuration that nobody meant: files, flags and variables of every kind.
+"""Invalid configurations: files, flags and environment variables of every kind.
 
-Whatever they hold, a program starts with a record or ends with one line and exit code 2.
+With any content, a program starts with a valid configuration or ends with one line and exit code 2.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Stop expressions with large sets and repetitions, followed by many choices at once."""
+"""Stop regexes with large sets and repetitions, for many choices at once."""
 
 from random import Random
 
@@ -12,19 +12,19 @@ _POSITIONS = 256  # of all expressions of a request, at most
 
 
 async def long_sets(target: Target, draw: Random) -> None:
-    """A set of as many characters as fit, repeated."""
+    """Send a set of as many characters as fit, repeated."""
     times = draw.choice((2, 9, 60, 256, 5000))
     letters = "".join(chr(0x4E00 + draw.randrange(20_000)) for _ in range(_CHARACTERS - 12))
     await _stop(target, draw, f"[{letters}]{{{times}}}")
 
 
 async def repetitions(target: Target, draw: Random) -> None:
-    """Expressions that keep as many positions alive as there may be."""
+    """Send regexes with as many active positions as allowed."""
     await _stop(target, draw, draw.choice(_REPETITIONS))
 
 
 async def many(target: Target, draw: Random) -> None:
-    """Sixteen expressions of all that they may have together."""
+    """Send sixteen regexes of the largest total size."""
     num_each = _POSITIONS // 16 - 2
     await _stop(target, draw, *(f"[a-z ]{{{num_each}}}{chr(65 + n)}" for n in range(16)))
 

@@ -1,4 +1,4 @@
-"""Stop strings, as many and as long as they may be, of which every answer has a part."""
+"""Stop strings, as many and as long as allowed, parts of which occur in every response."""
 
 from random import Random
 
@@ -11,14 +11,14 @@ _MAX_STOPS, _MAX_CHARACTERS = 16, 1024
 
 
 async def almost(target: Target, draw: Random) -> None:
-    """Strings that repeat what the demo model repeats, and differ in their last character."""
+    """Send strings that repeat what the demo model repeats, and differ in their last character."""
     unit = draw.choice((" x", " 1", " a", "ab"))
     text = (unit * _MAX_CHARACTERS)[: _MAX_CHARACTERS - 1]
     await _stop(target, draw, [text + chr(65 + number) for number in range(_MAX_STOPS)])
 
 
 async def of_all_lengths(target: Target, draw: Random) -> None:
-    """Each is a prefix of the next one."""
+    """Send strings of which each is a prefix of the next one."""
     step = _MAX_CHARACTERS // _MAX_STOPS
     lengths = range(step, _MAX_CHARACTERS + 1, step)
     await _stop(target, draw, [(" x" * length)[: length - 1] + "Z" for length in lengths])

@@ -1,4 +1,4 @@
-"""Anthropic's own client: a tool used, whole and streamed, a form of the answer, and errors."""
+"""Anthropic's own client: a tool call, streamed and not, a schema, and errors."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""LangChain: a chat model with a tool bound to it, whole and streamed."""
+"""LangChain: a chat model with a tool, streamed and not."""
 
 import sys
 
@@ -11,7 +11,7 @@ url, model = sys.argv[1:]
 
 @tool
 def add(a: int, b: int) -> int:
-    """Adds two numbers."""
+    """Add two numbers."""
     return a + b
 
 

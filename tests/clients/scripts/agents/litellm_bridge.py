@@ -1,4 +1,4 @@
-"""LiteLLM: tools whole and streamed, and what was thought."""
+"""LiteLLM: tools, streamed and not, and reasoning text."""
 
 import sys
 

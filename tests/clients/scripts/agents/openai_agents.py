@@ -1,4 +1,4 @@
-"""openai-agents: an agent with a tool and a type for its output, over both of OpenAI's forms."""
+"""openai-agents: an agent with a tool and an output type, over both of OpenAI's APIs."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ async def main() -> None:
 
         @function_tool
         def add(a: int, b: int) -> int:
-            """Adds two numbers."""
+            """Add two numbers."""
             called.append((a, b))  # noqa: B023
             return a + b
 

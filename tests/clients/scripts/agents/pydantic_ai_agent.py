@@ -1,5 +1,5 @@
-"""pydantic-ai: an agent with one tool, over both of OpenAI's forms: whole, streamed, and with a
-form of its output."""
+"""pydantic-ai: an agent with one tool over both of OpenAI's APIs, streamed and not, and with an
+output type."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ async def main() -> None:
 
         @agent.tool_plain
         def add(a: int, b: int) -> int:
-            """Adds two numbers."""
+            """Add two numbers."""
             called.append((a, b))  # noqa: B023
             return a + b
 

@@ -1,4 +1,4 @@
-"""Arguments of the scripts beside this one, and a function that runs programs of their
+"""Arguments of the scripts in this folder, and a function that runs programs of their
 environment."""
 
 import json
@@ -17,7 +17,7 @@ class Served(NamedTuple):
 
     url: str  # of HTTP, without /v1
     grpc: str  # host:port
-    model: str  # as clients call it
+    model: str  # model name for clients
     directory: str  # the model's files
 
 
@@ -47,12 +47,12 @@ def ran(program: Path, *arguments: str, **environment: str) -> str:
 
 
 def beside_python(name: str) -> Path:
-    """A program of this environment."""
+    """Return the path of a program of this environment."""
     return Path(sys.executable).parent / name
 
 
 def messages(text: str) -> list[dict]:
-    """JSON objects one behind the other, as the tools for gRPC print a stream."""
+    """Parse consecutive JSON objects, as gRPC tools print a stream."""
     decoder, found = json.JSONDecoder(), []
     while text := text.strip():
         message, end = decoder.raw_decode(text)

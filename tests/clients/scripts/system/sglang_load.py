@@ -1,5 +1,5 @@
-"""SGLang's load generator, unmodified, without what a GPU is needed for: of the rest of SGLang it
-imports two names and how a tokenizer is read, which stand here in their place."""
+"""SGLang's load generator, unmodified, without the parts that need a GPU. It imports two names
+and the tokenizer loader of the rest of SGLang, which are replaced here."""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 
 def package(name: str) -> None:
-    """Its modules are found, and nothing of its own is run."""
+    """Make its modules importable without running the package."""
     made = ModuleType(name)
     made.__path__ = list(find_spec(name).submodule_search_locations)
     sys.modules[name] = made

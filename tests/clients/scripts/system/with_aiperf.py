@@ -1,4 +1,5 @@
-"""aiperf, completions and chats, streamed: every request is answered, of the length asked for."""
+"""aiperf with streamed completions and chats: every request gets a response of the requested
+length."""
 
 import json
 import tempfile
@@ -19,7 +20,7 @@ for kind in ("completions", "chat"):
             *("--concurrency", "4", "--request-count", str(REQUESTS), "--random-seed", "1"),
             *("--isl", "64", "--osl", str(LENGTH), "--extra-inputs", "ignore_eos:true"),
             *("--ui", "none", "--output-artifact-dir", directory),
-            HF_HUB_OFFLINE="",  # or it refuses a tokenizer of this machine
+            HF_HUB_OFFLINE="",  # otherwise it rejects a local tokenizer
         )
         (file,) = Path(directory).rglob("profile_export_aiperf.json")
         said = json.loads(file.read_text())

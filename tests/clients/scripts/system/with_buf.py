@@ -1,5 +1,5 @@
-"""`buf curl`, which knows the router's methods by reflection alone: an answer as it comes, and the
-status and words of a refusal."""
+"""`buf curl`, which finds the router's methods by reflection: a streamed response, and the
+status and message of a rejection."""
 
 import json
 import subprocess

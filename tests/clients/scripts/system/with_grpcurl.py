@@ -1,4 +1,4 @@
-"""grpcurl, which knows the router's methods by reflection alone: health, an answer, a refusal."""
+"""grpcurl, which finds the router's methods by reflection: health, a response, a rejection."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""guidellm, streams of a few tokens: every request is answered whole."""
+"""guidellm with short streams: every request gets a complete response."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""instructor: its default mode, which is a tool by name, whole and in parts; then JSON schemas."""
+"""instructor: its default mode, which is a named tool, streamed and not, and JSON schemas."""
 
 import instructor
 from openai import OpenAI

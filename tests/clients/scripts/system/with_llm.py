@@ -1,4 +1,4 @@
-"""`llm` of the command line, by an extra-openai-models.yaml: streamed, whole, a schema, a tool."""
+"""The command `llm` with an extra-openai-models.yaml: streamed and not, a schema, a tool."""
 
 import json
 import tempfile

@@ -1,5 +1,5 @@
-"""lm_eval's own harness on a task of local data, by local-completions (echo and logprobs): each
-log-likelihood is what its `hf` model, which is transformers, finds of the same files."""
+"""lm_eval's own harness with local-completions (echo and logprobs) on a task of local data:
+log-likelihoods equal those of its `hf` model, which is transformers, for the same files."""
 
 import json
 import random
@@ -27,7 +27,7 @@ at = served()
 
 
 def found(model: str, arguments: dict[str, object], task: dict[str, object]) -> tuple[list, float]:
-    """Log-likelihood and greediness of every choice, and the accuracy."""
+    """Return the log-likelihood and greediness of every choice, and the accuracy."""
     results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,

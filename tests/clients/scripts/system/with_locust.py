@@ -1,4 +1,4 @@
-"""locust without a page: users that ask for chats, whole and streamed, and none of them fails."""
+"""locust without its page: all chat requests of its users succeed, streamed and not."""
 
 import json
 import tempfile

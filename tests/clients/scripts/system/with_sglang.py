@@ -1,5 +1,5 @@
-"""`sglang.bench_serving --backend sglang`, which speaks SGLang's own /generate: every request is
-answered, of the length asked for."""
+"""`sglang.bench_serving --backend sglang`, which uses SGLang's /generate: every request gets a
+response of the requested length."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""`vllm bench serve --logprobs`, completions and chats: every request is answered, of the length
-asked for."""
+"""`vllm bench serve --logprobs` with completions and chats: every request gets a response of the
+requested length."""
 
 import json
 import tempfile
