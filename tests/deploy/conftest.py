@@ -1,4 +1,4 @@
-"""Which manifests the rules are held against."""
+"""Parameters of manifests: the renderings that each rule applies to."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ from tests.support.programs import ROOT
 GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 COMPONENTS = sorted(path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml"))
-# Components on the base, and those together that make pods of others'.
+# Components on the base, and together those that need pods of others.
 MADE_HERE = {f"base with {name}": (name,) for name in COMPONENTS} | {
     f"base with {name} and {other}": (name, other)
     for name, other in (
@@ -24,13 +24,13 @@ MADE_HERE = {f"base with {name}": (name,) for name in COMPONENTS} | {
         ("monitoring", "data-parallel"),
     )
 }
-# Whatever is rendered, most rules hold. "base" is read without kustomize.
+# Most rules apply to every rendering. "base" is read without kustomize.
 RENDERINGS = ["base", *OVERLAYS, *MADE_HERE, "the guide's example"]
 
 
 @pytest.fixture(scope="session")
 def render(tmp_path_factory):
-    """Renders by name."""
+    """Return a function that renders by name."""
 
     @functools.cache
     def objects(name: str) -> list[Object]:
@@ -41,7 +41,7 @@ def render(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def programs_of(render, tmp_path_factory):
-    """The programs of a rendering by name."""
+    """Return the programs of a rendering by name."""
 
     @functools.cache
     def programs(name: str) -> list[Program]:

@@ -1,7 +1,7 @@
 """The manifests under deploy/kubernetes as objects, and the programs in them with their settings.
 
-`base` reads the base without kustomize, which is all that can be checked where there is none.
-Everything else is rendered by kubectl or kustomize, whichever is on PATH.
+`base` reads the base without kustomize, for machines without it. All others are rendered by kubectl
+or kustomize, whichever is on PATH.
 """
 
 import functools
@@ -33,18 +33,18 @@ RECORDS = {
     "encode": EncodeConfig,
 }
 POD_IP = "10.1.2.3"
-_OLDEST_KUSTOMIZE = (5, 3)  # the first that takes several patches in one file
+_OLDEST_KUSTOMIZE = (5, 3)  # the first version with several patches in one file
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Pods that are alike, and how many of them there are."""
+    """Identical pods, and their number."""
 
     name: str
     template: Object
-    num_pods: int  # 0: not the manifest's to say
+    num_pods: int  # 0: not set by the manifest
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -60,13 +60,13 @@ class Workload:
 
     @property
     def all_containers(self) -> list[Object]:
-        """Return the containers, and those that run before them."""
+        """Return the containers and the init containers."""
         return [*self.containers, *self.spec.get("initContainers", ())]
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One of our programs in a pod, with the settings that it would read there."""
+    """A program of Baton in a pod, with the settings that it would read there."""
 
     workload: Workload
     container: Object
@@ -136,7 +136,8 @@ def load_all(text: str) -> list[Any]:
 
 
 def base() -> list[Object]:
-    """The base, with the ConfigMaps that kustomize would generate, under their plain names."""
+    """Return the base, with the ConfigMaps that kustomize would generate, under their plain
+    names."""
     directory = KUBERNETES / "base"
     kustomization = load((directory / "kustomization.yaml").read_text())
     objects = [
@@ -162,7 +163,7 @@ def base() -> list[Object]:
 
 @functools.cache
 def kustomize_command() -> tuple[tuple[str, ...], str]:
-    """The command that renders a directory, or no command and the reason."""
+    """Return the command that renders a directory, or no command and the reason."""
     if shutil.which("kustomize"):
         return ("kustomize", "build"), ""
     if not shutil.which("kubectl"):
@@ -189,8 +190,7 @@ def needs_kustomize() -> tuple[str, ...]:
 def rendered(directory: Path) -> list[Object]:
     """Return the objects that `kubectl apply -k` would apply.
 
-    They are kept in CACHES, because several files of tests, which different processes run, need
-    them.
+    They are cached in CACHES, because several test files need them, in different processes.
 
     Args:
         directory: below a directory of a copy of KUBERNETES.
@@ -228,7 +228,7 @@ def _source_of(directory: Path, program: str) -> str:
 
 
 def workloads(objects: list[Object]) -> list[Workload]:
-    """Everything that makes pods."""
+    """Return every object that makes pods."""
     found = []
     for each in of_kind(objects, "Deployment", "StatefulSet", "LeaderWorkerSet"):
         name, spec = each["metadata"]["name"], each["spec"]
@@ -244,10 +244,10 @@ def workloads(objects: list[Object]) -> list[Workload]:
 
 
 def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
-    """Every container of a router or a node, with what it would read of its flags, variables and
+    """Return every container of a router or a node, with the settings from its flags, variables and
     file.
 
-    Fails the test where a program would refuse them.
+    Fails the test if a program would reject them.
     """
     return [
         Program(workload, container, _settings(objects, workload, container, tmp_path))
@@ -258,8 +258,8 @@ def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
 
 
 def environment(objects: list[Object], container: Object) -> dict[str, str]:
-    """The variables of a container; the pod's address is POD_IP, what it requests is in whole
-    units, as Kubernetes rounds it."""
+    """Return the variables of a container. The pod's address is POD_IP. Resource requests are in
+    whole units, as Kubernetes rounds them."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         variables |= named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]

@@ -1,7 +1,7 @@
-"""Strict schemas of manifests: Kubernetes' own, and of other people's kinds the fields in use.
+"""Strict schemas of manifests: those of Kubernetes, and the used fields of custom resources.
 
-A field that is not listed here is no error in a cluster; it is one in a test, so that whoever
-uses it looks it up and adds it.
+A field that is not listed here is valid in a cluster but not in the tests, so that its author looks
+it up and adds it.
 """
 
 import functools
@@ -105,7 +105,7 @@ _SCALED_OBJECT = _fields(
             )
         ),
     },
-    # As Kubernetes' HorizontalPodAutoscaler has it.
+    # As in Kubernetes' HorizontalPodAutoscaler.
     advanced=_fields(
         {
             "horizontalPodAutoscalerConfig": _fields(
@@ -177,8 +177,8 @@ _OTHERS = {
 
 
 def check(manifest: dict[str, Any], version: str) -> None:
-    """Raises jsonschema.ValidationError, or kubernetes_validate's own errors, for what a cluster
-    of that version would refuse or silently drop.
+    """Raises jsonschema.ValidationError, or kubernetes_validate's own errors, for anything that a
+    cluster of that version would reject or silently drop.
 
     Renderings have most objects in common, so each is checked once.
     """

@@ -28,7 +28,7 @@ from tests.support.programs import ROOT
 
 NODES = ("prefill", "decode")
 GIB = 1 << 30
-# A node names its queues here, except those that are named like a stage.
+# A node sets the names of its queues here, except those named like a stage.
 SCHEDULER = "engine/scheduler/scheduler.py"
 QUEUE_SOURCES = {
     "prefill": ("prefill_node/engine.py", SCHEDULER),
@@ -42,18 +42,18 @@ def _nodes(programs):
     return found
 
 
-def test_the_guide_tells_of_every_component_and_overlay():
+def test_the_guide_documents_every_component_and_overlay():
     guide = (ROOT / "docs" / "kubernetes.md").read_text()
     for name in (*COMPONENTS, *OVERLAYS):
         assert f"| `{name}` |" in guide
 
 
-def test_nodes_on_cpus_do_not_start_without_compiled_operations(programs_of):
+def test_nodes_on_cpus_require_compiled_operations(programs_of):
     nodes = _nodes(programs_of("dev-cpu"))
     assert {node.config.engine.cpu_kernels for node in nodes} == {"required"}
 
 
-def test_the_demo_model_is_written_where_every_program_looks(programs_of):
+def test_the_demo_model_is_written_where_every_program_reads_it(programs_of):
     for program in programs_of("dev-cpu"):
         (writer,) = program.workload.spec["initContainers"]
         assert writer["args"] == ["demo-model", *program.models]
@@ -63,11 +63,11 @@ def test_the_demo_model_is_written_where_every_program_looks(programs_of):
 
 
 @pytest.mark.parametrize("name", ["base with gpu", "multi-node-rdma", "multi-node-tls"])
-def test_every_node_has_a_gpu_and_no_node_is_content_without(programs_of, name):
+def test_every_node_has_a_gpu_and_requires_it(programs_of, name):
     for program in _nodes(programs_of(name)):
         assert program.container["resources"]["limits"]["nvidia.com/gpu"] == 1
         assert program.config.engine.device == "cuda:0"
-        # Part of the container's limit. A prefill node takes none, whatever it is told.
+        # Part of the container's limit. A prefill node ignores it.
         assert (program.config.engine.cache.swap_pages > 0) == (program.role == "decode")
 
 
@@ -104,7 +104,7 @@ def test_a_node_on_two_hosts_is_a_group_that_restarts_as_a_whole(render, program
         first = program.config.transfer.listen_port + parallel.ranks_per_host
         ports = [port for _, port in named_ports([worker])]
         assert ports == [*range(first, first + parallel.ranks_per_host)]
-        # No router takes a worker for a node.
+        # The router does not use a worker as a node.
         labels = template["workerTemplate"]["metadata"]["labels"]
         service = named(render("tp8-two-hosts"), "Service", program.role)["spec"]
         assert not selects(service["selector"], labels)
@@ -112,7 +112,7 @@ def test_a_node_on_two_hosts_is_a_group_that_restarts_as_a_whole(render, program
 
 
 @pytest.mark.parametrize("name", ["base with rdma", "multi-node-rdma"])
-def test_every_node_has_an_rdma_port_and_uses_nothing_else(programs_of, name):
+def test_every_node_has_an_rdma_port_and_uses_only_rdma(programs_of, name):
     for program in _nodes(programs_of(name)):
         assert program.container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
         assert program.container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
@@ -170,7 +170,7 @@ def test_a_group_is_one_prefill_node_and_decode_nodes(render, programs_of):
     assert count == {"prefill": replicas, "decode": replicas * (size - 1)}
 
 
-def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
+def test_a_draining_pod_may_wait_as_long_as_a_request_may_take(programs_of):
     programs = programs_of("base with drain")
     (router,) = [program for program in programs if program.role == "router"]
     for program in programs:
@@ -188,7 +188,7 @@ TLS = [
 
 
 def _made(objects, program, path):
-    """The Certificate whose Secret has the file that a program is told of."""
+    """Return the Certificate whose Secret has the configured file of a program."""
     volume = program.volume_at(path.parent)
     assert path.name in ("tls.crt", "tls.key", "ca.crt")  # what cert-manager writes
     (certificate,) = [
@@ -200,7 +200,7 @@ def _made(objects, program, path):
 
 
 @pytest.mark.parametrize("name", TLS)
-def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, name):
+def test_with_tls_both_ends_of_every_connection_are_verified(render, programs_of, name):
     objects = render(name)
     for program in programs_of(name):
         match program.config:
@@ -212,15 +212,15 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
                     of_router["dnsNames"]
                 )
                 assert shows.ca is None  # clients need no certificate
-                # With what is shown to clients nobody is let in by a node.
+                # Nodes do not accept the certificate that the router shows to clients.
                 assert "client auth" not in of_router["usages"]
             case config:
                 calls, may = config.server.tls, {"server auth", "client auth"}
-                assert calls.ca  # whoever calls must show a certificate
+                assert calls.ca  # callers must show a certificate
         of_caller = _made(objects, program, calls.cert)
         assert _made(objects, program, calls.key) == of_caller
         assert set(of_caller["usages"]) == {"digital signature"} | may
-        # By this alone it is known where there is no cluster secret, and as nothing else.
+        # Without a cluster secret, a process is identified only by this, and has only one role.
         role = "router" if program.role == "router" else "node"
         assert of_caller["uris"] == [f"urn:baton:{role}"]
         of_node = named(objects, "Certificate", "baton-node")["spec"]
@@ -243,24 +243,24 @@ def test_every_certificate_leads_to_one_authority_of_the_namespace(render, name)
 
 
 @pytest.mark.parametrize("name", TLS)
-def test_services_do_not_call_tls_plain(render, name):
+def test_names_of_service_ports_say_that_they_use_tls(render, name):
     for service in of_kind(render(name), "Service"):
         for port in service["spec"]["ports"]:
             assert port.get("appProtocol") in (None, "https")
 
 
-def test_with_tls_between_hosts_no_page_crosses_the_network_in_the_clear(programs_of):
+def test_with_tls_no_unencrypted_page_is_sent_between_hosts(programs_of):
     for program in _nodes(programs_of("multi-node-tls")):
         config = program.config
         assert config.server.tls.cert and config.transfer.encrypt in ("auto", "on")
-        # What RDMA carries is not encrypted: pods without a port of it have none.
+        # RDMA traffic is not encrypted, so pods have no RDMA port.
         assert not [key for key in program.container["resources"]["limits"] if "rdma" in key]
 
 
 # Clients ----------------------------------------------------------------------------------------
 
 
-def test_a_router_has_its_api_keys_from_a_secret_that_users_make(programs_of):
+def test_a_router_reads_api_keys_from_a_secret_that_users_create(programs_of):
     (router,) = [p for p in programs_of("base with api-keys") if p.role == "router"]
     file = router.config.clients.api_keys
     volume = router.volume_at(file.parent)
@@ -270,7 +270,7 @@ def test_a_router_has_its_api_keys_from_a_secret_that_users_make(programs_of):
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_every_overlay_but_the_one_for_a_look_around_asks_clients_for_keys(programs_of, name):
+def test_every_overlay_except_the_trial_requires_api_keys(programs_of, name):
     for program in programs_of(name):
         match program.config:
             case RouterConfig(clients=clients):
@@ -303,7 +303,7 @@ def test_every_program_is_scraped_under_its_role(render):
     assert labels == {}
 
 
-def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
+def test_the_planner_has_its_settings_and_may_call_the_router(render):
     objects = render("base with planner")
     (planner,) = [w for w in workloads(objects) if w.name == "planner"]
     (container,) = planner.containers
@@ -321,7 +321,8 @@ def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
     assert selects(policy["podSelector"]["matchLabels"], planner.labels)
     (let_out,) = [rule for rule in policy["egress"] if rule["ports"] == [{"port": port["port"]}]]
     assert selects(let_out["to"][0]["podSelector"]["matchLabels"], router.labels)
-    assert planner.labels["baton-client"] == "true"  # whom the component network-policy lets in
+    # callers that the component network-policy allows
+    assert planner.labels["baton-client"] == "true"
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "cluster"]
     assert options.secret_file.parent == Path(mount["mountPath"])
     (reported,) = named_ports([container])
@@ -339,7 +340,7 @@ def _metrics_of_a_node(queues):
 
 
 @pytest.mark.parametrize("role", NODES)
-def test_nodes_are_scaled_by_metrics_that_they_have(render, role):
+def test_nodes_are_scaled_by_metrics_that_they_export(render, role):
     objects = render("base with autoscaling")
     (namespace,) = of_kind(objects, "Namespace")
     scaled = named(objects, "ScaledObject", role)["spec"]
@@ -355,28 +356,28 @@ def test_nodes_are_scaled_by_metrics_that_they_have(render, role):
     for queue in queues:
         assert f'{metric}{{queue="{queue}"}} 1.0' in _metrics_of_a_node(queues)
         assert f'"{queue}": ' in sources or queue in [stage.value for stage in RequestStage]
-    # Before a node is full, another one is there.
+    # Another node starts before one is full.
     assert 0 < int(trigger["metadata"]["threshold"]) < SchedulerConfig().max_running_requests
 
 
-def test_applying_the_manifests_anew_does_not_undo_the_scaling(render):
+def test_applying_the_manifests_again_keeps_the_current_scale(render):
     objects = render("base with autoscaling")
     for scaled in of_kind(objects, "ScaledObject"):
         target = named(objects, "StatefulSet", scaled["metadata"]["name"])
         assert "replicas" not in target["spec"]
 
 
-# The tests' own -----------------------------------------------------------------------------------
+# Tests of the tests -------------------------------------------------------------------------------
 
 
-def test_a_variable_that_a_program_does_not_know_fails_a_test(render):
+def test_an_unknown_variable_of_a_program_fails_a_test(render):
     (container,) = workloads(render("base"))[-1].containers
     wrong = container | {"env": [{"name": "BATON_FRONTT__PORT", "value": "1"}]}
     with pytest.raises(AssertionError, match="knows no BATON_FRONTT__PORT"):
         settings("decode", [], environment(render("base"), wrong))
 
 
-def test_each_of_two_models_has_nodes_of_its_own(programs_of, render):
+def test_each_of_two_models_has_its_own_nodes(programs_of, render):
     name = "two-models"
     (router,) = [program for program in programs_of(name) if program.role == "router"]
     for model in router.config.each_model:

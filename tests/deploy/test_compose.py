@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: what it starts, as every program would read it, with each profile."""
+"""deploy/compose.yaml: the programs of each profile, with the settings that they would read."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ FILE = ROOT / "deploy" / "compose.yaml"
 PUBLIC = FILE.with_name("compose.public.yaml")
 PROFILES = ("cpu", "gpu")
 ENDING_S = 10
-# Every key in use: a misspelt one is no longer among them.
+# Every key in use. A misspelt key is not among them.
 TOP = {"name", "services", "volumes"}
 KEYS = {
     *("image", "build", "command", "entrypoint", "environment", "profiles", "restart", "init"),
@@ -45,13 +45,13 @@ class Program:
 
     @property
     def hosts(self):
-        """Names that other containers know it by."""
+        """Return the names by which other containers reach it."""
         return {self.name, *self.service.get("networks", {}).get("default", {}).get("aliases", ())}
 
 
 @functools.cache
 def _compose(**variables):
-    """The file with `${NAME:-default}` filled in."""
+    """Return the file with `${NAME:-default}` filled in."""
 
     def value(match):
         return variables.get(match[1], match[2])
@@ -89,7 +89,7 @@ def _seconds(duration):
     return int(duration.removesuffix("s"))
 
 
-def test_only_keys_that_compose_knows():
+def test_the_file_has_only_keys_that_compose_knows():
     compose = _compose()
     assert {key for key in compose if not key.startswith("x-")} == TOP
     for service in compose["services"].values():
@@ -108,11 +108,11 @@ def test_the_router_finds_the_nodes(programs):
             host, port = address.split(":")
             assert host in program.hosts
             assert int(port) == program.config.server.port
-            # A node binds its data path to this name: it must be its own.
+            # A node binds its data path to this name, so it must be its own.
             assert program.config.transfer.listen_host in program.hosts
 
 
-def test_programs_listen_for_others_and_are_measured(programs):
+def test_programs_listen_for_others_and_export_metrics(programs):
     for program in programs:
         assert program.config.server.host == "0.0.0.0"
         assert program.config.server.metrics_port
@@ -129,15 +129,15 @@ def test_only_this_machine_reaches_the_router(programs):
 
 
 class _Loader(yaml.CSafeLoader):
-    """Knows compose's tag for what replaces a list, where it would be added to it."""
+    """Supports compose's tag for a list that replaces another one instead of extending it."""
 
 
 _Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
 
 
 def _public(**variables):
-    """The router's part of the second file, with its variables filled in, which may be without a
-    default: compose stops then."""
+    """Return the router's part of the second file, with its variables filled in. A variable may
+    have no default: compose then stops."""
 
     def value(match):
         name, kind, text = match.groups()
@@ -151,7 +151,7 @@ def _public(**variables):
     return compose["services"]["router"]
 
 
-def test_other_machines_reach_the_router_with_api_keys_alone(programs):
+def test_other_machines_need_api_keys_to_reach_the_router(programs):
     (router,) = [program for program in programs if isinstance(program.config, RouterConfig)]
     assert "!override" in PUBLIC.read_text()
     with pytest.raises(KeyError, match="API_KEYS"):
@@ -184,7 +184,7 @@ def test_containers_are_confined(profile):
         assert "user" not in service and "privileged" not in service
 
 
-def test_a_container_is_given_longer_than_its_drain(programs):
+def test_a_container_has_more_time_than_its_drain(programs):
     for program in programs:
         grace = _seconds(program.service["stop_grace_period"])
         assert grace >= program.config.server.drain_timeout_s + ENDING_S
@@ -205,7 +205,7 @@ def test_images_are_built_from_the_dockerfile_in_one_version(profile):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_without_a_model_the_demo_is_written_before_any_program_starts(profile):
+def test_without_a_model_the_demo_model_is_written_before_any_program_starts(profile):
     services = _services(profile)
     assert services["demo-model"]["volumes"] == ["models:/models"]
     assert "models" in _compose()["volumes"]
@@ -231,7 +231,7 @@ def test_a_secret_is_made_before_any_program_starts_and_read_by_all(profile):
         assert not program.config.server.insecure
 
 
-def test_what_runs_before_the_others_can_run_again(tmp_path):
+def test_init_commands_can_run_again(tmp_path):
     """A sandbox that is created again runs every init command a second time."""
     services = _services("cpu")
     model, secret = tmp_path / "demo", tmp_path / "secret"
@@ -257,7 +257,7 @@ def test_nodes_are_healthy_when_their_engine_answers(programs):
             assert address == f"127.0.0.1:{program.config.server.port}"
 
 
-def test_nodes_keep_what_they_have_compiled(programs):
+def test_nodes_keep_their_compiled_operations(programs):
     for program in programs:
         if program.role != "router":
             assert "home:/var/lib/baton" in program.service["volumes"]
@@ -266,7 +266,7 @@ def test_nodes_keep_what_they_have_compiled(programs):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_model_of_the_users_own_is_served_by_all(profile):
+def test_all_programs_serve_the_users_own_model(profile):
     for program in _programs(profile, MODELS="/srv/models", MODEL="some-model"):
         assert "/srv/models:/models:ro" in program.service["volumes"]
         assert program.model == "/models/some-model"

@@ -26,7 +26,7 @@ def _instructions():
 
 
 def _stages():
-    """Instructions by stage."""
+    """Return instructions by stage."""
     stages = {}
     for word, rest in _instructions():
         if word == "FROM":
@@ -38,14 +38,14 @@ def _stages():
 
 
 def _lineage(name):
-    """All instructions that the image of a stage is made of, from the first on."""
+    """Return all instructions of the image of a stage, from the first one on."""
     stages = _stages()
     own = stages[name]
     source = own[0][1]
     return [*(_lineage(source) if source in stages else ()), *own]
 
 
-def test_the_base_image_is_one_exact_version_of_a_python_that_baton_runs_on():
+def test_the_base_image_is_one_exact_version_of_a_supported_python():
     ((_, argument),) = [each for each in _instructions() if each[0] == "ARG" and "=" in each[1]][:1]
     match = re.fullmatch(
         r"PYTHON=docker\.io/library/python:(\d+\.\d+\.\d+)-slim-\w+(@sha256:[0-9a-f]{64})?",
@@ -56,7 +56,7 @@ def test_the_base_image_is_one_exact_version_of_a_python_that_baton_runs_on():
     assert {stage[0][1] for stage in stages.values()} <= {"${PYTHON}", *stages}
 
 
-def test_images_run_as_a_user_that_is_not_root():
+def test_images_do_not_run_as_root():
     for name in ("router", "node", "node-cpu"):
         lineage = _lineage(name)
         users = [rest for word, rest in lineage if word == "USER"]
@@ -64,7 +64,7 @@ def test_images_run_as_a_user_that_is_not_root():
         assert ("ENTRYPOINT", '["baton"]') in lineage
 
 
-def test_images_have_the_whole_code_and_nothing_else_of_the_repository():
+def test_images_contain_the_whole_code_and_no_other_file_of_the_repository():
     copied = {
         source
         for word, rest in _instructions()
@@ -80,7 +80,7 @@ def test_images_have_the_whole_code_and_nothing_else_of_the_repository():
     assert "*" in ignore
 
 
-def test_node_images_have_a_compiler_or_the_operations_of_a_cpu_compiled():
+def test_node_images_have_a_compiler_or_the_compiled_operations_of_a_cpu():
     installed = " ".join(rest for word, rest in _lineage("node") if word == "RUN").split()
     assert set(compiler.COMPILERS) & set(installed)
     prebuilds = " ".join(rest for word, rest in _lineage("node-cpu-packages") if word == "RUN")
@@ -88,7 +88,7 @@ def test_node_images_have_a_compiler_or_the_operations_of_a_cpu_compiled():
     assert f"python -m kernels.cpu.compiler {directory};" in prebuilds
 
 
-def test_only_node_images_take_all_dependencies():
+def test_only_node_images_have_all_dependencies():
     def installs(stage):
         return [rest for word, rest in _lineage(stage) if word == "RUN" and " install " in rest]
 
@@ -107,7 +107,7 @@ def test_the_group_of_the_router_is_part_of_the_dependencies():
 
 
 def _closure(requirements):
-    """Names of all distributions that `requirements` bring with them."""
+    """Return the names of all distributions that `requirements` install."""
     found, open_ends = set(), [Requirement(line) for line in requirements]
     while open_ends:
         requirement = open_ends.pop()
@@ -128,14 +128,14 @@ def _closure(requirements):
 
 
 def _loaded_by(statement):
-    """Top-level modules in a process that runs `statement`."""
+    """Return the top-level modules in a process that runs `statement`."""
     code = f"{statement}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
-def test_a_router_loads_nothing_that_its_group_does_not_bring():
+def test_a_router_loads_only_modules_of_its_dependency_group():
     programs = "import router.__main__, cli.main, cli.top"
     loaded = _loaded_by(programs) - _loaded_by("pass")
     brought = _closure(PROJECT["dependency-groups"]["router"]) | {DISTRIBUTION}

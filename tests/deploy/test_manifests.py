@@ -1,4 +1,4 @@
-"""The form of whatever is rendered, and that the parts of it find each other."""
+"""The form of all rendered objects, and the references between them."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from tests.deploy.manifests import KUBERNETES, named, num_bytes, of_kind, select
 from tests.support.programs import ROOT
 
 
-def test_every_object_is_what_kubernetes_takes(objects):
+def test_every_object_is_valid_for_kubernetes(objects):
     claims = any("resourceClaims" in w.spec for w in workloads(objects))
     version = schemas.OLDEST_WITH_CLAIMS if claims else schemas.OLDEST_KUBERNETES
     for each in objects:
@@ -55,7 +55,7 @@ def test_a_misspelt_field_is_found():
         ("base with tls", "Certificate"),
     ],
 )
-def test_a_misspelt_field_of_a_custom_kind_is_found(render, name, kind):
+def test_a_misspelt_field_of_a_custom_resource_is_found(render, name, kind):
     manifest = of_kind(render(name), kind)[0]
     wrong = copy.deepcopy(manifest)
     wrong["spec"]["replica"] = 1
@@ -71,9 +71,9 @@ def test_a_misspelt_field_of_a_leader_is_found(render):
         schemas.check(wrong, schemas.OLDEST_KUBERNETES)
 
 
-def test_the_base_read_here_is_the_base_that_kubectl_renders():
+def test_the_base_read_here_equals_the_one_that_kubectl_renders():
     def plain(objects):
-        """Without the ends of names that tell what a ConfigMap holds."""
+        """Remove the suffixes of names, which depend on the content of a ConfigMap."""
         text = re.sub(r"\b(baton-(?:config|nodes))-[a-z0-9]{10}\b", r"\1", json.dumps(objects))
         return sorted(json.loads(text), key=lambda o: (o["kind"], o["metadata"]["name"]))
 
@@ -95,7 +95,7 @@ def test_every_file_is_yaml_and_part_of_a_kustomization():
             assert path.exists(), f"{file} names {name}"
             used.add(path / "kustomization.yaml" if path.is_dir() else path)
     files = {path for path in KUBERNETES.glob("**/*") if path.is_file()}
-    # An overlay is named by nobody, its components are.
+    # No file names an overlay. Components are named.
     assert files - used == set()
     for file in files:
         if file.suffix == ".yaml":
@@ -117,21 +117,21 @@ def test_no_file_has_the_content_of_a_secret():
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/kubernetes.md"])
-def test_a_look_around_takes_two_commands(file):
+def test_a_trial_takes_two_commands(file):
     apply, secret = (
         "kubectl apply -k deploy/kubernetes/overlays/dev-cpu\n",
         "baton cluster-secret | kubectl -n baton create secret generic baton-cluster"
         " --from-file=secret=/dev/stdin\n",
     )
     assert secret in (KUBERNETES / "base" / "kustomization.yaml").read_text()
-    # The namespace is among what is applied, and pods wait for the Secret.
+    # The namespace is among the applied objects, and pods wait for the Secret.
     assert apply + secret in (ROOT / file).read_text()
 
 
 # References -------------------------------------------------------------------------------------
 
 
-def test_selectors_find_the_pods_they_are_meant_for(objects):
+def test_selectors_find_their_pods(objects):
     for each in of_kind(objects, "Deployment", "StatefulSet"):
         spec = each["spec"]
         labels = spec["template"]["metadata"]["labels"]
@@ -161,7 +161,7 @@ def test_ports_of_services_are_ports_of_their_pods(objects):
 def test_mounts_and_volumes_belong_together(objects):
     configs = {each["metadata"]["name"] for each in of_kind(objects, "ConfigMap")}
     secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate")}
-    secrets |= {"baton-cluster", "baton-api-keys"}  # which users make
+    secrets |= {"baton-cluster", "baton-api-keys"}  # created by users
     for workload in workloads(objects):
         volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
         mounts = [m for container in workload.all_containers for m in container["volumeMounts"]]
@@ -170,7 +170,7 @@ def test_mounts_and_volumes_belong_together(objects):
             match volume:
                 case {"configMap": {"name": name}}:
                     assert name in configs
-                case {"persistentVolumeClaim": claim}:  # the one that users make
+                case {"persistentVolumeClaim": claim}:  # created by users
                     assert claim == {"claimName": "model", "readOnly": True}
                 case {"secret": {"secretName": name}}:
                     assert name in secrets

@@ -1,4 +1,4 @@
-"""Alert rules and dashboards, against what the programs export and what the runbook says."""
+"""Alert rules and dashboards, compared with the exported metrics and the runbook."""
 
 import json
 import re
@@ -20,7 +20,8 @@ from tests.support.programs import ROOT
 MONITORING = KUBERNETES / "components" / "monitoring"
 DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs" / "runbook.md"
-# What Prometheus adds to each series that it scrapes by our PodMonitor, or by prometheus.yml.
+# Labels that Prometheus adds to each series that it scrapes, by our PodMonitor or by
+# prometheus.yml.
 OF_THE_SCRAPE = {"namespace", "instance", "role"}
 VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}  # Grafana's own, as an example
 
@@ -36,7 +37,7 @@ class Parsed:
     """The metrics and labels of an expression."""
 
     metrics: set[str] = field(default_factory=set)
-    labels: set[str] = field(default_factory=set)  # in by, on and the like
+    labels: set[str] = field(default_factory=set)  # labels in by, on and the like
     grouped: bool = False
 
 
@@ -66,10 +67,10 @@ def _check_selector(selector: promql_parser.VectorSelector, variables: set[str])
 
 
 def parsed(expression: str, variables: frozenset[str] = frozenset()) -> Parsed:
-    """Parses an expression and checks every name in it.
+    """Parse an expression and check every name in it.
 
     Args:
-        variables: of the dashboard that it is from.
+        variables: of its dashboard.
     """
     for name, example in VARIABLES.items():
         expression = expression.replace(name, example)
@@ -118,14 +119,14 @@ def _anchors() -> dict[str, str]:
     }
 
 
-def test_alerts_ask_for_metrics_that_there_are(rules):
+def test_alerts_use_existing_metrics(rules):
     for rule in rules:
         found = parsed(rule["expr"])
         said = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         assert said <= found.labels, f"{rule['alert']} has no {said - found.labels}"
 
 
-def test_an_alert_says_how_bad_it_is_and_where_to_read_on(rules):
+def test_an_alert_has_a_severity_and_a_link_to_the_runbook(rules):
     names = [rule["alert"] for rule in rules]
     assert len(set(names)) == len(names)
     for rule in rules:
@@ -139,38 +140,39 @@ def test_an_alert_says_how_bad_it_is_and_where_to_read_on(rules):
 
 
 def test_a_prometheus_without_the_operator_has_the_same_rules(rules):
-    # `python -m docs.generate.rules` writes them anew.
+    # `python -m docs.generate.rules` writes them.
     assert generated.FILE.read_text() == generated.rules(generated.MANIFEST.read_text())
     groups = load(generated.FILE.read_text())["groups"]
     assert [rule for group in groups for rule in group["rules"]] == rules
 
 
-def test_links_to_the_runbook_can_lead_to_ones_own_site():
+def test_links_to_the_runbook_can_lead_to_another_site():
     moved = generated.with_site(generated.MANIFEST.read_text(), "http://wiki:80/baton/")
     urls = re.findall(r"runbook_url: (\S+)", moved)
     assert urls and all(url.startswith("http://wiki:80/baton/runbook.html#baton") for url in urls)
 
 
-def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
+def test_every_scraped_program_has_the_labels_of_rules_and_dashboards():
     scrape = load((generated.FILE.parent / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
-    # Not everybody runs a planner or encode nodes, and a target that is not there is an alert.
+    # A planner and encode nodes are optional, and a missing target causes an alert.
     reported = {target["labels"]["role"] for target in job["static_configs"]}
     assert reported == set(ROLES) - {"planner", "encode"}
     assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
-    assert all(len(target["targets"]) == 1 for target in job["static_configs"])  # a port a program
+    # one port for each program
+    assert all(len(target["targets"]) == 1 for target in job["static_configs"])
     assert scrape["rule_files"] == [generated.FILE.name]
     (monitor,) = load_all((MONITORING / "pod-monitor.yaml").read_text())
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert {each["targetLabel"] for each in endpoint["relabelings"]} == {"role", "instance"}
 
 
-def test_the_runbook_has_no_section_of_an_alert_that_is_gone(rules):
+def test_the_runbook_has_no_section_of_a_removed_alert(rules):
     alerts = {rule["alert"] for rule in rules}
     assert {title for title in _anchors().values() if title.startswith("Baton")} == alerts
 
 
-def test_every_section_of_the_runbook_tells_what_to_do(rules):
+def test_every_section_of_the_runbook_has_instructions(rules):
     text = RUNBOOK.read_text()
     for rule in rules:
         section = text.split(f"\n## {rule['alert']}\n")[1].split("\n## ")[0]
@@ -178,7 +180,7 @@ def test_every_section_of_the_runbook_tells_what_to_do(rules):
             assert f"**{part}.**" in section, f"{rule['alert']} has no {part}"
 
 
-def test_metrics_in_the_runbook_are_metrics_that_there_are():
+def test_metrics_in_the_runbook_exist():
     for name in set(re.findall(r"\bbaton_[a-z0-9_]+", RUNBOOK.read_text())):
         assert name in DECLARED, name
 
@@ -211,7 +213,7 @@ def _queries(dashboard):
             yield panel, target
 
 
-def test_dashboards_ask_for_metrics_that_there_are(dashboard):
+def test_dashboards_use_existing_metrics(dashboard):
     variables = frozenset(each["name"] for each in dashboard["templating"]["list"])
     for panel, target in _queries(dashboard):
         found = parsed(target["expr"], variables)
@@ -221,7 +223,7 @@ def test_dashboards_ask_for_metrics_that_there_are(dashboard):
         assert 'namespace=~"$namespace"' in target["expr"]
 
 
-def test_variables_of_a_dashboard_ask_for_series_that_there_are(dashboard):
+def test_variables_of_a_dashboard_use_existing_series(dashboard):
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
             selector, label = re.fullmatch(
@@ -231,7 +233,7 @@ def test_variables_of_a_dashboard_ask_for_series_that_there_are(dashboard):
             assert label in OF_THE_SCRAPE
 
 
-def test_a_dashboard_is_one_that_grafana_takes(dashboard):
+def test_a_dashboard_is_valid_for_grafana(dashboard):
     assert dashboard["uid"] and dashboard["title"].startswith("Baton: ")
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

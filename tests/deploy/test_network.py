@@ -1,6 +1,6 @@
-"""Access to the ports of pods by network policies: only for the callers that the guide names.
+"""Network policies: the ports of pods are open only to the callers in the guide.
 
-The guide's table "Port access" is the rule, which policies are held against.
+The table "Port access" of the guide is the rule with which policies are compared.
 """
 
 import copy
@@ -13,7 +13,7 @@ from tests.deploy import manifests
 from tests.deploy.conftest import GUIDE, OVERLAYS
 from tests.deploy.manifests import KUBERNETES, named_ports, of_kind, selects, workloads
 
-# The guide's example too, because users begin with it.
+# Users start with the guide's example, so it is checked, too.
 GUARDED = [*OVERLAYS, "the guide's example"]
 
 
@@ -27,9 +27,9 @@ def _pods(label):
 
 MONITORING = _namespace(**{"kubernetes.io/metadata.name": "monitoring"})
 DNS = _namespace(**{"kubernetes.io/metadata.name": "kube-system"})
-# Ranks exchange tensors at ports that the system chooses.
+# Ranks exchange tensors over ports that the system chooses.
 TENSORS = {"port": 32768, "endPort": 60999}
-# The guide's words, as policies say them.
+# The guide's names, as policies write them.
 WHO = {
     "clients": [_pods("baton-client"), _namespace(**{"baton-client": "true"})],
     "routers": [_pods("baton-router")],
@@ -38,12 +38,12 @@ WHO = {
     "Prometheus": [MONITORING],
     "ranks of prefill nodes": [_pods("baton-prefill-ranks")],
     "ranks of decode nodes": [_pods("baton-decode-ranks")],
-    "only its own host": [],  # which policies let in without a rule
+    "only its own host": [],  # allowed by policies without a rule
 }
 
 
 def _documented():
-    """By the name of a port: its number, and the peers that are let in."""
+    """Return by the name of a port: its number, and the peers that may connect."""
     table = GUIDE.read_text().split("### Port access\n")[1].split("\n### ")[0]
     found = {}
     for ports, who in re.findall(r"^\| (`.+?) \|.*\| (.+) \|$", table, re.M):
@@ -55,7 +55,7 @@ def _documented():
 
 
 def _rules(objects, workload, direction):
-    """The peers and the ports' numbers of every rule for these pods: "ingress" or "egress"."""
+    """Return the peers and port numbers of every rule for these pods: "ingress" or "egress"."""
     for policy in of_kind(objects, "NetworkPolicy"):
         if selects(policy["spec"]["podSelector"]["matchLabels"], workload.labels):
             for rule in policy["spec"].get(direction, ()):
@@ -65,14 +65,14 @@ def _rules(objects, workload, direction):
                 if ports == [TENSORS]:  # of pods that are one node, see below
                     assert peers == [{"podSelector": policy["spec"]["podSelector"]}]
                     continue
-                assert all(port.keys() <= {"port", "protocol"} for port in ports)  # no ranges
+                assert all(port.keys() <= {"port", "protocol"} for port in ports)  # without ranges
                 numbers = [port["port"] for port in ports]
-                assert all(type(number) is int for number in numbers)  # names are all ports to some
+                assert all(type(number) is int for number in numbers)  # no name means all ports
                 yield peers, numbers
 
 
 def _check(objects):
-    """Fails where a pod hears others than the guide says, on any of its ports, or on others."""
+    """Fail if any port of a pod is open to other callers than the guide says."""
     documented = _documented()
     for workload in workloads(objects):
         policies = [
@@ -95,15 +95,15 @@ def _sorted(peers):
     return sorted(peers, key=repr)
 
 
-# Seen failing: with a rule without ports, with routers let in to pages, with the component
-# taken from an overlay.
+# Seen failing with a rule without ports, with routers allowed to read pages, and without the
+# component in an overlay.
 @pytest.mark.parametrize("name", GUARDED)
-def test_each_port_hears_those_whom_the_guide_names_and_nobody_else(render, name):
+def test_each_port_is_open_exactly_to_the_callers_in_the_guide(render, name):
     _check(render(name))
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_port_that_a_pod_gets_without_a_word_of_it_is_found(render, name):
+def test_an_undocumented_port_of_a_pod_is_found(render, name):
     for i, workload in enumerate(workloads(render(name))):
         objects = copy.deepcopy(render(name))
         container = workloads(objects)[i].containers[-1]
@@ -113,7 +113,7 @@ def test_a_port_that_a_pod_gets_without_a_word_of_it_is_found(render, name):
         assert workload.containers[-1]["ports"] != container["ports"]
 
 
-def test_every_kind_of_port_in_the_guide_is_one_that_there_is(render):
+def test_every_port_in_the_guide_exists(render):
     names = {
         name
         for rendering in (*GUARDED, "base with tls")
@@ -135,7 +135,7 @@ def _ports_between(rules, labels):
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_pod_may_call_those_who_hear_it_and_no_other_pod(render, name):
+def test_a_pod_may_call_only_the_pods_that_accept_it(render, name):
     objects = render(name)
     for caller in workloads(objects):
         for callee in workloads(objects):
@@ -146,9 +146,7 @@ def test_a_pod_may_call_those_who_hear_it_and_no_other_pod(render, name):
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_pod_reaches_dns_and_the_collector_of_spans_and_nothing_else_outside(
-    render, programs_of, name
-):
+def test_a_pod_reaches_only_dns_and_the_trace_collector_outside(render, programs_of, name):
     (endpoint,) = {p.config.server.otlp_endpoint for p in programs_of("base with tracing")}
     collector = urlsplit(endpoint)
     assert collector.hostname.split(".")[1:] == ["monitoring"]
@@ -162,8 +160,8 @@ def test_a_pod_reaches_dns_and_the_collector_of_spans_and_nothing_else_outside(
         assert _sorted(reached) == _sorted([(DNS, [53, 53]), (MONITORING, [collector.port])])
 
 
-def test_only_the_ranks_of_one_node_reach_the_ports_of_their_tensors(render):
-    """One group in a set, because policies cannot tell groups apart."""
+def test_only_the_ranks_of_one_node_reach_its_tensor_ports(render):
+    """There is one group in a set, because policies cannot distinguish groups."""
     objects = render("tp8-two-hosts")
     for role in ("prefill", "decode"):
         label = {f"baton-{role}-ranks": "true"}

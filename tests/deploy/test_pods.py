@@ -1,6 +1,6 @@
 """Invariants of every pod: its configuration, its lifecycle and its privileges.
 
-Held against overlays, and against every component by itself on the base.
+They apply to overlays, and to every component alone on the base.
 """
 
 import re
@@ -15,7 +15,7 @@ from tests.deploy import manifests
 from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, role_of, selects, workloads
 from tests.support.programs import ROOT
 
-# Of a program after its drain: streams and the engine are given some seconds to end.
+# Time of a program after its drain, in which streams and the engine end.
 ENDING_S = 10
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
@@ -41,7 +41,7 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
                 expected |= {"http": http_port, "grpc": front.port}
             case NodeConfig(transfer=transfer):
                 expected |= {name: front.port}
-                if transfer.backend != "nixl":  # with which pages are not served over tcp
+                if transfer.backend != "nixl":  # which does not serve pages over tcp
                     parallel = program.config.engine.parallel
                     if parallel.hosts > 1:
                         expected[f"{name}-ranks"] = parallel.listen_port
@@ -53,7 +53,7 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
 
 
 def _name_of(program):
-    """Return the beginning of the names of a program's ports."""
+    """Return the prefix of the names of a program's ports."""
     if program.role == "router" or not program.config.engine.parallel.dp_rank:
         return program.role
     return f"group-{'abcd'[program.config.engine.parallel.dp_rank]}"
@@ -131,14 +131,14 @@ def test_only_the_router_has_a_virtual_address(objects):
         roles = {role_of(container) for container in workload.containers}
         headless = service["spec"].get("clusterIP") == "None"
         assert headless == (roles != {"router"})
-        # The name of a node that drains must stay: its requests go on.
+        # The name of a draining node must remain, because its requests continue.
         assert service["spec"].get("publishNotReadyAddresses", False) == headless
 
 
-# Life -------------------------------------------------------------------------------------------
+# Lifecycle ----------------------------------------------------------------------------------------
 
 
-def test_probes_ask_the_program_that_is_there(programs):
+def test_probes_call_an_existing_program(programs):
     for program in programs:
         container, front = program.container, program.config.server
         # Probes of gRPC cannot do TLS, those of HTTP can.
@@ -148,7 +148,8 @@ def test_probes_ask_the_program_that_is_there(programs):
         for name in ("startupProbe", "livenessProbe"):
             match program.config:
                 case RouterConfig():
-                    # Its gRPC health says whether there are nodes: no reason to restart it.
+                    # Its gRPC health reports whether there are nodes, which is no reason to restart
+                    # it.
                     scheme = {"scheme": "HTTPS"} if front.tls.cert else {}
                     health = {"path": "/health", "port": "http"}
                     assert container[name]["httpGet"] == health | scheme
@@ -163,7 +164,7 @@ def test_a_large_model_has_time_to_load(programs):
             assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
 
 
-def test_a_pod_is_given_longer_than_its_drain(programs):
+def test_a_pod_has_more_time_than_its_drain(programs):
     for program in programs:
         stop = program.container.get("lifecycle", {}).get("preStop", {})
         before = stop.get("sleep", {}).get("seconds", 0)
@@ -173,7 +174,7 @@ def test_a_pod_is_given_longer_than_its_drain(programs):
         assert grace >= before + drain + ENDING_S
 
 
-def test_every_kind_of_pod_lets_one_go_at_a_time(objects):
+def test_disruption_budgets_allow_one_pod_of_each_kind_at_a_time(objects):
     budgets = [budget["spec"] for budget in of_kind(objects, "PodDisruptionBudget")]
     for workload in workloads(objects):
         mine = [b for b in budgets if selects(b["selector"]["matchLabels"], workload.labels)]
@@ -182,10 +183,10 @@ def test_every_kind_of_pod_lets_one_go_at_a_time(objects):
         assert any(selects(budget["selector"]["matchLabels"], w.labels) for w in workloads(objects))
 
 
-# Rights -----------------------------------------------------------------------------------------
+# Privileges ---------------------------------------------------------------------------------------
 
 
-def test_pods_keep_to_the_restricted_profile(objects):
+def test_pods_follow_the_restricted_profile(objects):
     user = int(re.findall(r"^USER ([0-9]+):[0-9]+$", DOCKERFILE, re.M)[-1])
     (namespace,) = of_kind(objects, "Namespace")
     level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
@@ -203,11 +204,11 @@ def test_pods_keep_to_the_restricted_profile(objects):
             assert own["readOnlyRootFilesystem"] is True
             allowed = {"allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"}
             assert own.keys() == allowed
-    # What RDMA needs is beyond that profile, and nothing else may be.
+    # RDMA requires more than that profile, and nothing else may.
     assert (level, added) in [("restricted", set()), ("privileged", {"IPC_LOCK"})]
 
 
-def test_only_volumes_made_for_it_can_be_written_to(objects):
+def test_only_volumes_for_writing_are_writable(objects):
     for workload in workloads(objects):
         empty = {v["name"] for v in workload.spec["volumes"] if "emptyDir" in v}
         for container in workload.all_containers:
@@ -215,14 +216,14 @@ def test_only_volumes_made_for_it_can_be_written_to(objects):
                 assert mount.get("readOnly") or mount["name"] in empty
 
 
-def test_pods_get_nothing_from_the_cluster_that_they_did_not_ask_for(objects):
+def test_pods_get_no_unrequested_data_of_the_cluster(objects):
     for workload in workloads(objects):
         assert workload.spec["automountServiceAccountToken"] is False
         # A Service called baton-http would set BATON_HTTP_PORT=tcp://...
         assert workload.spec["enableServiceLinks"] is False
 
 
-def test_every_container_says_what_it_needs_and_takes_at_most(objects):
+def test_every_container_has_requests_and_limits(objects):
     for workload in workloads(objects):
         for container in workload.all_containers:
             requests, limits = (container["resources"][key] for key in ("requests", "limits"))

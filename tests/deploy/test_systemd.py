@@ -1,4 +1,4 @@
-"""The unit for systemd, and the settings that the guide puts beside it."""
+"""The systemd unit, and its settings in the guide."""
 
 import re
 
@@ -10,7 +10,7 @@ UNIT = ROOT / "deploy" / "systemd" / "baton@.service"
 GUIDE = ROOT / "docs" / "install.md"
 
 
-def test_a_drained_process_has_time_and_is_started_again():
+def test_a_process_has_time_to_drain_and_is_restarted():
     entries = dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE))
     assert entries["Restart"] == "always"  # a drain ends with exit code 0
     assert float(entries["TimeoutStopSec"]) > ServerConfig(port=1).drain_timeout_s

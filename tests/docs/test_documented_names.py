@@ -49,7 +49,7 @@ FLAGS_INSIDE = {  # a flag whose value holds flags, and of which programs
     "--colocated-flags": NODES,
     "--disaggregated-flags": NODES,
 }
-OTHERS = {  # flags of programs of others that a document names outside a command
+OTHERS = {  # flags of other programs that a document names outside a command
     "docs/load.md": "--tokenizer --endpoint-type --concurrency --backend --endpoint --extra-body "
     "--lora-modules --flush-cache --top-p",
     "docs/kubernetes.md": "--profile",
@@ -108,7 +108,7 @@ def all_flags() -> Flags:
 
 @cache
 def flags_in_source(module: str) -> frozenset[str]:
-    """Return the flags of a module of tools or tests, which nobody wants to import here."""
+    """Return the flags of a module of tools or tests, without importing it."""
     path = ROOT / module.replace(".", "/")
     files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
     texts = [
@@ -138,7 +138,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 
 def _backticks(text: str) -> Iterator[str]:
-    """Yield what stands in backticks outside fenced blocks, also where a line ends in it."""
+    """Yield the text in backticks outside fenced blocks, even if it contains a line break."""
     for paragraph in re.split(r"\n\s*\n", FENCE.sub("\n\n", text)):
         yield from (code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", paragraph))
 
@@ -158,7 +158,7 @@ def _simple(words: list[str]) -> Iterator[list[str]]:
 
 
 def wrong_in(command: list[str]) -> Iterator[str]:
-    """Yield what is wrong with a command of ours: one that does not exist, or flags."""
+    """Yield the errors in a command of Baton: unknown commands and unknown flags."""
     match command:
         case ["baton", "bench", part, *arguments] if part in BENCHES:
             yield from _wrong_flags(f"bench {part}", arguments)
@@ -206,7 +206,7 @@ def _wrong_flags(command: str, words: list[str]) -> Iterator[str]:
 
 
 def _choices(action: argparse.Action) -> Collection[str]:
-    """Return the words that a flag takes, or nothing where it takes any."""
+    """Return the possible values of a flag, or nothing if it accepts any."""
     if action.choices is None and str(action.metavar).startswith("{"):
         return str(action.metavar).strip("{}").split(",")
     return action.choices or ()
@@ -230,7 +230,7 @@ def wrong_names(text: str, others: Collection[str] = ()) -> list[str]:
     """Return a sentence for each name in a page that does not exist.
 
     Args:
-        others: flags of programs of others, which are not looked up.
+        others: flags of other programs, which are not checked.
     """
     tools = {flag for module in MODULE.findall(text) for flag in flags_in_source(module)}
     wrong = [said for command in commands_in(text) for said in wrong_in(command)]
@@ -248,7 +248,7 @@ def wrong_names(text: str, others: Collection[str] = ()) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
-def test_a_document_names_only_what_exists(document: Path) -> None:
+def test_a_document_names_only_existing_things(document: Path) -> None:
     others = OTHERS.get(str(document.relative_to(ROOT)), "").split()
     assert wrong_names(document.read_text(), others) == []
 

@@ -1,7 +1,8 @@
-"""The documentation follows the language rules: a ratchet over the count of each page.
+"""The documentation follows the language rules: the number of violations on each page may only
+fall.
 
-`python -m tests.docs.test_language PAGE...` lists what breaks a rule. With `--record` it writes the
-counts of all pages into language.json. A count may fall and must not rise.
+`python -m tests.docs.test_language PAGE...` lists the violations. With `--record` it writes the
+numbers of all pages into language.json.
 """
 
 import json

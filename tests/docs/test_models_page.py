@@ -3,7 +3,7 @@
 from docs.generate import models
 
 
-def test_the_page_is_what_was_found():
-    # `python -m docs.generate.models` writes it anew.
+def test_the_page_matches_the_list_of_architectures():
+    # `python -m docs.generate.models` writes it.
     assert models.FILE.read_text() == models.page(models.read())
     assert "| olmo2 | Olmo2ForCausalLM |" in models.FILE.read_text()

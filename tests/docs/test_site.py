@@ -1,4 +1,4 @@
-"""The site of `make docs`, as far as it can be told without building it."""
+"""The site of `make docs`, without building it."""
 
 import re
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize("url, up", [("index.html", ""), ("reference/http.html", "../")])
-def test_what_draws_diagrams_is_part_of_the_site_and_on_pages_that_have_any(url, up):
+def test_the_diagram_script_is_part_of_the_site_and_on_pages_with_diagrams(url, up):
     # Seen failing: the theme fetched it from a public host.
     page = SimpleNamespace(url=url)
     drawn = hooks.on_page_content('<pre class="mermaid"><code>graph</code></pre>', page=page)
@@ -38,7 +38,7 @@ def test_only_links_to_files_outside_of_docs_become_text(path, link, shown):
     assert hooks.on_page_markdown(f"See {link}.", page=page) == f"See {shown}."
 
 
-def test_the_site_names_no_file_of_its_look_that_is_not_there():
+def test_the_site_names_only_existing_style_files():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
     assert settings["theme"]["font"] == "false"  # the theme's own come from a public host
     for style in settings["extra_css"]:
@@ -46,8 +46,8 @@ def test_the_site_names_no_file_of_its_look_that_is_not_there():
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
-def test_no_line_of_a_paragraph_begins_like_an_item_of_a_list(page):
-    # Markdown makes an item of a line that begins with a number and a point.
+def test_no_line_of_a_paragraph_starts_like_a_list_item(page):
+    # Markdown makes a list item of a line that starts with a number and a point.
     numbers = [0]
     for number in re.findall(r"^ {0,3}(\d+)\. ", page.read_text(), re.MULTILINE):
         assert int(number) in (1, numbers[-1] + 1), f"a line begins with `{number}. `"
@@ -84,7 +84,7 @@ def test_the_cli_reference_has_every_command_with_its_options():
     )
     names = [name for name, _ in cli_commands()]
     assert [name for name in parts if name in names] == names
-    parts["bench"] = parts["bench load"]  # it has options of its parts alone
+    parts["bench"] = parts["bench load"]  # only its subcommands have options
     assert all("| `" in parts[name] or "configuration.md" in parts[name] for name in names)
     assert "| `--exit-on-failure` |" in parts["up"]
 

@@ -1,4 +1,4 @@
-"""Nodes at which a request can start in time, as far as a router knows. The test provides the
+"""The router's estimate of the nodes that can start a request in time. The test provides the
 clock."""
 
 import math
@@ -24,7 +24,7 @@ ALONE = [DecodeChoice("d0", ())]
 
 
 class Known:
-    """Nodes that have told how fast they are, and nothing waits there."""
+    """Nodes that have reported their speed and an empty queue."""
 
     def __init__(self, *addresses: str) -> None:
         self.load, self.clock = NodeLoad(), FakeClock()
@@ -36,7 +36,7 @@ class Known:
         return RequestDue(self.clock.now + wait_s, self.clock.now + budget_s, priority)
 
     def take(self, num_tokens: int, due: RequestDue, choices: list[DecodeChoice] = ALONE) -> bool:
-        """Return whether a request of so many tokens is accepted, at any of these nodes."""
+        """Return whether a request of this number of tokens is accepted, at any of these nodes."""
         try:
             return self.backlogs.in_time(choices, num_tokens, due) == choices
         except QueueFull:
@@ -55,7 +55,7 @@ def test_a_node_with_a_long_queue_is_passed_over():
     assert known.take(10, known.due(3.1), CHOICES)
 
 
-def test_where_no_node_can_make_it_the_least_wait_is_told():
+def test_if_no_node_is_in_time_the_shortest_wait_is_reported():
     known = Known("p0", "p1")
     known.place("p0", "d0", num_tokens=300, wait_s=0.1)
     known.place("p1", "d0", num_tokens=400, wait_s=0.1)
@@ -70,43 +70,43 @@ def test_a_node_that_prefills_itself_has_a_queue_too():
     assert not known.take(10, known.due(1.0))
 
 
-def test_what_a_request_needs_itself_is_kept_free_of_its_budget():
+def test_the_duration_of_a_request_is_subtracted_from_its_budget():
     known = Known("d0")
     known.place("d0", num_tokens=300, wait_s=0.1)
     assert known.take(100, known.due(10.0, budget_s=4.1))
     assert not known.take(200, known.due(10.0, budget_s=4.1))
 
 
-def test_nothing_is_refused_by_idle_nodes_however_little_time_is_left():
+def test_idle_nodes_reject_no_request_for_lack_of_time():
     known = Known("p0", "p1", "d0")
     assert known.take(10**6, known.due(0.0, budget_s=0.001), CHOICES)
 
 
-def test_nodes_that_have_told_nothing_take_everything():
+def test_nodes_without_reports_accept_every_request():
     known = Known()
     known.place("p0", "d0", num_tokens=10**6)
     assert known.take(10, known.due(0.1), CHOICES)
 
 
-def test_what_goes_on_is_never_refused_and_comes_first():
+def test_a_running_request_is_never_rejected_and_goes_first():
     known = Known("d0")
     known.place("d0", num_tokens=10**6, wait_s=0.1)
     assert known.backlogs.in_time(ALONE, 10, WHENEVER) is ALONE
     assert known.backlogs.start_by("d0", 10, WHENEVER) == -math.inf
 
 
-def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own():
+def test_the_rest_of_a_reported_queue_belongs_to_other_routers():
     known = Known()
     known.place("d0", num_tokens=100, wait_s=0.1)
     known.backlogs.record("d0", queued_s=3.0, token_s=TOKEN_S)
     with pytest.raises(QueueFull) as refused:
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
     assert refused.value.retry_after_s == pytest.approx(2.0)
-    known.clock.now += 2.0  # until it tells anew, they are taken to be computed
+    known.clock.now += 2.0  # until the next report, they are assumed to be computed
     assert known.take(10, known.due(1.1))
 
 
-def test_a_decode_node_without_pages_is_passed_over_until_it_has_some():
+def test_a_decode_node_without_pages_is_avoided_until_it_has_some():
     known = Known("p0", "p1")
     known.backlogs.record("d0", queued_s=0.0, token_s=0.0, pages_s=5.0)
     assert not known.take(10, known.due(1.0), CHOICES)
@@ -114,7 +114,7 @@ def test_a_decode_node_without_pages_is_passed_over_until_it_has_some():
     assert known.take(10, known.due(1.0), CHOICES)
 
 
-def test_who_may_wait_longer_lets_others_go_ahead_but_not_all_of_them():
+def test_requests_with_longer_limits_let_some_others_pass():
     known = Known("d0")
     for _ in range(3):
         known.place("d0", num_tokens=100, wait_s=2.5)
@@ -122,7 +122,7 @@ def test_who_may_wait_longer_lets_others_go_ahead_but_not_all_of_them():
     assert not known.take(60, known.due(1.0))
 
 
-def test_while_the_impatient_are_refused_the_patient_wait_no_longer_than_they_could():
+def test_while_requests_with_short_limits_are_rejected_others_wait_no_longer_than_their_limit():
     known = Known("d0")
     known.place("d0", num_tokens=200, wait_s=0.1)
     assert known.take(10, known.due(5.0))
@@ -132,16 +132,16 @@ def test_while_the_impatient_are_refused_the_patient_wait_no_longer_than_they_co
     assert known.take(10, known.due(5.0))
 
 
-def test_one_who_asks_for_next_to_nothing_does_not_empty_the_queues():
+def test_a_request_with_a_tiny_limit_does_not_empty_the_queues():
     known = Known("d0")
-    known.place("d0", num_tokens=40, wait_s=-1.0)  # it is under way
+    known.place("d0", num_tokens=40, wait_s=-1.0)  # it is running
     for _ in range(3):
         assert not known.take(1, known.due(0.001))
     assert known.take(1, known.due(5.0))
 
 
-# Seen failing with priorities left out of the line, and with all that are passed kept in time.
-def test_of_those_who_come_too_many_the_least_urgent_are_refused():
+# Seen failing without priorities in the order, and if all overtaken requests must stay in time.
+def test_of_too_many_requests_those_of_lowest_priority_are_rejected():
     known = Known("d0")
     for _ in range(10):
         known.place("d0", num_tokens=100, wait_s=9.5)
@@ -150,7 +150,7 @@ def test_of_those_who_come_too_many_the_least_urgent_are_refused():
     assert known.take(100, known.due(5.0, priority=1))
 
 
-def test_the_urgent_wait_no_less_for_one_who_is_not_and_was_refused():
+def test_rejecting_a_low_priority_request_does_not_shorten_the_wait_of_urgent_ones():
     known = Known("d0")
     known.place("d0", num_tokens=200, wait_s=0.1, priority=1)
     assert not known.take(10, known.due(1.0))
@@ -161,14 +161,14 @@ def test_the_urgent_wait_no_less_for_one_who_is_not_and_was_refused():
 
 
 @pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e9])
-def test_what_cannot_be_is_not_believed(lie):
+def test_impossible_reports_are_ignored(lie):
     known = Known()
     known.place("d0", num_tokens=100, wait_s=0.1)
     known.backlogs.record("d0", queued_s=lie, token_s=lie, pages_s=lie)
     assert known.take(10, known.due(0.1))
 
 
-def test_a_node_that_comes_back_is_not_what_it_was():
+def test_a_restarted_node_starts_with_an_empty_queue():
     known = Known("d0")
     known.place("d0", num_tokens=300, wait_s=0.1)
     known.backlogs.forget("d0")

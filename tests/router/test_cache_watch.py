@@ -33,7 +33,7 @@ async def watching(node: StubNode) -> AsyncIterator[PrefixIndex]:
         assert index.num_pages(node.address) == 0
 
 
-async def test_the_index_follows_what_a_node_tells():
+async def test_the_index_follows_the_events_of_a_node():
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
         await eventually(lambda: index.num_pages(node.address) == 1)
@@ -43,7 +43,7 @@ async def test_the_index_follows_what_a_node_tells():
         await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 16)
 
 
-async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(monkeypatch):
+async def test_a_node_that_cannot_be_heard_loses_its_entries_until_it_starts_again(monkeypatch):
     monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
@@ -65,7 +65,7 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
     ],
     ids=["begins in the middle", "no page size", "too much comes", "too much goes"],
 )
-async def test_nonsense_is_not_believed(monkeypatch, nonsense):
+async def test_invalid_events_are_ignored(monkeypatch, nonsense):
     monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         reported = node.watchers[0]
@@ -75,19 +75,19 @@ async def test_nonsense_is_not_believed(monkeypatch, nonsense):
 
 
 @pytest.mark.parametrize("policy, listens", [("prefix_aware", True), ("least_tokens", False)])
-async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(model, policy, listens):
+async def test_events_are_requested_only_if_the_policy_uses_them(model, policy, listens):
     async with StubNode() as prefill:
         prefilled = {"node": StubDecodeNode(paired=[prefill.address]), "prefill": [prefill.address]}
         async with served(model, policy=policy, **prefilled) as (client, _, _):
-            for _ in range(2):  # what was called before these has arrived before them
+            for _ in range(2):  # earlier calls have arrived by then
                 await client.stub.GetCluster(GetClusterRequest())
             assert bool(prefill.watchers) is listens
 
 
 @asynccontextmanager
 async def first_of(model: Path, *nodes: StubNode) -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    """A router that hears all these nodes; and a call that returns to which of them it sends a
-    prompt first."""
+    """Yield a router that receives events of all these nodes, and a call that returns the first
+    node to which it sends a prompt."""
     prefill = [node.address for node in nodes]
     decode = StubDecodeNode(paired=prefill, serves_alone=False)
     async with served(model, decode, prefill=prefill) as (client, _, _):
@@ -101,12 +101,12 @@ async def first_of(model: Path, *nodes: StubNode) -> AsyncIterator[Callable[...,
             return address
 
         await eventually(lambda: all(node.watchers for node in nodes))
-        # Reported to several streams: the first answers may come before they all are read.
+        # Reported to several streams: the first responses may arrive before all of them are read.
         async with asyncio.timeout(60):
             yield first
 
 
-async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):
+async def test_a_prompt_goes_to_the_node_that_has_reported_its_prefix(model):
     async with StubNode() as p0, StubNode() as p1, StubNode() as p2:
         async with first_of(model, p0, p1, p2) as first:
             for holder in (p1, p2, p0):

@@ -1,4 +1,4 @@
-"""Several nodes: who gets requests, who does not, and what operators are shown."""
+"""Several nodes: the choice of a node, and the view for operators."""
 
 import hashlib
 
@@ -11,7 +11,7 @@ from tests.api.rig import collect, eventually, fails, failure, pair_for, router_
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 
-async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_nodes(model):
+async def test_requests_alternate_over_nodes_and_have_rotated_prefill_nodes(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
         nodes = [StubDecodeNode(paired=prefill, serves_alone=False) for _ in range(2)]
@@ -51,7 +51,7 @@ async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(mode
             await client.wait_until_serving(False)
 
 
-async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_prefill_node(model):
+async def test_a_node_that_prefills_itself_is_used_only_if_no_decode_node_has_a_prefill_node(model):
     async with (
         StubNode() as prefill,
         StubDecodeNode(serves_alone=False) as d0,
@@ -71,7 +71,7 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
             await eventually(lambda: usable(router) == [d0.address])
 
 
-async def test_a_decode_node_that_starts_again_is_used_again_at_once(model, monkeypatch):
+async def test_a_restarted_decode_node_is_used_again_at_once(model, monkeypatch):
     """Without a call of `found`, the stream would wait for its backoff."""
     monkeypatch.setattr(decode_client, "_MIN_BACKOFF_S", 3600.0)
     monkeypatch.setattr(decode_client, "_MAX_BACKOFF_S", 3600.0)
@@ -103,7 +103,7 @@ async def test_a_node_with_another_tokenizer_gets_no_requests(model, role):
             assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
 
 
-async def test_operators_see_every_node_as_it_describes_itself(model):
+async def test_operators_get_the_description_of_every_node(model):
     async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
         absent = "127.0.0.1:1"
         async with router_for(
@@ -122,7 +122,7 @@ async def test_operators_see_every_node_as_it_describes_itself(model):
             assert [rank.pid for rank in nodes[2].ranks] == [12, 13]
 
 
-async def test_a_node_that_does_not_answer_delays_operators_by_two_seconds_at_most(model):
+async def test_a_node_that_does_not_answer_delays_operators_by_at_most_two_seconds(model):
     async with pair_for(model) as pair:
         pair.prefill.answering.clear()
         request = GetClusterRequest()

@@ -1,4 +1,4 @@
-"""States that nodes report or fail to report, and their effect on other nodes."""
+"""Reported and missing states of nodes, and their effect on other nodes."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ class Babbler(StubNode):
         )
 
 
-async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(model):
+async def test_nodes_with_invalid_responses_get_no_requests_and_do_not_affect_others(model):
     async with Babbler("prefill") as p, Babbler("decode") as d, StubDecodeNode() as node:
         decode = [d.address, node.address]
         async with router_for(model, decode=decode, prefill=[p.address]) as (client, running):
@@ -58,7 +58,7 @@ async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(mo
             assert (await collect(call))[1] == [20]
 
 
-async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(model, monkeypatch):
+async def test_a_node_that_does_not_answer_blocks_no_requests_of_others(model, monkeypatch):
     monkeypatch.setattr(cluster_state, "_DEADLINE_S", 600.0)
     async with StubDecodeNode() as silent, StubDecodeNode() as node:
         silent.answering.clear()
@@ -67,7 +67,7 @@ async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(mode
             assert usable(running) == [node.address]
 
 
-async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back():
+async def test_reports_of_a_node_expire_when_it_is_lost():
     asking = ClusterState(tokenizer_hash="")
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.answering.clear()
@@ -87,7 +87,7 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
     [{"state": "excellent"}, {"model": "m" * (1 << 20)}],
     ids=["a state that there is not", "a megabyte of itself"],
 )
-async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie):
+async def test_a_node_with_an_impossible_description_gets_no_requests(lie):
     asking = ClusterState(tokenizer_hash="")
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.description.MergeFrom(type(node.description)(**lie))
@@ -98,7 +98,7 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie):
 
 
 @pytest.mark.parametrize(("drained", "level"), [(True, logging.INFO), (False, logging.WARNING)])
-async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(drained, level, caplog):
+async def test_only_the_loss_of_a_node_that_did_not_drain_is_a_warning(drained, level, caplog):
     """Log no warning for a planned end."""
     caplog.set_level(logging.INFO, "router.cluster")
     looking = ClusterState(tokenizer_hash="")

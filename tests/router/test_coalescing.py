@@ -1,4 +1,4 @@
-"""A slow client gets fewer, larger messages; what waits for it is bounded by what it asked for."""
+"""A slow client gets fewer, larger messages. The waiting data is limited by the request."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from router.token_buffer import ModelVersion, NodeOutput, StreamEnd, TokenBuffer
 from tests.api.rig import eventually, served
 
 
-async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one(model):
+async def test_tokens_that_arrive_during_a_write_are_sent_in_the_next_one(model):
     pieces: list[OutputChunk | FinalChunk] = []
     writing, may_write = asyncio.Event(), asyncio.Event()
 
@@ -37,21 +37,21 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one(model
         for token in range(21, 60):
             node.say({submit.number: [token]})
         node.finish(submit.number, reason=FINISH_REASON_LENGTH)
-        node.change_status(pages_total=9)  # behind all of that, on one stream
+        node.change_status(pages_total=9)  # behind all of these, on one stream
         await eventually(lambda: router.cluster.usable()[0].pages_total == 9)
         may_write.set()
         await generating
     assert [list(piece.token_ids) for piece in pieces] == [[20], list(range(21, 60))]
 
 
-async def test_a_buffer_takes_no_more_tokens_than_were_asked_for():
+async def test_a_buffer_accepts_no_more_tokens_than_requested():
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
     buffer.end(StreamEnd("length"))
     assert await buffer.consume(pair) == ([1, 2], StreamEnd("length"))
 
 
-async def test_tokens_that_wait_are_taken_by_the_version_that_they_were_computed_with():
+async def test_waiting_tokens_are_taken_with_the_weight_version_of_their_computation():
     old, new = ModelVersion(fingerprint="old"), ModelVersion(fingerprint="new")
     buffer = TokenBuffer(max_tokens=9, version=ModelVersion(fingerprint="unused"))
     taken: list[tuple[list[int], str]] = []
@@ -72,7 +72,7 @@ async def test_tokens_that_wait_are_taken_by_the_version_that_they_were_computed
     assert taken == [([1, 2], "old"), ([3], "new"), ([], "old")]
 
 
-async def test_tokens_before_a_failure_are_still_told():
+async def test_tokens_before_a_failure_are_still_sent():
     buffer = TokenBuffer(max_tokens=2)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
@@ -81,7 +81,7 @@ async def test_tokens_before_a_failure_are_still_told():
         await buffer.consume(pair)
 
 
-async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
+async def test_a_writer_sleeps_while_tokens_produce_no_output():
     buffer = TokenBuffer(max_tokens=3)
     taken: list[list[int]] = []
 
@@ -102,7 +102,7 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
     assert await writer == StreamEnd("length")
 
 
-async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before_it():
+async def test_a_sleeping_writer_gets_a_failure_after_the_tokens_before_it():
     buffer = TokenBuffer(max_tokens=2)
     taken: list[int] = []
     writer: asyncio.Task[None] = asyncio.create_task(
@@ -117,7 +117,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
     assert taken == [1]
 
 
-async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else():
+async def test_an_error_while_taking_reaches_only_its_writer():
     buffer = TokenBuffer(max_tokens=1)
 
     def take(output: NodeOutput) -> None:

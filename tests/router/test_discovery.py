@@ -1,4 +1,4 @@
-"""Entries of --prefill and --decode: names, files and addresses, and what becomes of changes."""
+"""Entries of --prefill and --decode: names, files and addresses, and their changes."""
 
 import asyncio
 import json
@@ -29,8 +29,7 @@ WAIT_S = 60.0
 
 
 class Names:
-    """A resolver with a fixed set of names. Unknown names fail as they do in the system's
-    resolver."""
+    """A resolver with a fixed set of names. Unknown names fail as in the system's resolver."""
 
     def __init__(self, **known: list[str]) -> None:
         self.known = known
@@ -46,7 +45,7 @@ class Names:
         return tuple(f"{host}:{port}" for host in self.known[name])
 
     async def asked_again(self) -> None:
-        """Returns after an answer that was asked for from now on."""
+        """Wait for an answer that was requested after this call."""
         async with asyncio.timeout(WAIT_S):
             before = self.num_asked
             while self.num_asked < before + 2:  # noqa: ASYNC110  (nobody sets an event for it)
@@ -54,7 +53,7 @@ class Names:
 
 
 class Watched:
-    """A discovery that runs, and the changes that it told of."""
+    """A running discovery, and the changes that it has reported."""
 
     def __init__(self, discovery: Discovery) -> None:
         self.discovery = discovery
@@ -90,7 +89,7 @@ async def watching(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_addresses_that_are_written_down_are_the_members_in_that_order():
+async def test_configured_addresses_are_the_members_in_that_order():
     async with watching([P1, P0], [D1, D0]) as watched:
         assert watched.members == DiscoveredNodes((P1, P0), (D1, D0))
 
@@ -102,13 +101,13 @@ async def test_addresses_that_are_written_down_are_the_members_in_that_order():
         *("dns:a:b:1", "file:", "ipv4:1.2.3.4:5"),
     ],
 )
-def test_an_entry_of_no_known_form_is_named(entry):
+def test_an_entry_of_an_unknown_form_is_rejected_by_name(entry):
     with pytest.raises(ConfigError, match="--prefill") as error:
         Discovery([entry], [D0])
     assert repr(entry) in str(error.value)
 
 
-def test_without_any_node_there_is_nothing_to_route_to():
+def test_no_entry_at_all_is_rejected():
     with pytest.raises(ConfigError, match="at least one decode node"):
         Discovery([], [])
 
@@ -123,7 +122,7 @@ def test_without_any_node_there_is_nothing_to_route_to():
         ([], ["file:x", "file:x"]),
     ],
 )
-def test_an_entry_twice_is_a_mistake(prefill, decode):
+def test_a_repeated_entry_is_rejected(prefill, decode):
     with pytest.raises(ConfigError, match="named twice"):
         Discovery(prefill, decode)
 
@@ -131,7 +130,7 @@ def test_an_entry_twice_is_a_mistake(prefill, decode):
 # Names ------------------------------------------------------------------------------------------
 
 
-async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again():
+async def test_a_name_has_all_its_addresses_and_is_resolved_repeatedly():
     names = Names(prefill=["10.0.1.1"], decode=["10.0.0.1"])
     async with watching(["dns:prefill:50100"], ["dns:decode:50200"], names) as watched:
         assert watched.members == DiscoveredNodes((P0,), (D0,))
@@ -157,7 +156,7 @@ async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logge
         assert await watched.changed() == DiscoveredNodes((), (D1,))
 
 
-async def test_a_name_without_an_address_yet_is_no_mistake():
+async def test_a_name_without_an_address_yet_is_no_error():
     names = Names()
     async with watching([], ["dns:decode:50200"], names) as watched:
         assert watched.members == DiscoveredNodes()
@@ -165,7 +164,7 @@ async def test_a_name_without_an_address_yet_is_no_mistake():
         assert await watched.changed() == DiscoveredNodes((), (D0,))
 
 
-async def test_a_resolver_that_hangs_holds_up_no_other_entry(file):
+async def test_a_resolver_that_hangs_delays_no_other_entry(file):
     names = Names(prefill=["10.0.1.1"])
     async with watching(["dns:prefill:50100"], [f"file:{file}"], names) as watched:
         names.answering.clear()
@@ -173,12 +172,12 @@ async def test_a_resolver_that_hangs_holds_up_no_other_entry(file):
         assert await watched.changed() == DiscoveredNodes((P0,), (D1,))
 
 
-async def test_the_systems_resolver_gives_addresses_with_the_port():
+async def test_the_systems_resolver_returns_addresses_with_the_port():
     found = await resolve("localhost", 50200)
     assert set(found) <= {"127.0.0.1:50200", "[::1]:50200"} and found
 
 
-async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(caplog):
+async def test_a_name_that_no_resolver_accepts_is_reported(caplog):
     found = Discovery([], [f"dns:{'a' * 70}:1"])
     await found.start()
     assert found.members == DiscoveredNodes()
@@ -228,7 +227,7 @@ def _by_renaming(file: Path, content: str) -> None:
 
 
 def _as_kubernetes_does(file: Path, content: str) -> None:
-    """A mounted ConfigMap: the file is a link through a directory that is swapped."""
+    """Return a mounted ConfigMap: the file is a link through a directory that is replaced."""
     data = file.parent / f"data-{len(list(file.parent.iterdir()))}"
     data.mkdir()
     (data / file.name).write_text(content)
@@ -241,7 +240,7 @@ def _as_kubernetes_does(file: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("write", [_in_place, _by_renaming, _as_kubernetes_does])
-async def test_a_file_is_read_again_however_it_is_written(file, write):
+async def test_a_file_is_read_again_after_any_kind_of_write(file, write):
     async with watching([], [f"file:{file}"]) as watched:
         write(file, f"[{D0}, {D1}]")
         assert await watched.changed() == DiscoveredNodes((), (D0, D1))
@@ -249,15 +248,15 @@ async def test_a_file_is_read_again_however_it_is_written(file, write):
         assert await watched.changed() == DiscoveredNodes()
 
 
-async def test_a_file_that_is_being_written_is_not_believed(file, monkeypatch):
-    """Every part of it would be a list. Seen failing with two readings that may differ."""
+async def test_a_file_that_is_being_written_is_not_used(file, monkeypatch):
+    """Every part of it would be a valid list. Seen failing with two readings that may differ."""
     source = sources.parse(f"file:{file}", "decode", resolve, HURRIED)
     assert await source.look() == (D0,)
     file.write_text("")
     unwritten = [f"- {number}:1\n" for number in range(8, 0, -1)]
 
     async def write_more(seconds: float) -> None:
-        """Happens between two readings."""
+        """Write between two readings."""
         with file.open("a") as writer:
             writer.write(unwritten.pop() if unwritten else "")
 
@@ -279,7 +278,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("content, complaint", BAD, ids=[because for _, because in BAD])
-async def test_a_bad_file_keeps_the_last_good_list_and_says_what_is_wrong(
+async def test_an_invalid_file_keeps_the_last_valid_list_and_reports_the_error(
     file, content, complaint, caplog
 ):
     async with watching([], [f"file:{file}"]) as watched:
@@ -306,7 +305,7 @@ async def test_a_file_that_cannot_be_opened_keeps_its_last_list(file, link, comp
 
 
 @pytest.mark.parametrize("content", [None, "", "- nonsense"])
-async def test_a_file_that_is_wrong_from_the_start_is_an_error(file, content):
+async def test_a_file_that_is_invalid_at_the_start_is_an_error(file, content):
     if content is None:
         file.unlink()
     else:
@@ -315,14 +314,14 @@ async def test_a_file_that_is_wrong_from_the_start_is_an_error(file, content):
         await Discovery([], [f"file:{file}"], times=HURRIED).start()
 
 
-async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path):
+async def test_a_pipe_without_a_writer_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "nodes")
     with pytest.raises(ConfigError, match="is not a file"):
         await Discovery([], [f"file:{tmp_path / 'nodes'}"], times=HURRIED).start()
 
 
-async def test_a_file_that_stays_the_same_is_parsed_once(file, monkeypatch):
-    """A thousand addresses take a parser 30 ms, for which no request would move on."""
+async def test_an_unchanged_file_is_parsed_once(file, monkeypatch):
+    """Parsing a thousand addresses takes 30 ms, during which no request would make progress."""
     parsed: list[bytes] = []
     load = sources.yaml.load
     monkeypatch.setattr(
@@ -345,7 +344,7 @@ async def test_an_address_of_two_entries_is_one_node():
         assert watched.members == DiscoveredNodes((), (D1, D0))
 
 
-async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(caplog):
+async def test_an_address_of_both_roles_has_neither_until_it_is_corrected(caplog):
     names = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.2"])
     async with watching(["dns:a:50200"], ["dns:b:50200"], names) as watched:
         assert watched.members == DiscoveredNodes((D0,), ())

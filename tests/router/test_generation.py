@@ -1,4 +1,5 @@
-"""One request at decode nodes: what it leaves behind when it migrates, ends, or loses its node."""
+"""One request at decode nodes: its resources after a migration, its end, and the loss of its
+node."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +32,7 @@ MAX_TOKENS = 9
 
 @dataclass(eq=False)
 class Node:
-    """A decode node. It counts what must end once: the submission, and its share of the load."""
+    """A decode node. It counts submissions and charges, which must end exactly once."""
 
     address: str
     migratable: set[Any] = field(default_factory=set)
@@ -69,7 +70,7 @@ class Node:
 
 
 class Sink:
-    """A response whose client takes every token at once."""
+    """A response whose client accepts every token at once."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -89,7 +90,7 @@ class Sink:
 
 
 class Rig:
-    """A request at node a, and at node b if that takes it."""
+    """A request at node a, and at node b if b accepts it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -118,7 +119,7 @@ class Rig:
 
     @asynccontextmanager
     async def running(self, *token_ids: int) -> AsyncIterator["asyncio.Task[None]"]:
-        """The request at node a, with these tokens. It must have ended in the end."""
+        """Yield the request at node a, with these tokens. It must have ended afterwards."""
         with self.record:
             task = asyncio.create_task(self.generation.run())
             await _until(lambda: bool(self.a.migratable))
@@ -141,8 +142,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-# Seen failing without the pause before the next try.
-async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig):
+# Seen failing without the pause before the next attempt.
+async def test_a_migration_without_a_target_is_retried_after_a_second(rig):
     rig.has_target = False
     async with rig.running(7):
         outcome = await rig.generation.migrate()
@@ -153,8 +154,8 @@ async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig):
         rig.a.say(end=StreamEnd("length"))
 
 
-# Seen failing with the refused submission not closed, and without the pause from the refusal on.
-async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig):
+# Seen failing if the rejected submission is not closed, and without the pause after the rejection.
+async def test_a_migration_rejected_by_its_target_is_retried_after_a_second(rig):
     async with rig.running(7):
         task = await rig.migrated()
         full = Overloaded("it is full")
@@ -170,7 +171,7 @@ async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig)
 
 
 # Seen failing, each, without the discard, the cancel and the close at the end of an attempt.
-async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig):
+async def test_a_request_that_ends_during_its_migration_leaves_no_resources(rig):
     async with rig.running(7):
         task = await rig.migrated()
         rig.a.say(8, end=StreamEnd("stop"))
@@ -180,7 +181,7 @@ async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig):
     assert rig.sink.token_ids == [7, 8]
 
 
-async def test_a_request_without_a_token_is_not_movable(rig):
+async def test_a_request_without_a_token_does_not_migrate(rig):
     async with rig.running():
         assert not rig.generation.movable
         rig.a.say(7)
@@ -189,7 +190,7 @@ async def test_a_request_without_a_token_is_not_movable(rig):
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Some turns of the event loop."""
+    """Wait some turns of the event loop."""
     for _ in range(20):
         if condition():
             return

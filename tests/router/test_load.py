@@ -1,4 +1,4 @@
-"""Load that is charged when a request is placed is always released."""
+"""The charge of a placed request is always released."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from router.policy.load import NodeLoad, PlacementDecision
 
 
-def test_a_charge_is_the_prefill_nodes_until_the_first_token():
+def test_a_charge_belongs_to_the_prefill_node_until_the_first_token():
     load = NodeLoad()
     charge = load.charge(PlacementDecision("d0", ("p0", "p1"), uncached_tokens=30), num_tokens=100)
     assert (load.prefill.tokens("p0"), load.prefill.requests("p0")) == (30, 1)
@@ -17,7 +17,7 @@ def test_a_charge_is_the_prefill_nodes_until_the_first_token():
     assert load.empty
 
 
-def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them():
+def test_pages_of_a_decode_node_are_reserved_until_a_status_includes_them():
     load = NodeLoad()
     early = load.charge(PlacementDecision("d0", ("p0",), 100), 100)
     late = load.charge(PlacementDecision("d0", ("p0",), 7), 7)
@@ -26,7 +26,7 @@ def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them():
     load.shown("d1")
     assert load.decode.tokens("d0") == 107
     load.shown("d0")
-    # The other one has no pages yet that a Status could count.
+    # The other one has no pages yet that a Status could include.
     assert (load.decode.tokens("d0"), load.decode.requests("d0")) == (7, 2)
     early.close()
     assert (load.decode.tokens("d0"), load.decode.requests("d0")) == (7, 1)
@@ -34,7 +34,7 @@ def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them():
     assert load.empty
 
 
-def test_a_request_that_fails_gives_its_charge_back():
+def test_a_failed_request_releases_its_charge():
     load = NodeLoad()
     try:
         with load.charge(PlacementDecision("d0", ("p0",), 5), 5):
@@ -59,7 +59,7 @@ _events = st.one_of(
 
 
 @given(st.lists(_events, max_size=60))
-def test_load_is_the_sum_of_what_is_live_and_returns_to_zero(events):
+def test_load_is_the_sum_of_active_requests_and_returns_to_zero(events):
     load = NodeLoad()
     charges = []
     computing: dict[int, PlacementDecision] = {}

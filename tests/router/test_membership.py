@@ -1,4 +1,4 @@
-"""Nodes that join and leave while the router runs, told to it by a file."""
+"""Nodes that join and leave, according to a file, while the router runs."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Roster:
-    """The file that says which nodes there are."""
+    """The file that lists the nodes."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "nodes.yaml"
@@ -59,7 +59,7 @@ def roster(tmp_path: Path) -> Roster:
 async def router_of(
     model: Path, roster: Roster, *nodes: StubNode
 ) -> AsyncIterator[tuple[Client, RunningRouter]]:
-    """A router, which is ready with these nodes if there are any."""
+    """Yield a router, ready with these nodes if there are any."""
     for node in nodes:
         roster.join(node)
     entries = (roster.entry,)
@@ -98,13 +98,13 @@ async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(model, r
 
 
 async def _answered(client: Client, node: StubDecodeNode) -> None:
-    """The node gets the next request, and answers it."""
+    """Check that the node gets the next request, and answer it."""
     call = client.generate("x")
     await node.complete([20])
     assert (await collect(call))[1] == [20]
 
 
-async def test_a_node_that_joins_gets_requests_and_is_shown(model, roster):
+async def test_a_node_that_joins_gets_requests_and_is_listed(model, roster):
     async with StubDecodeNode() as first, StubDecodeNode() as second:
         async with router_of(model, roster, first) as (client, running):
             roster.join(second)
@@ -118,7 +118,7 @@ async def test_a_node_that_joins_gets_requests_and_is_shown(model, roster):
             assert [node.address for node in nodes] == [first.address, second.address]
 
 
-async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(model, roster):
+async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_others(model, roster):
     async with StubDecodeNode() as leaver, StubDecodeNode() as other:
         async with router_of(model, roster, leaver) as (client, running):
             call = client.generate("x")
@@ -131,12 +131,12 @@ async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(model,
             leaver.finish(number, [20, 21])
             assert (await collect(call))[1] == [20, 21]
             assert sum(len(message.submits) for message in leaver.received) == 1
-            await eventually(lambda: not leaver.streams)  # the router has let go of it
+            await eventually(lambda: not leaver.streams)  # the router has removed it
             nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
             assert [node.address for node in nodes] == [other.address]
 
 
-async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(model, roster):
+async def test_requests_of_a_node_that_leaves_and_fails_continue_on_another(model, roster):
     async with StubDecodeNode() as leaver, StubDecodeNode() as other:
         async with router_of(model, roster, leaver) as (client, running):
             call = client.generate("x")
@@ -152,9 +152,7 @@ async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(mode
             assert (await collect(call))[1] == [21]
 
 
-async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they_finish(
-    model, roster
-):
+async def test_a_node_that_returns_while_its_requests_finish_is_used_and_they_finish(model, roster):
     async with StubDecodeNode() as node:
         async with router_of(model, roster, node) as (client, running):
             call = client.generate("x")
@@ -164,11 +162,11 @@ async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they
             roster.join(node)
             await client.wait_until_serving()
             assert len(node.streams) == 2
-            # Numbers are a stream's own: only the old one knows the first request by this.
+            # Numbers belong to a stream: only the old one knows the first request by this number.
             new = client.generate("x")
             await node.submitted()
             new_stream = node.streams[1]
-            node.answering.clear()  # whoever forgot the node now would not learn of it again
+            node.answering.clear()  # a node forgotten now would not be learned again
             node.finish(number, [20])
             assert (await collect(call))[1] == [20]
             assert (await collect(new))[1] == [20]
@@ -177,10 +175,10 @@ async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they
             node.answering.set()
 
 
-async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_later(
+async def test_decode_nodes_are_notified_of_new_prefill_nodes_at_once_and_of_removed_ones_later(
     model, roster, monkeypatch
 ):
-    """Later: what the one that goes is still computing is handed over first."""
+    """Later, because prompts that the removed node still computes are handed off first."""
     monkeypatch.setattr(membership, "HANDOFFS_S", 3600.0)
     async with StubNode() as p0, StubNode() as p1, StubDecodeNode(serves_alone=False) as decode:
         roster.join(p0)
@@ -199,7 +197,7 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
                 return sorted(submit.prefill_addresses)
 
             both = sorted([p0.address, p1.address])
-            while await candidates() != both:  # until the survey has asked the second
+            while await candidates() != both:  # until the status of the second has been requested
                 pass
             roster.leave(p0)
             while await candidates() != [p1.address]:
@@ -210,7 +208,7 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
             await eventually(lambda: peers(decode) == [p0.address])
 
 
-async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_joining(
+async def test_a_node_that_leaves_during_a_status_call_does_not_keep_others_from_joining(
     model, roster
 ):
     async with StubDecodeNode() as silent, StubDecodeNode() as first, StubDecodeNode() as joiner:
@@ -225,22 +223,23 @@ async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_jo
         silent.answering.set()
 
 
-async def test_a_node_has_the_role_that_it_says_wherever_it_was_found(model):
+async def test_a_node_has_the_role_that_it_reports_wherever_it_was_found(model):
     async with StubDecodeNode() as node, StubDecodeNode() as other:
         other.description.role = "prefill"
         async with router_for(model, decode=[node.address, other.address]) as (client, running):
             await client.wait_until_serving()
             await eventually(lambda: peers(node) == [other.address])
             assert usable(running) == [node.address]
-            # And it may take another one: nothing is waited for that it was to do as what it was.
+            # It may change its role. The router then forgets the work of the old role.
             other.description.role = "decode"
             await eventually(lambda: usable(running) == [node.address, other.address])
             await eventually(lambda: peers(node) == [])
 
 
-async def test_nodes_come_and_go_under_load_and_no_request_fails(model, roster):
-    """Each node answers with its own token, a step every 5 ms; six clients ask without a pause
-    while nodes join and leave, and some of those that leave die before they are empty."""
+async def test_nodes_join_and_leave_under_load_and_no_request_fails(model, roster):
+    """Each node answers with its own token, with a step every 5 ms. Six clients send requests
+    continuously while nodes join and leave. Some of the leaving nodes fail before they are
+    empty."""
     length = 10
     metronomes = [Metronome(20 + i, length, 0.005) for i in range(6)]
     running: dict[StubDecodeNode, asyncio.Task[None]] = {}
@@ -274,7 +273,7 @@ async def test_nodes_come_and_go_under_load_and_no_request_fails(model, roster):
                 await answered(10)
                 roster.leave(old.node)
                 if old is metronomes[1]:
-                    await old.node.die()  # with requests on it, and before the router has heard
+                    await old.node.die()  # with requests on it, and before the router has noticed
                 else:
                     await eventually(lambda node=old.node: not node.streams)
                 await answered(10)
@@ -291,7 +290,7 @@ async def test_nodes_come_and_go_under_load_and_no_request_fails(model, roster):
 
 
 class _FailsWhenCancelled:
-    """A channel, and each call on it, that fails in the moment of a cancel, as grpcio's can."""
+    """A channel whose calls fail in the moment of a cancel, as grpcio's can."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()
@@ -313,8 +312,8 @@ class _FailsWhenCancelled:
             raise grpc.aio.AioRpcError(StatusCode.UNAVAILABLE, nothing, nothing) from None
 
 
-async def test_a_call_that_fails_in_the_moment_of_a_cancel_does_not_swallow_it():
-    """Seen failing with `raise_if_cancelled` taken out."""
+async def test_a_call_that_fails_during_a_cancel_does_not_swallow_the_cancel():
+    """Seen failing without `raise_if_cancelled`."""
     channel = _FailsWhenCancelled()
     client = DecodeClient("a:1", channel, peers=(), on_move=lambda _: None)  # type: ignore[arg-type]
     running = asyncio.create_task(client.run())

@@ -1,4 +1,4 @@
-"""Placed requests count as load for the next placement, for as long as they are placed."""
+"""Placed requests count as load for later placements, as long as they are placed."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ async def rig_of(model: Path, *prefill: StubNode, policy: str) -> AsyncIterator[
 
 @asynccontextmanager
 async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submission]]:
-    """With a long prompt at the first prefill node, which short ones avoid."""
+    """Place a long prompt at the first prefill node, which short ones then avoid."""
     async with StubNode() as p0, StubNode() as p1:
         async with rig_of(model, p0, p1, policy="least_tokens") as rig:
             call, submit = await rig.place(40)
@@ -67,8 +67,8 @@ async def test_a_prompt_counts_until_its_first_token_or_its_end(model, end):
         assert short.prefill_addresses[0] == long.prefill_addresses[0]
 
 
-async def test_a_reported_queue_counts_where_the_policy_is_for_it(model):
-    """The queue holds requests of other routers: this one has placed nothing yet."""
+async def test_a_reported_queue_counts_for_policies_that_use_it(model):
+    """The queue has requests of other routers. This router has placed none yet."""
     async with StubNode() as p0, StubNode() as p1:
         p0.description.prompts.queued_s = 5.0
         async with rig_of(model, p0, p1, policy="shortest_queue") as rig:

@@ -1,4 +1,4 @@
-"""Requests on nodes whose engine dies: which of them go on, how, and which one does not."""
+"""Requests on nodes whose engine crashes: which of them continue, how, and which one does not."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ async def _ends_well(call: Any, node: StubDecodeNode, submit: Submission) -> Non
     assert (await collect(call))[2].finish_reason == "stop"
 
 
-async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model):
+async def test_a_request_reports_the_crash_of_its_engine_to_its_next_node(model):
     async with decode_nodes(model, 2) as (client, _, stubs):
         call = ask(client)
         node, submit = await submitted_to_one_of(stubs)
@@ -40,7 +40,7 @@ async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model)
         await _ends_well(call, node, submit)
 
 
-async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model):
+async def test_a_request_alone_in_a_second_engine_crash_ends(model):
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client)
         for _ in range(2):
@@ -53,8 +53,8 @@ async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model):
         assert sum(bool(message.submits) for stub in stubs for message in stub.received) == 2
 
 
-async def test_who_waits_while_another_computes_alone_is_not_charged(model):
-    """However often that is: it has computed nothing."""
+async def test_a_request_that_waits_while_another_computes_alone_is_not_charged(model):
+    """For any number of crashes, because it has computed nothing."""
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client)
         for _ in range(MAX_REPLAYS + 2):
@@ -65,17 +65,17 @@ async def test_who_waits_while_another_computes_alone_is_not_charged(model):
         await _ends_well(call, *await submitted_to_one_of(stubs))
 
 
-async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(model):
+async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_crash(model):
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client)
-        for _ in range(MAX_ENGINE_CRASHES + 2):  # but for the first of what the others computed
+        for _ in range(MAX_ENGINE_CRASHES + 2):  # except for the first token of each other request
             await lose_engine((await submitted_to_one_of(stubs))[0])
         node, submit = await submitted_to_one_of(stubs)
         assert submit.engine_crashes == 1
         await _ends_well(call, node, submit)
 
 
-async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model):
+async def test_a_request_that_passes_the_token_of_the_crash_is_cleared(model):
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client)
         await lose_engine((await submitted_to_one_of(stubs))[0])
@@ -88,7 +88,7 @@ async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model):
         await _ends_well(call, node, submit)
 
 
-async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(model):
+async def test_a_request_that_progresses_but_is_present_in_every_crash_ends(model):
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client, max_tokens=50)
         for _ in range(MAX_ENGINE_CRASHES + 1):
@@ -98,9 +98,10 @@ async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(
         await fails(call, StatusCode.UNAVAILABLE, "has disconnected")
 
 
-async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model):
-    """More of them than a request may lose otherwise. That those which have begun it lose nothing
-    either is shown with real nodes, as they move it (tests/integration/test_membership.py)."""
+async def test_nodes_that_are_shut_down_charge_no_request(model):
+    """There are more shutdowns than a request may have lost nodes. Responses that have begun
+    migrate before a shutdown, which is tested with real nodes
+    (tests/integration/test_membership.py)."""
     async with decode_nodes(model, MAX_REPLAYS + 3) as (client, _, stubs):
         call = ask(client, max_tokens=50)
         for _ in range(MAX_REPLAYS + 2):
@@ -115,7 +116,7 @@ async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model):
         await _ends_well(call, *await submitted_to_one_of(stubs))
 
 
-async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(model):
+async def test_a_request_that_cannot_be_computed_is_internal_and_not_retried(model):
     async with decode_nodes(model, 2) as (client, _, stubs):
         call = ask(client)
         node, submit = await submitted_to_one_of(stubs)

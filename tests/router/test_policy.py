@@ -1,4 +1,4 @@
-"""The laws of each policy, from outside."""
+"""Properties of each policy, from outside."""
 
 import random
 from collections import Counter
@@ -38,7 +38,7 @@ PAGE_SIZE = 16
 
 
 class Rig:
-    """A policy, what it looks at, and nodes with as good links as any."""
+    """A policy, its inputs, and nodes with equally good links."""
 
     def __init__(self, name: str, num_prefill: int = 4, num_decode: int = 2) -> None:
         self.load, self.index, self.clock = NodeLoad(), PrefixIndex(), FakeClock()
@@ -53,13 +53,13 @@ class Rig:
         return self.policy.pick(PlacementKey(tokens, session, namespace), self.choices)
 
     def place(self, tokens: list[int], session: str = "") -> PlacementDecision:
-        """Picks and charges; the request never ends."""
+        """Pick and charge. The request never ends."""
         placement = self.pick(tokens, session)
         self.load.charge(placement, len(tokens))
         return placement
 
     def store(self, address: str, tokens: list[int]) -> None:
-        """The node tells that it has cached this."""
+        """Let the node report that it has cached this prompt."""
         pages = page_names(tokens, PAGE_SIZE)
         self.index.changed(address, PAGE_SIZE, cleared=False, stored=pages)
 
@@ -105,20 +105,21 @@ _prompts = st.builds(
 
 @settings(max_examples=60)
 @given(requests=st.lists(st.tuples(_prompts, _choices), min_size=1, max_size=8))
-def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(requests):
+def test_every_pick_is_usable_for_any_reports_and_any_changes_of_nodes(requests):
     for name in NAMES:
         load = NodeLoad()
         policy: RoutingPolicy = make_policy(name, load, NodeBacklogs(load), PrefixIndex())
         for prompt, choices in requests:
             placement = policy.pick(prompt, choices)
             (chosen,) = [each for each in choices if each.address == placement.decode]
-            # In some order, all that the decode node can read from: the rest is for retries.
+            # In any order, all nodes that the decode node can read from. The later ones are for
+            # retries.
             assert sorted(placement.prefill) == sorted(node.address for node in chosen.prefill)
             assert 1 <= placement.uncached_tokens <= len(prompt.token_ids)
             load.charge(placement, len(prompt.token_ids))
 
 
-def test_the_configuration_offers_exactly_the_policies_there_are():
+def test_the_configuration_offers_exactly_the_existing_policies():
     for name in NAMES:
         assert RouterConfig(model="m", policy=name).policy == name  # type: ignore[arg-type]
     schema = RouterConfig.model_json_schema()["properties"]["policy"]
@@ -134,7 +135,7 @@ def test_round_robin_picks_every_pair_equally_often(num_prefill, num_decode):
     assert len({p.decode for p in picked[:num_decode]}) == num_decode
 
 
-def test_random_picks_every_pair_about_as_often():
+def test_random_picks_every_pair_about_equally_often():
     rig = Rig("random")
     picked = Counter((p.decode, p.prefill[0]) for p in (rig.pick([1]) for _ in range(4000)))
     assert len(picked) == 8
@@ -149,12 +150,12 @@ def test_a_long_queue_is_avoided(name):
     for address in rig.prefill[1:]:
         rig.load.charge(PlacementDecision("d0", (address,), 5000), 5000)
     firsts = Counter(rig.pick([5] * 100).prefill[0] for _ in range(600))
-    # Of two taken at random one is the idle node in half of the cases.
+    # Of two random picks, one is the idle node in half of the cases.
     assert firsts["p0"] == 600 or (name == "power_of_two" and 240 < firsts["p0"] < 360)
 
 
 @pytest.mark.parametrize("name", ["least_tokens", "prefix_aware"])
-def test_unlike_prompts_are_spread_by_their_tokens(name):
+def test_different_prompts_are_distributed_by_their_tokens(name):
     rig = Rig(name)
     rng = random.Random(3)
     for number in range(200):
@@ -179,7 +180,7 @@ def test_least_requests_stops_counting_a_prompt_at_its_first_token():
     assert {rig.pick([5]).prefill[0] for _ in range(4)} == {"p0"}
 
 
-def test_least_requests_takes_the_decode_node_with_fewer_requests_however_full_it_is():
+def test_least_requests_picks_the_decode_node_with_fewer_requests_at_any_fill_level():
     rig = Rig("least_requests")
     rig.choices = [
         choice("d0", "p0", pages_total=100, pages_free=90),
@@ -199,7 +200,7 @@ def test_shortest_queue_counts_requests_of_other_routers_until_they_are_computed
     assert {rig.pick([5]).prefill for _ in range(4)} == {("p0", "p1")}
 
 
-def test_shortest_queue_counts_the_speed_of_a_node():
+def test_shortest_queue_considers_the_speed_of_a_node():
     rig = Rig("shortest_queue", 2)
     rig.backlogs.record("p0", queued_s=0.0, token_s=0.01)
     rig.backlogs.record("p1", queued_s=0.0, token_s=0.001)
@@ -208,7 +209,7 @@ def test_shortest_queue_counts_the_speed_of_a_node():
     assert {rig.pick([5]).prefill[0] for _ in range(4)} == {"p1"}
 
 
-def test_shortest_queue_takes_the_decode_node_that_has_pages_for_a_request_first():
+def test_shortest_queue_prefers_a_decode_node_with_pages_for_the_request():
     rig = Rig("shortest_queue")
     rig.choices = [
         choice("d0", "p0", pages_total=100, pages_free=90),
@@ -220,7 +221,7 @@ def test_shortest_queue_takes_the_decode_node_that_has_pages_for_a_request_first
     assert {rig.pick([1]).decode for _ in range(4)} == {"d0"}
 
 
-def test_shortest_queue_takes_the_colocated_node_with_the_shorter_queue():
+def test_shortest_queue_picks_the_colocated_node_with_the_shorter_queue():
     rig = Rig("shortest_queue", 0)
     rig.backlogs.record("d0", queued_s=0.0, token_s=0.01)
     rig.backlogs.record("d1", queued_s=1.0, token_s=0.01)
@@ -228,7 +229,7 @@ def test_shortest_queue_takes_the_colocated_node_with_the_shorter_queue():
     assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
 
 
-def test_the_node_that_has_the_longest_prefix_goes_first():
+def test_the_node_with_the_longest_prefix_is_preferred():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 1124))
     rig.store("p1", tokens[:512])
@@ -238,7 +239,7 @@ def test_the_node_that_has_the_longest_prefix_goes_first():
     assert placement.uncached_tokens == 512
 
 
-def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed():
+def test_a_fully_cached_prompt_still_computes_its_last_token():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 1124))
     rig.store("p2", tokens)
@@ -246,7 +247,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed():
     assert (placement.prefill[0], placement.uncached_tokens) == ("p2", 1)
 
 
-def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes():
+def test_a_prompt_waits_for_its_prefix_no_longer_than_its_computation_takes():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 3172))
     rig.store("p1", tokens)
@@ -257,14 +258,14 @@ def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes():
     assert len(tokens) <= queued <= len(tokens) + NEAR_TOKENS + 100
 
 
-def test_prompts_that_come_at_once_with_a_new_prefix_go_to_one_node():
+def test_simultaneous_prompts_with_a_new_prefix_go_to_one_node():
     rig = Rig("prefix_aware")
     prefix = list(range(2000))
     firsts = {rig.place([*prefix, number]).prefill[0] for number in range(5)}
     assert len(firsts) == 1
 
 
-def test_one_dominating_prefix_makes_no_hot_spot():
+def test_a_dominating_prefix_makes_no_hot_spot():
     rig = Rig("prefix_aware")
     prefix = list(range(1024))
     for number in range(400):
@@ -273,9 +274,9 @@ def test_one_dominating_prefix_makes_no_hot_spot():
     assert max(queued) < 1.2 * min(queued) + len(prefix)
 
 
-def test_a_session_chooses_among_nodes_that_have_as_much_of_the_prompt_and_to_do():
-    """Routers agree, sessions spread, and a node that has more of the prompt or less to do goes
-    first."""
+def test_sessions_are_distributed_among_nodes_with_equal_prefixes_and_queues():
+    """Routers agree on the node of a session. A node with a longer prefix or a shorter queue is
+    preferred."""
     rig, other_router = Rig("prefix_aware"), Rig("prefix_aware")
     tokens = list(range(40))
     homes = {}
@@ -292,7 +293,7 @@ def test_a_session_chooses_among_nodes_that_have_as_much_of_the_prompt_and_to_do
     assert rig.pick(tokens, "s0").prefill[0] == first
 
 
-def test_a_session_stays_where_it_is_until_its_node_leaves():
+def test_a_session_keeps_its_node_until_the_node_leaves():
     rig = Rig("session_affinity")
     homes = {}
     for number in range(20):
@@ -323,11 +324,11 @@ def test_consistent_hash_moves_only_the_keys_of_a_node_that_leaves():
     moved = [key for key in keys if before[key] != after[key]]
     assert {before[key] for key in moved} == {"p4"}
     assert 0.07 * len(keys) < len(moved) < 0.13 * len(keys)
-    # What moves goes to all others alike.
+    # The moved keys are distributed evenly among the others.
     assert len({after[key] for key in moved}) == 9
 
 
-def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_session():
+def test_consistent_hash_uses_the_beginning_of_the_prompt_without_a_session():
     rig, other_router = Rig("consistent_hash", 10), Rig("consistent_hash", 10)
     for number in range(50):
         prefix = [number] * 300
@@ -337,8 +338,8 @@ def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_ses
     assert len({rig.pick([number] * 300).prefill[0] for number in range(100)}) == 10
 
 
-def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own():
-    """They have nothing in common that a node could reuse."""
+def test_namespaces_with_one_prefix_are_distributed_and_each_keeps_its_node():
+    """A node could reuse nothing of one namespace for another."""
     rig = Rig("consistent_hash", 10)
     homes = {}
     for number in range(100):
@@ -348,7 +349,7 @@ def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own():
     assert len(set(homes.values())) == 10
 
 
-def test_a_prefix_draws_no_prompt_of_another_namespace():
+def test_a_prefix_attracts_no_prompt_of_another_namespace():
     rig = Rig("prefix_aware")
     theirs = namespace_of("theirs")
     prefix = [1] * 1024
@@ -362,7 +363,7 @@ def test_a_prefix_draws_no_prompt_of_another_namespace():
         assert placement.uncached_tokens == 1025
 
 
-def test_consistent_hash_bounds_the_queue_that_one_key_can_make():
+def test_consistent_hash_limits_the_queue_of_one_key():
     rig = Rig("consistent_hash", 10)
     for _ in range(300):
         rig.place([1] * 100, "everybody")
@@ -378,20 +379,20 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(request.param)
 
 
-def test_the_emptiest_decode_node_is_taken(rig):
+def test_the_decode_node_with_the_most_free_pages_is_picked(rig):
     full = choice("d0", "p0", pages_total=1000, pages_free=500)
     rig.choices = [full, choice("d1", "p0", pages_total=100, pages_free=80)]
     assert {rig.pick([1]).decode for _ in range(5)} == {"d1"}
 
 
-def test_what_was_placed_counts_before_a_status_shows_it(rig):
+def test_placed_requests_count_before_a_status_includes_them(rig):
     rig.choices = [choice(d, "p0", pages_total=1000, pages_free=900) for d in ("d0", "d1")]
     picked = Counter(rig.place([number] * 160).decode for number in range(40))
     assert picked == {"d0": 20, "d1": 20}
 
 
-def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig):
-    for each in rig.choices:  # whose pages a Status has shown since: what is left is their number
+def test_of_equally_full_decode_nodes_the_one_with_fewer_requests_is_picked(rig):
+    for each in rig.choices:  # a Status has included their pages since, so only their number counts
         num_live = 2 if each.address == "d0" else 3
         for _ in range(num_live):
             rig.load.charge(PlacementDecision(each.address, (), 5), 5).first_token()
@@ -399,7 +400,7 @@ def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig):
     assert {rig.pick([1]).decode for _ in range(5)} == {"d0"}
 
 
-def test_decode_nodes_alike_in_all_take_turns(rig):
+def test_equal_decode_nodes_take_turns(rig):
     picked = Counter(rig.pick([1]).decode for _ in range(100))
     assert picked["d0"] > 35 and picked["d1"] > 35
 
@@ -407,12 +408,14 @@ def test_decode_nodes_alike_in_all_take_turns(rig):
 @pytest.mark.parametrize(
     "slow, fast", [((("tcp", 2.0),), (("rdma", 20.0),)), ((("tcp", 0.0),), (("nvlink", 0.0),))]
 )
-def test_of_decode_nodes_about_equally_full_the_one_with_the_faster_link_is_taken(rig, slow, fast):
+def test_of_almost_equally_full_decode_nodes_the_one_with_the_faster_link_is_picked(
+    rig, slow, fast
+):
     rig.choices = [linked("d0", *slow), linked("d1", *fast)]
     assert {rig.pick([1]).decode for _ in range(5)} == {"d1"}
 
 
-def test_links_that_differ_no_more_than_their_measurements_are_equal(rig):
+def test_links_that_differ_within_their_measurement_error_are_equal(rig):
     rig.choices = [linked("d0", ("cma", 6.0)), linked("d1", ("cma", 8.0))]
     picked = Counter(rig.pick([1]).decode for _ in range(100))
     assert picked["d0"] > 35 and picked["d1"] > 35
@@ -426,7 +429,7 @@ def image(number: int, num_tokens: int, at: int = 0) -> Image:
 
 
 def with_images(*images: Image) -> RequestSpec:
-    """A request with these images one after the other, each behind a token of text."""
+    """Return a request with these images one after the other, each after one token of text."""
     placed, tokens = [], list[int]()
     for each in images:
         tokens.append(7)
@@ -439,7 +442,7 @@ def charged(load: NodeLoad) -> LoadReservation:
     return load.charge(PlacementDecision("d0", ("p0",), 0), 0)
 
 
-def test_an_image_goes_to_the_same_encode_node_and_few_move_when_one_leaves() -> None:
+def test_an_image_goes_to_the_same_encode_node_and_few_images_move_when_one_leaves() -> None:
     spec = with_images(*(image(number, 3) for number in range(64)))
 
     def placed(nodes: Sequence[str], of: RequestSpec = spec) -> tuple[str, ...]:
@@ -447,11 +450,11 @@ def test_an_image_goes_to_the_same_encode_node_and_few_move_when_one_leaves() ->
 
     found = placed(ENCODERS)
     assert len(found) == 64 and set(found) == set(ENCODERS)
-    assert placed(ENCODERS[::-1]) == found  # whatever their order
+    assert placed(ENCODERS[::-1]) == found  # in any order
     left = placed(ENCODERS[:-1])
     assert all(a == b for a, b in zip(found, left, strict=True) if a != ENCODERS[-1])
     assert placed(()) == ()
-    # The same image elsewhere in another prompt.
+    # The same image at another place in another prompt.
     other = msgspec.structs.replace(
         make_spec([1, 2, 3, *spec.images[9].token_ids]),
         images=(msgspec.structs.replace(spec.images[9], at=3),),
@@ -459,7 +462,7 @@ def test_an_image_goes_to_the_same_encode_node_and_few_move_when_one_leaves() ->
     assert placed(ENCODERS, other) == (found[9],)
 
 
-def test_images_leave_an_encode_node_that_has_far_more_than_others() -> None:
+def test_images_avoid_an_encode_node_with_far_more_load_than_others() -> None:
     """Seen failing without charges, and with charges that are not returned."""
     load, spec = NodeLoad(), with_images(image(1, MAX_MORE_IMAGE_TOKENS))
     charges = [charged(load) for _ in range(3)]
@@ -472,7 +475,7 @@ def test_images_leave_an_encode_node_that_has_far_more_than_others() -> None:
         charge.close()
 
 
-def test_encode_nodes_are_not_charged_behind_the_first_token() -> None:
+def test_encode_nodes_are_not_charged_after_the_first_token() -> None:
     """A migration computes no prompt."""
     load = NodeLoad()
     charge = charged(load)
@@ -482,7 +485,7 @@ def test_encode_nodes_are_not_charged_behind_the_first_token() -> None:
     assert load.empty
 
 
-def test_many_images_of_one_request_are_divided_among_encode_nodes() -> None:
+def test_many_images_of_one_request_are_distributed_among_encode_nodes() -> None:
     spec = with_images(*(image(1, 1280) for _ in range(24)))
     counts = Counter(encode_nodes(spec, ENCODERS, charged(NodeLoad())))
     assert set(counts) == set(ENCODERS) and max(counts.values()) - min(counts.values()) <= 3

@@ -1,4 +1,4 @@
-"""The index against a model that remembers everything, and its bounds."""
+"""The prefix index, compared with a model that remembers everything, and its limits."""
 
 import random
 
@@ -25,7 +25,7 @@ def cached(
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Few different ones, most with a prefix in common."""
+    """Return one of a few prompts, most of which share a prefix."""
     pages = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
     return [page for page in pages for _ in range(SIZE)] + [7] * rng.randrange(SIZE)
 
@@ -41,8 +41,8 @@ def in_common(one: list[int], other: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed):
-    """The model: every node is a list of prompts, as its cache is a set of their prefixes."""
+def test_the_index_knows_the_longest_reported_prefix_of_each_node(seed):
+    """In the model, every node is a list of prompts, and its cache is the set of their prefixes."""
     rng = random.Random(seed)
     index = PrefixIndex()
     nodes: dict[str, list[list[int]]] = {"p0": [], "p1": [], "p2": []}
@@ -66,7 +66,7 @@ def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed):
             assert cached(index, wanted, each) == longest
 
 
-def test_what_was_placed_is_expected_before_the_node_tells_of_it():
+def test_a_placed_prompt_is_expected_before_the_node_reports_it():
     index = PrefixIndex()
     index.changed("p0", SIZE, cleared=True)
     tokens = [1] * (5 * STRIDE + 3)
@@ -81,7 +81,7 @@ def test_what_was_placed_is_expected_before_the_node_tells_of_it():
     assert cached(index, tokens, "p0") == 2 * STRIDE + SIZE
 
 
-def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace():
+def test_neither_reported_nor_placed_prompts_are_visible_in_another_namespace():
     index = PrefixIndex()
     one, other = namespace_of("one"), namespace_of("other")
     reported, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
@@ -94,7 +94,7 @@ def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace(
     assert cached(index, reported, "p0", one) == 2 * STRIDE
 
 
-def test_history_ends_at_the_first_page_that_is_gone():
+def test_the_prefix_of_placed_prompts_ends_at_the_first_missing_page():
     index = PrefixIndex()
     tokens = [1] * (5 * STRIDE)
     index.changed("p0", SIZE, cleared=True)
@@ -103,7 +103,7 @@ def test_history_ends_at_the_first_page_that_is_gone():
     assert cached(index, tokens, "p0") == STRIDE
 
 
-def test_what_was_placed_and_never_told_is_forgotten_in_time():
+def test_placed_prompts_that_are_never_reported_expire():
     now = 0.0
     index = PrefixIndex(clock=lambda: now)
     index.changed("p0", SIZE, cleared=True)
@@ -116,7 +116,7 @@ def test_what_was_placed_and_never_told_is_forgotten_in_time():
     assert cached(index, cancelled, "p0") == 0
 
 
-def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(monkeypatch):
+def test_placed_prompts_of_a_node_without_reports_are_limited_and_the_oldest_dropped(monkeypatch):
     monkeypatch.setattr(prefix_index, "MAX_HISTORY", 40)
     index = PrefixIndex()
     prompts = [[number] * (4 * STRIDE) for number in range(30)]
@@ -128,7 +128,7 @@ def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(
     assert known == sorted(known)
 
 
-def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on():
+def test_a_node_that_stops_reporting_loses_its_entries_and_placed_prompts_count_again():
     index = PrefixIndex()
     reported, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
     index.changed("p0", SIZE, cleared=True, stored=names(reported))
@@ -140,7 +140,7 @@ def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on():
     assert cached(index, placed, "p0") == 0
 
 
-def test_a_node_cannot_make_it_remember_more_than_its_share(monkeypatch):
+def test_a_node_cannot_use_more_than_its_share_of_the_index(monkeypatch):
     monkeypatch.setattr(prefix_index, "MAX_PAGES", 100)
     index = PrefixIndex()
     for start in range(0, 1000, 50):
@@ -149,7 +149,7 @@ def test_a_node_cannot_make_it_remember_more_than_its_share(monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [0, prefix_index.MAX_PAGE_SIZE + 1])
-def test_a_page_size_that_is_none_is_refused(page_size):
+def test_an_invalid_page_size_is_rejected(page_size):
     with pytest.raises(ProtocolViolation, match=str(page_size)):
         PrefixIndex().changed("p0", page_size, cleared=True)
 
@@ -173,7 +173,7 @@ P0_ON_D0 = PlacementDecision("d0", ("p0", "p1"), len(PROMPT))
 
 
 def index_of(**pages: int) -> PrefixIndex:
-    """Nodes that have told of so many pages of the prompt."""
+    """Return nodes that have reported this number of pages of the prompt."""
     index = PrefixIndex()
     for address, count in pages.items():
         stored = page_names(PROMPT, SIZE)[:count]
@@ -187,27 +187,27 @@ def hints(
     return PrefixHints(index).of(PlacementKey(PROMPT, "", namespace), placement)
 
 
-def test_three_who_have_most_are_named_and_neither_end_of_the_hand_off():
+def test_hints_name_the_three_nodes_with_most_pages_except_both_ends_of_the_hand_off():
     index = index_of(p0=1, p1=8, d0=20, d1=12, d2=10, p2=9, d3=4)
     assert hints(index) == (PrefixHint("d1", 192), PrefixHint("d2", 160), PrefixHint("p2", 144))
 
 
-def test_nobody_is_named_for_little_more():
+def test_hints_name_no_node_for_a_few_more_pages():
     assert hints(index_of(p0=8, p1=11)) == ()
     assert hints(index_of(p0=8, p1=12)) == (PrefixHint("p1", 192),)
 
 
-def test_of_a_decode_node_that_computes_it_itself_its_own_is_what_counts():
+def test_hints_for_a_local_prefill_exclude_the_decode_nodes_own_pages():
     alone = PlacementDecision("d0", (), len(PROMPT))
     assert hints(index_of(d0=10, d1=11), alone) == ()
     assert hints(index_of(d0=2, d1=11), alone) == (PrefixHint("d1", 176),)
 
 
-def test_what_was_placed_and_not_told_is_no_hint():
+def test_placed_and_unreported_prompts_cause_no_hint():
     index = index_of(p0=0, d1=0)
     index.placed(PromptPrefixes(PROMPT), "p1")
     assert hints(index) == ()
 
 
-def test_nobody_is_named_for_another_namespace():
+def test_hints_name_no_node_for_another_namespace():
     assert hints(index_of(p1=16), namespace=namespace_of("mine")) == ()

@@ -40,7 +40,7 @@ def test_percentiles_are_estimated_within_ten_percent(latency_s):
     assert ttft.p99_s == pytest.approx(values[990], rel=0.1)
 
 
-def test_a_latency_above_all_bounds_is_the_highest_bound_and_no_latency_is_zero():
+def test_a_latency_above_all_buckets_is_the_highest_bound_and_without_latencies_it_is_zero():
     worker = Worker()
     worker.metrics.first_token(1e6)
     recent = together([worker.now()]).recent
@@ -84,7 +84,7 @@ def test_only_the_last_minute_counts():
     assert WINDOW_S - 2 * SAMPLE_S <= window_s <= WINDOW_S
 
 
-def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(monkeypatch):
+def test_tokens_written_together_with_the_first_one_count_no_itl(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     metrics = RouterMetrics()

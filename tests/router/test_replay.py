@@ -1,4 +1,4 @@
-"""Decode nodes that are lost with requests on them: what their clients see of it."""
+"""Decode nodes that fail with requests on them, as clients see it."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 
 async def lost_after_a_token(client, node, **sampling):
-    """Return a call whose node is lost once the client has the token 20."""
+    """Start a call whose node fails after the client has received the token 20."""
     call = ask(client, **sampling)
     node.say({(await node.submitted()).number: [20]})
     await call.read()
@@ -38,7 +38,9 @@ async def lost_after_a_token(client, node, **sampling):
     return call
 
 
-async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(client, d0, d1):
+async def test_requests_of_a_failed_node_continue_on_another_without_gap_or_repetition(
+    client, d0, d1
+):
     sampling = Sampling(max_tokens=9, seed=3, temperature=0.8)
     call = client.generate(token_ids=TokenIds(ids=PROMPT), sampling=sampling, cache_salt="mine")
     first = await d0.submitted()
@@ -84,7 +86,7 @@ async def test_usage_reports_the_first_of_two_reports_of_a_node(client, d0):
     assert (await collect(call))[2].usage.cached_tokens == 0
 
 
-async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_node(client, d0, d1):
+async def test_a_prediction_is_sent_to_every_node_and_its_tokens_are_counted(client, d0, d1):
     call = client.generate(token_ids=TokenIds(ids=PROMPT), prediction="the fox jumps")
     first = await d0.submitted()
     d0.say({first.number: [20, 21]}, predicted={first.number: (1, 3)})
@@ -97,8 +99,8 @@ async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_no
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 3)
 
 
-# Seen failing with the same sampling: the second node computes the whole prompt for them.
-async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(client, d0, d1):
+# Seen failing with unchanged options: the second node computes the whole prompt for them.
+async def test_a_replay_does_not_request_prompt_logprobs_that_the_client_has(client, d0, d1):
     call = ask(client, max_tokens=9, prompt_logprobs=0)
     first = await d0.submitted()
     assert first.sampling.HasField("prompt_logprobs")
@@ -112,7 +114,7 @@ async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(c
     assert (await collect(call))[1] == [21]
 
 
-async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(client, d0, d1):
+async def test_tokens_of_a_node_that_fails_twice_are_sent_once(client, d0, d1):
     call = await lost_after_a_token(client, d0, max_tokens=9)
     async with StubDecodeNode(port=int(d0.address.rpartition(":")[2])) as back:
         d1.say({(await d1.submitted()).number: [21]})
@@ -126,10 +128,10 @@ async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(client, d
         assert (tokens, last.usage.completion_tokens) == ([22], 3)
 
 
-async def test_a_stop_string_and_a_character_may_be_cut_by_the_loss(client, d0, d1):
+async def test_a_stop_string_and_a_character_may_be_split_by_the_failure(client, d0, d1):
     call = ask(client, stop=["STOP"])
     tokens = ids("aößSTOPb")
-    cut = len(ids("aößS")) - 2  # within ß
+    cut = len(ids("aößS")) - 2  # in the middle of ß
     number = (await d0.submitted()).number
     d0.say({number: tokens[:cut]})
     first = await call.read()
@@ -150,7 +152,7 @@ def _refuse(node: StubDecodeNode, submit: Submission, code: StatusCode) -> None:
     )
 
 
-async def test_a_node_that_refuses_because_it_drains_is_not_the_end(client, d0, d1):
+async def test_a_rejection_by_a_draining_node_is_retried(client, d0, d1):
     call = ask(client)
     _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
     second = await d1.complete([20])
@@ -158,8 +160,8 @@ async def test_a_node_that_refuses_because_it_drains_is_not_the_end(client, d0, 
     assert (await collect(call))[1] == [20]
 
 
-async def test_what_is_placed_anew_is_placed_elsewhere_whatever_the_policy_prefers(model):
-    """It prefers the node with less to do. Seen failing where the one that has lost the request is
+async def test_a_replay_is_placed_on_another_node_whatever_the_policy_prefers(model):
+    """It prefers the node with less load. Seen failing if the node that has lost the request is
     not avoided."""
     async with two_nodes(model, policy="least_tokens") as (client, _, d0, d1):
         calls = [ask(client), ask(client)]
@@ -173,8 +175,8 @@ async def test_what_is_placed_anew_is_placed_elsewhere_whatever_the_policy_prefe
         assert [(await collect(call))[1] for call in calls] == [[20], [20]]
 
 
-async def test_a_router_that_ends_looks_for_no_other_node(model, monkeypatch):
-    """Seen failing where the cluster is not closed first."""
+async def test_a_router_that_shuts_down_places_no_request_again(model, monkeypatch):
+    """Seen failing if the cluster is not closed first."""
     monkeypatch.setattr(cluster, "GRACE_S", 1000.0)  # longer than the client waits
     async with two_nodes(model) as (client, running, d0, d1):
         call = ask(client)
@@ -184,7 +186,7 @@ async def test_a_router_that_ends_looks_for_no_other_node(model, monkeypatch):
         assert not any(message.submits for message in d1.received)
 
 
-async def test_a_request_is_placed_three_times_at_most(client, d0, d1):
+async def test_a_request_is_placed_at_most_three_times(client, d0, d1):
     call = ask(client)
     _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
     _refuse(d1, await d1.submitted(), StatusCode.UNAVAILABLE)
@@ -194,33 +196,33 @@ async def test_a_request_is_placed_three_times_at_most(client, d0, d1):
 
 
 @pytest.mark.parametrize("code", [StatusCode.INVALID_ARGUMENT, StatusCode.RESOURCE_EXHAUSTED])
-async def test_what_another_node_would_say_too_is_not_asked_again(client, d0, d1, code):
+async def test_an_error_that_every_node_would_return_is_not_retried(client, d0, d1, code):
     call = ask(client)
     _refuse(d0, await d0.submitted(), code)
     assert (await failure(call)).code() is code
     assert not any(message.submits for message in d1.received)
 
 
-async def test_a_node_that_goes_on_after_the_last_token_costs_no_replay(client, d0, d1):
+async def test_a_node_that_sends_more_after_the_last_token_causes_no_replay(client, d0, d1):
     call = ask(client, max_tokens=2)
     d0.say({(await d0.submitted()).number: [20, 21, 22]})
     await fails(call, StatusCode.UNAVAILABLE)
     assert not any(message.submits for message in d1.received)
 
 
-async def test_with_no_other_node_the_request_ends_in_seconds_with_the_reason(model):
+async def test_without_another_node_the_request_ends_within_seconds_with_the_reason(model):
     async with served(model) as (client, node, _):
         call = ask(client)
         await node.submitted()
         await node.die()
         await fails(call, StatusCode.UNAVAILABLE, "has disconnected")
-        # By now it is no moment any more, and nobody waits.
+        # By now the node has been away too long to wait for it.
         began = asyncio.get_running_loop().time()
         assert (await failure(ask(client))).code() is StatusCode.UNAVAILABLE
         assert asyncio.get_running_loop().time() - began < cluster.GRACE_S
 
 
-async def test_a_node_that_is_back_in_a_moment_is_waited_for(model, monkeypatch):
+async def test_a_request_waits_briefly_for_a_node_to_return(model, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_S", 1000.0)
     async with served(model) as (client, node, router):
         call = ask(client)
@@ -238,7 +240,7 @@ async def test_a_node_that_is_back_in_a_moment_is_waited_for(model, monkeypatch)
             assert (await collect(new))[1] == [21]
 
 
-async def test_waiting_for_a_node_is_part_of_the_budget(model, monkeypatch):
+async def test_waiting_for_a_node_counts_towards_the_deadline(model, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_S", 1000.0)
     async with served(model) as (client, node, _):
         for budget_s in BUDGETS_S:
@@ -249,7 +251,7 @@ async def test_waiting_for_a_node_is_part_of_the_budget(model, monkeypatch):
         assert (await failing).code() is StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_now(
+async def test_a_client_that_disconnects_after_a_replay_is_cancelled_on_the_new_node(
     client, router, d0, d1
 ):
     call = await lost_after_a_token(client, d0)
@@ -259,7 +261,7 @@ async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_n
     await eventually(lambda: router.admission.num_live == 0)
 
 
-async def test_the_budget_of_a_replay_is_what_is_left(model):
+async def test_a_replay_has_the_remaining_time(model):
     async with two_nodes(model, request_timeout_s=60.0) as (client, _, d0, d1):
         call = ask(client, max_tokens=2)
         first = await d0.submitted()
@@ -271,7 +273,7 @@ async def test_the_budget_of_a_replay_is_what_is_left(model):
 
 
 async def promise(router, nodes, fingerprints):
-    """Have nodes report batch-invariant responses with these fingerprints."""
+    """Let nodes report batch-invariant responses with these fingerprints."""
     for node, fingerprint in zip(nodes, fingerprints, strict=True):
         node.change_status(fingerprint=fingerprint, batch_invariant=True)
     await eventually(

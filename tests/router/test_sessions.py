@@ -1,4 +1,4 @@
-"""Requests of one session find one another, whichever way they name it."""
+"""Requests of one session use the same node, whichever way they name it."""
 
 import asyncio
 
@@ -19,8 +19,8 @@ from tests.support.http_client import post
 
 
 def _named(way: str, session: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The fields and headers of a request that names its session in this way; what is weaker is
-    the same for all sessions."""
+    """Return the fields and headers of a request that names its session in this way. Weaker ways
+    have the same name for all sessions."""
     match way:
         case "user":
             return {"user": session}, {}
@@ -33,7 +33,7 @@ def _named(way: str, session: str) -> tuple[dict[str, str], dict[str, str]]:
 @pytest.mark.parametrize(
     "way", ["session_id", "user", "prompt_cache_key", "X-Session-Id", "X-SMG-Routing-Key"]
 )
-async def test_a_session_stays_with_its_decode_node(model, way):
+async def test_a_session_keeps_its_decode_node(model, way):
     homes: dict[str, set[str]] = {}
     keys: dict[str, set[int]] = {}
     async with two_nodes(model, policy="session_affinity") as (client, router, *nodes):
@@ -59,7 +59,7 @@ async def test_a_session_stays_with_its_decode_node(model, way):
     assert len(set.union(*keys.values()) - {0}) == 4
 
 
-async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model):
+async def test_the_name_of_a_session_has_a_length_limit(model):
     name = "x" * (MAX_SESSION_ID_CHARACTERS + 1)
     async with api_for(model) as api:
         answer = await api.post(COMPLETIONS, prompt="x", user=name)

@@ -21,7 +21,7 @@ RESOURCE_EXHAUSTED = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
 def late(queued_s: float, token_s: float = 0.001) -> StubDecodeNode:
-    """A node with a queue of this length, which takes so long for a token of a prompt."""
+    """A node with a queue of this length and this duration of a prompt token."""
     node = StubDecodeNode()
     node.status.prompts.CopyFrom(Backlog(queued_s=queued_s, token_s=token_s))
     return node
@@ -31,12 +31,12 @@ def _retry_after(error: Any) -> str:
     return str(dict(error.trailing_metadata())["retry-after"])
 
 
-async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model):
+async def test_a_request_that_cannot_start_in_time_reaches_no_node(model):
     async with served(model, late(10.0), max_queue_fraction=0.25) as (client, node, _):
         call = client.generate("x", timeout_s=60.0)
         submit = await node.submitted()
-        # Twice the share: a node may be more patient than the router. Seen failing with all of
-        # the budget.
+        # Twice the share: a node may accept longer waits than the router. Seen failing with the
+        # whole budget.
         assert 15.0 < submit.queue_s <= 30.0
         node.finish(submit.number)
         await collect(call)
@@ -45,7 +45,7 @@ async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model):
         assert sum(len(message.submits) for message in node.received) == 1
 
 
-async def test_over_http_it_is_429_with_the_time_to_come_again(model):
+async def test_over_http_the_rejection_is_429_with_a_retry_time(model):
     knobs = {"max_queue_fraction": 0.1, "request_timeout_s": 300.0}
     async with served(model, late(100.0), **knobs) as (_, _, router):
         body = {"model": str(model), "prompt": "x"}
@@ -55,7 +55,7 @@ async def test_over_http_it_is_429_with_the_time_to_come_again(model):
         assert answer.error["type"] == "rate_limit_error"
 
 
-async def test_when_the_queue_has_gone_requests_are_taken_again(model):
+async def test_requests_are_accepted_again_when_the_queue_is_empty(model):
     async with served(model, late(600.0)) as (client, node, router):
         await failure(client.generate("x"))
         node.change_status(prompts=Backlog(queued_s=0.0, token_s=0.001))
@@ -74,13 +74,13 @@ def _takes(router: RunningRouter) -> bool:
     return True
 
 
-async def test_what_this_router_has_placed_counts_at_once(model):
+async def test_requests_placed_by_this_router_count_at_once(model):
     async with served(model, late(0.0, 10.0)) as (client, node, _):
         first = client.generate("x", timeout_s=60.0)
         submit = await node.submitted()
         await fails(client.generate("x", timeout_s=60.0), StatusCode.RESOURCE_EXHAUSTED)
         node.say({submit.number: [20]})
-        await first.read()  # its prompt is computed: nothing waits any more
+        await first.read()  # its prompt is computed, so nothing is queued any more
         second = client.generate("x", timeout_s=60.0)
         other = await node.submitted()
         node.say(ended={submit.number: FINISH_REASON_STOP, other.number: FINISH_REASON_STOP})
@@ -88,7 +88,7 @@ async def test_what_this_router_has_placed_counts_at_once(model):
         await collect(second)
 
 
-async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model):
+async def test_a_prefill_node_reports_its_queue_on_request(model):
     async with StubNode() as prefill:
         prefill.description.prompts.CopyFrom(Backlog(queued_s=600.0, token_s=0.001))
         addresses = [prefill.address]
@@ -106,9 +106,7 @@ async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model):
 @pytest.mark.parametrize(
     "told_s, retry_after", [(6.5, "7"), (math.nan, "1"), (math.inf, "1"), (-5.0, "1"), (1e12, "1")]
 )
-async def test_a_nodes_own_refusal_says_when_to_come_again_if_that_can_be(
-    model, told_s, retry_after
-):
+async def test_a_nodes_own_rejection_has_a_retry_time_if_possible(model, told_s, retry_after):
     async with served(model) as (client, node, _):
         call = client.generate("x")
         await node.complete(
@@ -121,7 +119,7 @@ async def test_a_nodes_own_refusal_says_when_to_come_again_if_that_can_be(
         assert _retry_after(error) == retry_after
 
 
-async def test_what_is_shed_is_counted(model):
+async def test_shed_requests_are_counted(model):
     async with served(model, late(600.0)) as (client, _, router):
         await failure(client.generate("x"))
         assert metric(router, "baton_requests_rejected_total", reason="late") == 1

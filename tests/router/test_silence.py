@@ -1,4 +1,5 @@
-"""Decode nodes whose fronts answer while their engines stand still: they stop beating."""
+"""Decode nodes whose frontends answer while their engines make no progress: they send no
+heartbeats."""
 
 import asyncio
 import math
@@ -25,10 +26,10 @@ from tests.api.rig import (
 )
 from tests.support.stub_decode_node import StubDecodeNode
 
-KNOBS = {"suspect_after_s": 1.0, "dead_after_s": 1000.0}  # the stubs beat five times a second
+KNOBS = {"suspect_after_s": 1.0, "dead_after_s": 1000.0}  # the stubs send five heartbeats a second
 
 
-async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(model):
+async def test_a_node_without_heartbeats_gets_no_requests_until_they_resume(model):
     """Seen failing with `moves` always true."""
     async with two_nodes(model, **KNOBS) as (client, router, d0, d1):
         live = ask(client)
@@ -41,12 +42,12 @@ async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(mode
             await collect(call)
         d0.moves = True
         await eventually(lambda: len(usable(router)) == 2)
-        # What was there waits, and nobody has done it twice.
+        # Its requests wait, and no other node repeats them.
         d0.finish(number, [20])
         assert (await collect(live))[1] == [20]
 
 
-async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(model):
+async def test_requests_of_a_node_without_heartbeats_for_long_continue_on_another(model):
     """Seen failing with `_end_if_dead` doing nothing."""
     async with two_nodes(model, suspect_after_s=1.0, dead_after_s=1.5) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
@@ -59,7 +60,7 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         d0.finish(number, [99])  # too late
         d1.finish(again.number, [22])
         assert (await collect(call))[1] == [22]
-        # It is connected with again, and still gets nothing.
+        # The router connects to it again, and still sends no requests.
         await eventually(lambda: d0.streams)
         await eventually(lambda: router.cluster._clients[d0.address].status is not None)
         assert usable(router) == [d1.address]
@@ -67,8 +68,8 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         await eventually(lambda: len(usable(router)) == 2)
 
 
-async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(model):
-    """The frontend and the transfer thread live, and the engine thread stands still."""
+async def test_a_node_whose_heartbeats_report_a_late_engine_is_silent_and_then_dead(model):
+    """The frontend and the transfer thread run, and the engine thread makes no progress."""
     async with two_nodes(model, suspect_after_s=2.0, dead_after_s=5.0) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
         number = (await d0.submitted()).number
@@ -84,7 +85,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
 
 
 @pytest.mark.parametrize("late_s", [math.nan, -5.0])
-async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s):
+async def test_an_invalid_heartbeat_counts_as_one_of_an_engine_in_time(late_s):
     pulse = EngineLiveness(LivenessLimits(silent_s=60.0, dead_s=60.0), lambda: None)
     pulse.heartbeat(late_s)
     assert pulse.moves and pulse._standstill.look() >= 0.0
@@ -111,14 +112,16 @@ async def _is_silent(router: RunningRouter, node: StubDecodeNode) -> None:
 
 
 async def _says_that_it_is_silent(router: RunningRouter, node: StubDecodeNode) -> None:
-    """Earlier than a router finds out."""
+    """The node reports it earlier than a router detects it."""
     node.description.state = "unhealthy"
     await eventually(lambda: not router.cluster.ready)
 
 
 @pytest.mark.parametrize("falls_silent", [_is_silent, _says_that_it_is_silent])
-async def test_requests_wait_for_the_last_node_while_it_may_wake(model, monkeypatch, falls_silent):
-    """Seen failing where a silent node is as good as gone: they ended with UNAVAILABLE."""
+async def test_requests_wait_for_the_last_node_while_it_may_recover(
+    model, monkeypatch, falls_silent
+):
+    """Seen failing if a silent node counts as lost: they ended with UNAVAILABLE."""
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
     async with served(model, **KNOBS) as (client, node, router):
         await falls_silent(router, node)
@@ -131,7 +134,7 @@ async def test_requests_wait_for_the_last_node_while_it_may_wake(model, monkeypa
         assert (await answer)[1] == [20]
 
 
-async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(model, monkeypatch):
+async def test_no_request_waits_for_a_node_whose_engine_counts_as_dead(model, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
     async with StubDecodeNode() as node:
         knobs = {"suspect_after_s": 0.5, "dead_after_s": 1.0}
@@ -139,12 +142,12 @@ async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(model, monkey
             await client.wait_until_serving()
             node.moves = False
             await eventually(lambda: not router.cluster.ready)
-            for _ in range(2):  # of which the first may have come before
+            for _ in range(2):  # the first of which may have arrived before
                 assert (await failure(ask(client))).details() == cluster.NOT_READY
 
 
-async def test_a_node_that_has_never_beaten_gets_nothing(model):
-    """Seen failing with a pulse that moves from the start."""
+async def test_a_node_that_has_never_sent_a_heartbeat_gets_no_requests(model):
+    """Seen failing if heartbeats count as present at the start."""
     async with StubDecodeNode() as node:
         node.moves = False
         async with router_for(model, decode=[node.address]) as (_, router):
@@ -155,8 +158,8 @@ async def test_a_node_that_has_never_beaten_gets_nothing(model):
             await eventually(lambda: usable(router) == [node.address])
 
 
-def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others():
-    """Seen failing with the time between two looks counted in full."""
+def test_a_stall_of_the_router_itself_does_not_count_as_silence_of_nodes():
+    """Seen failing if the time between two checks counts in full."""
     now = 0.0
     standstill = StallMonitor(0.5, now=lambda: now)
     now = 600.0
@@ -168,7 +171,7 @@ def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others():
     assert standstill.look() == 0.5
 
 
-async def test_a_change_is_told_once():
+async def test_a_change_is_reported_once():
     reported = []
     pulse = EngineLiveness(
         LivenessLimits(0.01, 0.02), lambda: reported.append((pulse.moves, pulse.dead))
@@ -183,16 +186,16 @@ async def test_a_change_is_told_once():
     assert reported == [moves, silent, dead, moves]
 
 
-def test_a_node_is_not_dead_before_it_is_silent():
+def test_a_node_is_silent_before_it_is_dead():
     with pytest.raises(ValidationError, match="must be at least --suspect-after-s"):
         RouterConfig(model="m", suspect_after_s=5.0, dead_after_s=4.0)
 
 
-async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit():
-    """Seen failing where a beat leaves the silence before it standing."""
+async def test_an_engine_with_heartbeats_is_alive_for_longer_than_any_limit():
+    """Seen failing if a heartbeat does not reset the silence before it."""
     pulse = EngineLiveness(LivenessLimits(silent_s=0.4, dead_s=0.8), lambda: None)
     watching = asyncio.create_task(pulse.until_dead())
-    for _ in range(100):  # each beat after about one look
+    for _ in range(100):  # a heartbeat after about one check
         pulse.heartbeat()
         await asyncio.sleep(0.02)
         assert pulse.moves and not pulse.dead

@@ -55,7 +55,7 @@ async def requests(port: int) -> list[dict[str, Any]]:
 
 
 async def counted(port: int) -> dict[str, tuple[float, float]]:
-    """Observations and their sum by phase of the time to first token."""
+    """Return the number of observations and their sum, by phase of the time to first token."""
     text = (await get(port, "/metrics", accept="text/plain")).body.decode()
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
@@ -66,7 +66,7 @@ async def counted(port: int) -> dict[str, tuple[float, float]]:
     return {phase: (of["count"], of["sum"]) for phase, of in found.items()}
 
 
-async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_has_ended(model):
+async def test_a_request_is_listed_while_active_and_with_its_timeline_afterwards(model):
     async with served(model) as (client, node, r):
         call = client.generate("hello", request_id="a b", sampling=Sampling(max_tokens=4))
         submit = await node.submitted()
@@ -115,7 +115,7 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
         assert total == pytest.approx(whole["ttft_s"])
 
 
-async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_still_taken(model):
+async def test_a_timeline_that_arrives_after_a_stop_string_ended_the_request_is_accepted(model):
     async with served(model) as (client, node, r):
         call = client.generate("x", request_id="s", sampling=Sampling(stop=["stop"]))
         number = (await node.submitted()).number
@@ -146,7 +146,7 @@ async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_st
     ],
     ids=["columns", "moments", "attempts", "lengths", "of no attempt", "ten megabytes"],
 )
-async def test_a_timeline_that_cannot_be_is_cut_to_what_can(model, nonsense):
+async def test_an_impossible_timeline_is_cut_to_the_possible_part(model, nonsense):
     async with served(model) as (client, node, r):
         call = client.generate("x", request_id="n", sampling=Sampling(max_tokens=1))
         node.send(ends((await node.submitted()).number, nonsense))
@@ -160,7 +160,7 @@ async def test_a_timeline_that_cannot_be_is_cut_to_what_can(model, nonsense):
         assert not whole["ttft"] or parts == pytest.approx(whole["ttft_s"])
 
 
-async def test_timelines_of_another_number_than_ends_break_the_protocol(model):
+async def test_another_number_of_timelines_than_ends_is_a_protocol_violation(model):
     async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(max_tokens=1))
         message = ends((await node.submitted()).number, HELD)
@@ -170,7 +170,7 @@ async def test_timelines_of_another_number_than_ends_break_the_protocol(model):
         call.cancel()
 
 
-async def test_a_replay_is_told_with_the_node_that_was_lost(client, router, d0, d1):
+async def test_the_timeline_of_a_replay_has_the_node_that_failed(client, router, d0, d1):
     call = client.generate("x", request_id="r", sampling=Sampling(max_tokens=1))
     await d0.submitted()
     await d0.die()
@@ -186,7 +186,7 @@ async def test_a_replay_is_told_with_the_node_that_was_lost(client, router, d0, 
     assert parts["place"] >= lost["end_s"] - lost["start_s"]
 
 
-async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model):
+async def test_without_a_timeline_of_the_node_the_routers_own_phases_remain(model):
     async with served(model) as (client, node, r):
         call = client.generate("x", request_id="q", sampling=Sampling(max_tokens=1))
         node.send(ends((await node.submitted()).number))
@@ -197,7 +197,7 @@ async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model
         assert (await counted(r.http_port))["network"][0] == 0.0
 
 
-async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(model):
+async def test_the_last_requests_are_kept_newest_first_without_rejected_ones(model):
     def answer(submit: pb.Submit) -> None:
         node.send(ends(submit.number, HELD))
 
@@ -212,8 +212,8 @@ async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
             assert (await get(r.http_port, f"/requests/{name}")).status == 404
 
 
-async def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_asked(model):
-    """Names that long break what processes ask each other by."""
+async def test_an_impossible_request_id_is_rejected_before_any_process_is_asked(model):
+    """Ids of that length would break the protocol between the router's processes."""
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, r):
         for name in ("", "x" * (MAX_LABEL_CHARACTERS + 1)):
             await fails(client.stub.Explain(ExplainRequest(name=name)), StatusCode.INVALID_ARGUMENT)
@@ -221,7 +221,7 @@ async def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_aske
                 assert (await get(r.http_port, path)).status == 404
 
 
-async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model):
+async def test_a_valid_trace_context_is_propagated_unchanged_and_an_invalid_one_not(model):
     async with served(model) as (client, node, _):
         given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         for header, passed_on in (

@@ -1,4 +1,4 @@
-"""A router tells a decode node in one message what has come since the last one, within bounds."""
+"""A router sends a decode node everything since the last message in one message, within limits."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def numbers(message: ToNode) -> list[int]:
     return [submit.number for submit in message.submits]
 
 
-async def test_all_that_comes_while_nobody_takes_it_is_one_message():
+async def test_everything_queued_during_a_write_is_one_message():
     unsent = OutgoingBatch()
     unsent.submit(submit(1))
     assert numbers(await unsent.message()) == [1]
@@ -35,7 +35,7 @@ async def test_all_that_comes_while_nobody_takes_it_is_one_message():
     assert list(message.peers.prefill_addresses) == ["b:2"]
 
 
-async def test_a_message_waits_until_there_is_something_to_say():
+async def test_a_message_waits_until_there_is_content():
     unsent = OutgoingBatch()
     waiting = asyncio.create_task(unsent.message())
     await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def test_a_message_waits_until_there_is_something_to_say():
     assert message.HasField("peers") and not message.submits
 
 
-async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing():
+async def test_a_request_cancelled_before_it_was_sent_is_never_sent():
     unsent = OutgoingBatch()
     unsent.submit(submit(1))
     unsent.submit(submit(2))
@@ -73,10 +73,10 @@ async def test_a_message_has_no_more_than_fits(sizes, sent):
     assert [numbers(message) for message in messages] == sent
 
 
-async def test_the_largest_message_is_one_that_grpc_takes():
+async def test_the_largest_message_is_accepted_by_grpc():
     unsent = OutgoingBatch()
     for number in range(256):
-        one = submit(number, (1 << 20) // 256 - 400)  # for all else of the request
+        one = submit(number, (1 << 20) // 256 - 400)  # for all other fields of the request
         one.request.request_id = "\U0001f600" * 256
         one.prefill_addresses.extend([f"{'h' * 253}:50100"] * 64)
         one.request.sampling.CopyFrom(Sampling(stop_token_ids=[LARGEST_ID] * 16))

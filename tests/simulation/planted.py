@@ -274,7 +274,7 @@ BUGS: dict[str, Callable[[], None]] = {
 
 
 def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
-    """Run the scenario of a page fault with it. Returns its report."""
+    """Run the scenario of a page fault with it. Return its report."""
     msgspec, yaml = module("msgspec"), module("yaml")
     scenarios = module("simulation.virtual.scenario")
     PAGES[name]()

@@ -39,7 +39,7 @@ def test_the_mean_error_over_public_measurements_is_small(gpu, product):
         assert mean(abs(row.predicted_us(GPUS[gpu]) / row.us - 1) for row in rows) < limit, kernel
 
 
-def test_a_gpu_model_rank_count_or_path_that_is_not_supported_is_named():
+def test_an_unsupported_gpu_rank_count_or_path_is_rejected_by_name():
     for arguments, name in (
         (("h1000", "llama-3-8b"), "h1000"),
         (("h100", "llama-9"), "llama-9"),

@@ -143,12 +143,12 @@ def test_a_wrong_state_gives_wrong_tokens(fault):
 
 
 @pytest.mark.parametrize("tables", KINDS)
-def test_accepted_drafts_are_tokens_of_the_response_and_others_leave_no_trace(tables):
+def test_accepted_drafts_are_tokens_of_the_response_and_rejected_ones_change_nothing(tables):
     rig, right = Rig(tables), expected_tokens(PROMPT, 10, tables)
     assert rig.prefill() == right[0]
     end = len(PROMPT)
     verified = rig.launch([right[1], 0, right[3]], end)
-    # As if all drafts were accepted. Only the device knows that the row begins two places earlier.
+    # As if all drafts were accepted. Only the device knows that the row starts two tokens earlier.
     again = rig.launch([0], end + 4, early=np.array([3], np.int32))
     runs = verified().runs
     assert runs.counts.tolist() == [2]

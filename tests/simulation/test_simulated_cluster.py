@@ -92,7 +92,7 @@ def up(tmp_path: Path) -> Iterator[Any]:
         cluster.close()
 
 
-def test_up_serves_simulated_nodes_in_one_process_and_ends_without_a_trace(up, tmp_path):
+def test_up_serves_simulated_nodes_in_one_process_and_ends_cleanly(up, tmp_path):
     cluster = up(1, 1)
     program = cluster.programs["up"]
     assert "all times are those of a model" in program.output

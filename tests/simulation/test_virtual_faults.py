@@ -58,7 +58,7 @@ class Rig:
             self.channel = rpc.make_channel(ADDRESS)
 
     def fail(self, wire: Wire, seconds: float, *ends: tuple[str, str]) -> None:
-        """Begin a fault at the next turn of the loop."""
+        """Start a fault at the next turn of the loop."""
         self._fault = asyncio.ensure_future(self.network.wires.fail(ends, wire, seconds))
 
     def call(self) -> Any:
