@@ -1,4 +1,4 @@
-"""Models, and routers in this process before stub nodes, as fixtures."""
+"""Fixtures: models, and routers in this process with stub nodes."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,13 +17,13 @@ __all__ = ["model"]
 
 @pytest.fixture(scope="session")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that calls tools."""
+    """A model with tool calls."""
     return calling_model(tmp_path_factory.mktemp("calling"))
 
 
 @pytest.fixture
 async def serving(model: Path) -> AsyncIterator[Any]:
-    """A router that is ready, with one decode node that prefills itself."""
+    """A ready router with one decode node that prefills itself."""
     async with served(model) as parts:
         yield parts
 
@@ -51,7 +51,7 @@ async def api(model: Path) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def talking(calling: Path) -> AsyncIterator[Api]:
-    """A router whose model calls tools."""
+    """A router whose model has tool calls."""
     async with api_for(calling) as talking:
         yield talking
 

@@ -1,4 +1,4 @@
-"""Tiny models to tokenize with: checkpoints without weights."""
+"""Tiny models for tokenization: checkpoints without weights."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "[{{ message.role }}] {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-# Of a model that calls tools.
+# Of a model with tool calls.
 LONG_CONTEXT = 2048
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 15}}\n</tool_call>'
 CALLING_TEMPLATE = """{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>
@@ -32,7 +32,8 @@ CALLING_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Bytes and some merges; ids 0 and 1 are <s>, which starts every text, and </s>."""
+    """Return a tokenizer of bytes and some merges. Ids 0 and 1 are <s>, which starts every text,
+    and </s>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,13 +68,13 @@ def sentencepiece_like_tokenizer() -> Tokenizer:
 
 
 def ids(text: str) -> list[int]:
-    """Return the tokens of a text, without those that begin it."""
+    """Return the tokens of a text without those that start it."""
     tokens: list[int] = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
     return tokens
 
 
 class Spoken:
-    """Text of a model as its tokens, and back with all of its markers."""
+    """A model's text as its tokens, decoded with all of its markers."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -95,7 +96,7 @@ def write_model(
     markers: Iterable[str] = (),
     **tokenizer_config: Any,
 ) -> Path:
-    """A checkpoint without weights.
+    """Write a checkpoint without weights.
 
     Args:
         markers: texts that are special tokens.
@@ -117,7 +118,8 @@ def write_model(
 def calling_model(
     directory: Path, template: str = CALLING_TEMPLATE, markers: Iterable[str] = CALLING_MARKERS
 ) -> Path:
-    """A model whose template knows tools, and whose tokenizer has tokens for some markers."""
+    """Write a model whose template supports tools, and whose tokenizer has tokens for some
+    markers."""
     return write_model(
         directory,
         context_length=LONG_CONTEXT,

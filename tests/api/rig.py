@@ -1,4 +1,4 @@
-"""Routers in this process before stub nodes, and their clients."""
+"""Routers in this process with stub nodes, and their clients."""
 
 import asyncio
 import ssl
@@ -30,33 +30,34 @@ CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PROMPT = [5, 6, 7]
 WAIT_S = 60.0
-# Of requests that are to run out of time at their node; a busy machine spends the first on the way.
+# Timeout of requests that must time out at their node. A busy machine needs part of it to reach the
+# node.
 BUDGETS_S = [0.25 * 2**number for number in range(9)]
 ON_ANY_PORT = ServerConfig(port=0)
 AT_ONCE = ClientsConfig(max_queue_wait_s=0)  # no request waits for a slot
-ABSENT = "127.0.0.1:1"  # a node that is not there
+ABSENT = "127.0.0.1:1"  # a node that does not exist
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
-    """A function as OpenAI's clients offer it to a model."""
+    """Return a function in the format of OpenAI's tools."""
     return {"type": "function", "function": {"name": name, **more}}
 
 
 class Client:
-    """Calls one router; leaves errors as grpc.aio.AioRpcError."""
+    """Calls one router. Errors remain grpc.aio.AioRpcError."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub: Any = router_pb2_grpc.RouterStub(channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     def generate(self, text: str = "", **fields: Any) -> Any:
-        """A Generate call; `text` unless `fields` has another prompt."""
+        """Return a Generate call, with the prompt `text` unless `fields` has another one."""
         if text:
             fields["text"] = text
         return self.stub.Generate(router_pb2.GenerateRequest(**fields), timeout=WAIT_S)
 
     def chat(self, sampling: Any = None, **chat: Any) -> Any:
-        """A Generate call of one turn of a user. `chat`: further fields of its messages."""
+        """Return a Generate call of one user turn. `chat`: additional fields of its messages."""
         user = router_pb2.ChatMessage(role="user", content="hello")
         messages = router_pb2.ChatMessages(messages=[user], **chat)
         return self.generate(messages=messages, sampling=sampling)
@@ -73,13 +74,13 @@ class Client:
 
 
 def ask(client: Client, **sampling: Any) -> Any:
-    """A Generate call of PROMPT."""
+    """Return a Generate call of PROMPT."""
     prompt = router_pb2.TokenIds(ids=PROMPT)
     return client.generate(token_ids=prompt, sampling=Sampling(**sampling))
 
 
 async def submitted_or_over(node: StubDecodeNode, over: "asyncio.Task[Any]") -> Submission | None:
-    """A request's Submit; None if the request is over and its node has had none."""
+    """Return a request's Submit, or None if the request has ended without one."""
     submitted = asyncio.create_task(node.submitted())
     await asyncio.wait((submitted, over), return_when="FIRST_COMPLETED")
     if submitted.done():
@@ -89,7 +90,7 @@ async def submitted_or_over(node: StubDecodeNode, over: "asyncio.Task[Any]") -> 
 
 
 async def rest(call: Any) -> list[router_pb2.GenerateResponse]:
-    """Every further message of a Generate call."""
+    """Return all remaining messages of a Generate call."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -97,14 +98,14 @@ async def rest(call: Any) -> list[router_pb2.GenerateResponse]:
 
 
 async def collect(call: Any) -> tuple[str, list[int], router_pb2.GenerateResponse]:
-    """All text and ids of a Generate call, and its last message."""
+    """Return all text and ids of a Generate call, and its last message."""
     messages = await rest(call)
     text = "".join(message.text for message in messages)
     return text, [token for message in messages for token in message.token_ids], messages[-1]
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
-    """The error that a call must end with."""
+    """Return the error with which a call must end."""
     try:
         await collect(call) if hasattr(call, "read") else await call
     except grpc.aio.AioRpcError as error:
@@ -113,7 +114,8 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def fails(call: Any, code: grpc.StatusCode, words: str = "") -> grpc.aio.AioRpcError:
-    """The error of a call that must end with this status, and with these words in its sentence."""
+    """Return the error of a call that must end with this status, and with these words in its
+    sentence."""
     error = await failure(call)
     assert error.code() is code, error
     assert words in (error.details() or "")
@@ -125,7 +127,7 @@ def metric(router: RunningRouter, name: str, **labels: str) -> float | None:
 
 
 async def eventually(holds: Any) -> None:
-    """For what shows nowhere but in a value: looks again until it holds."""
+    """Wait for a condition that is only visible in a value: check until it holds."""
     async with asyncio.timeout(WAIT_S):
         while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
             await asyncio.sleep(0.005)
@@ -140,7 +142,7 @@ async def router_for(
     front: ServerConfig = ON_ANY_PORT,
     **knobs: Any,
 ) -> AsyncIterator[tuple[Client, RunningRouter]]:
-    """A router on ports of its own, and a client of it; it may not be ready yet."""
+    """Yield a router on its own ports, and a client of it. It may not be ready yet."""
     config = RouterConfig(
         server=front,
         http_port=0,
@@ -158,7 +160,7 @@ async def router_for(
 async def served(
     model: Path, node: StubDecodeNode | None = None, **knobs: Any
 ) -> AsyncIterator[tuple[Client, StubDecodeNode, RunningRouter]]:
-    """A router that is ready, with one decode node that prefills itself."""
+    """Yield a ready router with one decode node that prefills itself."""
     async with node or StubDecodeNode() as node:
         async with router_for(model, decode=[node.address], **knobs) as (client, router):
             await client.wait_until_serving()
@@ -169,7 +171,7 @@ async def served(
 async def decode_nodes(
     model: Path, count: int, **knobs: Any
 ) -> AsyncIterator[tuple[Client, RunningRouter, list[StubDecodeNode]]]:
-    """A router that can place requests on as many nodes, which prefill themselves."""
+    """Yield a router that can place requests on this number of nodes, which prefill themselves."""
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(StubDecodeNode()) for _ in range(count)]
         decode = [node.address for node in nodes]
@@ -180,12 +182,12 @@ async def decode_nodes(
 
 
 def usable(router: RunningRouter) -> list[str]:
-    """The decode nodes on which a request could be placed."""
+    """Return the decode nodes on which a request could be placed."""
     return [choice.address for choice in router.cluster.usable()]
 
 
 async def submitted_to_one_of(nodes: Sequence[StubDecodeNode]) -> tuple[StubDecodeNode, Submission]:
-    """The node that receives the next request, and the submission."""
+    """Return the node that receives the next request, and the submission."""
     tasks = {asyncio.create_task(node.submitted()): node for node in nodes}
     done, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
     for task in tasks:
@@ -199,14 +201,14 @@ async def submitted_to_one_of(nodes: Sequence[StubDecodeNode]) -> tuple[StubDeco
 async def two_nodes(
     model: Path, *, policy: str = "round_robin", **knobs: Any
 ) -> AsyncIterator[tuple[Client, RunningRouter, StubDecodeNode, StubDecodeNode]]:
-    """Unless a policy says otherwise, the first request goes to the first of them."""
+    """Unless a policy decides otherwise, the first request goes to the first node."""
     async with decode_nodes(model, 2, policy=policy, **knobs) as (client, r, (d0, d1)):
         yield client, r, d0, d1
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A router that is ready, with a node of each role."""
+    """A ready router with a node of each role."""
 
     client: Client
     router: RunningRouter
@@ -244,14 +246,14 @@ class Api:
         return self.spoken.text(token_ids)
 
     async def post(self, path: str, /, **fields: Any) -> Response:
-        """A request as it is written here, which a well-behaved client might never send."""
+        """Send a request exactly as written here, which a well-behaved client might never send."""
         return await post(self.router.http_port, path, fields)
 
     async def get(self, path: str, **headers: str) -> Response:
         return await get(self.router.http_port, path, **headers)
 
     async def refused(self, path: str, /, **fields: Any) -> tuple[int, str | None]:
-        """The status of a request that is refused, and the field that the error names."""
+        """Return the status of a rejected request, and the field that the error names."""
         answer = await self.post(path, **fields)
         return answer.status, answer.error["param"]
 
@@ -264,7 +266,7 @@ class Api:
     async def complete(
         self, text: str = "done", reason: Any = FINISH_REASON_STOP, **ends: Any
     ) -> Submission:
-        """Lets the next request that reaches the node be answered with `text`."""
+        """Let `text` be the response to the next request that reaches the node."""
         submit = await self.node.submitted()
         self.node.finish(submit.number, self.ids(text), reason, **ends)
         return submit
@@ -272,19 +274,19 @@ class Api:
     async def answered(
         self, asked: Awaitable[T], text: str = "done", **ends: Any
     ) -> tuple[Submission, T]:
-        """What the node is sent for a request, and what its client gets once `text` is said."""
+        """Return the submission of a request, and the client's response with this `text`."""
         asking = asyncio.ensure_future(asked)
         submit = await self.complete(text, **ends)
         return submit, await asking
 
     async def ask(self, path: str, text: str = "done", /, **fields: Any) -> tuple[Submission, Any]:
-        """What the node is sent for a request, and the answer of 200 that its client gets."""
+        """Return the submission of a request, and its response, with status 200."""
         submit, answer = await self.answered(self.post(path, **fields), text)
         assert answer.status == 200, answer.body
         return submit, answer
 
     async def guide_of(self, path: str, /, **fields: Any) -> Guide:
-        """The guide that the node is sent for a request."""
+        """Return the grammar that the node gets for a request."""
         submit, _ = await self.ask(path, **fields)
         guide: Guide = submit.sampling.guide
         return guide
@@ -292,7 +294,7 @@ class Api:
     async def chat(
         self, text: str, *, reason: Any = FINISH_REASON_STOP, **fields: Any
     ) -> tuple[Any, str]:
-        """The choice that `text` becomes for OpenAI's client, and the prompt."""
+        """Return the choice for `text` with OpenAI's client, and the prompt."""
         asked = self.client.chat.completions.create(
             **{"messages": HELLO, "model": self.model, **fields}
         )
@@ -300,7 +302,8 @@ class Api:
         return answer.choices[0], self.text(submit.token_ids)
 
     async def say_one_by_one(self, text: str, asked: Awaitable[T]) -> tuple[Submission, T]:
-        """What the node is sent, and what the client gets, with one token of `text` a step."""
+        """Return the submission and the client's response, with one token of `text` in each
+        step."""
         asking = asyncio.ensure_future(asked)
         submit = await self.node.submitted()
         *tokens, last = self.ids(text)
@@ -312,10 +315,11 @@ class Api:
 
 @asynccontextmanager
 async def api_for(model: Path, **knobs: Any) -> AsyncIterator[Api]:
-    """Ready. The client does not retry."""
+    """Yield a ready router. The client does not retry."""
     async with served(model, **knobs) as (grpc_client, node, router):
         url = f"http://127.0.0.1:{router.http_port}/v1"
-        # By default each client reads all certificates of this machine, and uses none of them here.
+        # By default each client reads all certificates of this machine, and none of them is used
+        # here.
         http = openai.DefaultAsyncHttpxClient(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         async with openai.AsyncOpenAI(
             base_url=url, api_key="x", max_retries=0, http_client=http

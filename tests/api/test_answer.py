@@ -1,4 +1,4 @@
-"""An answer's text, ids and usage, for tokens and ends in any grouping."""
+"""A response's text, ids and usage, for tokens and ends in any grouping."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def answer(*stops: str, marks: dict[int, str] | None = None, **options: Any) -> 
     st.lists(st.lists(st.integers(2, VOCABULARY_SIZE - 1), min_size=1, max_size=9), max_size=8),
     st.lists(st.sampled_from(["e", "the", "STOP", "qu", " ", "ü"]), max_size=3),
 )
-def test_the_answer_is_one_decode_cut_at_the_first_stop(runs, stops):
+def test_the_text_is_one_decode_cut_at_the_first_stop(runs, stops):
     subject, text = answer(*stops), ""
     token_ids: list[int] = []
     for run in [*runs, []]:
@@ -44,8 +44,8 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(runs, stops):
 
 
 @given(st.lists(st.integers(1, 4), max_size=12), st.booleans())
-def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes, ended):
-    """A stop that begins like one holds it back, and another piece brings it."""
+def test_marks_have_their_positions_in_the_text_of_their_piece(sizes, ended):
+    """A stop that starts like a mark holds it back until another piece arrives."""
     subject = answer("s>S", "STOP", marks={0: "<s>"})
     texts = ["", "o <", "s> ", "", "", "x STO", "", " S", *["TOP"] * ended, ""]
     token_ids = [token for text in texts for token in (ids(text) if text else [0])]
@@ -73,7 +73,7 @@ def test_usage_counts_up_to_the_token_that_completes_the_stop():
     assert piece.usage.prompt_tokens == 5
 
 
-def test_an_end_brings_the_text_that_was_held_back():
+def test_the_end_releases_text_that_was_held_back():
     subject = answer("STOP")
     assert subject.add(NodeOutput(ids("one ST"))).text == "one "
     last = subject.add(NodeOutput([], LENGTH, 3))
@@ -81,8 +81,8 @@ def test_an_end_brings_the_text_that_was_held_back():
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
 
 
-def test_what_ended_an_answer_is_told():
-    """EOS, and a length, are nobody's own."""
+def test_the_finish_reason_is_reported():
+    """EOS and a length limit have no stop string."""
     stop = StreamEnd("stop")
 
     def reason(text: str, end: StreamEnd, **options: Any) -> str | int | None:
@@ -98,8 +98,8 @@ def test_what_ended_an_answer_is_told():
     assert reason("the", LENGTH, stop_token_ids=(token,)) is None
 
 
-def test_a_stop_string_does_not_end_an_answer_that_is_too_short():
-    """Seen failing where the stops look at every token."""
+def test_a_stop_string_does_not_end_a_response_below_its_minimum_length():
+    """Seen failing if the stops check every token."""
     subject = answer("a", min_tokens=3)
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(NodeOutput(tokens[:2])), subject.add(NodeOutput(tokens[2:]))

@@ -1,4 +1,5 @@
-"""One decode node that says what the test tells it: what clients see, and what the node is sent."""
+"""Generate over gRPC with one scripted decode node: the client's view, and the submissions to
+the node."""
 
 import asyncio
 from typing import Any
@@ -43,7 +44,7 @@ from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode, links_to
 
 
-async def test_an_answer_streams_from_the_prompt_to_usage(client, node):
+async def test_a_response_streams_with_its_usage(client, node):
     call = client.generate("the fox", request_id="r1", sampling=Sampling(temperature=0.5))
     submit = await node.submitted()
     prompt = [0, *ids("the fox")]
@@ -77,7 +78,7 @@ async def test_the_end_of_a_batch_invariant_response_has_its_seed(client, node):
         assert not invariant or last.seed == submit.sampling.seed
 
 
-async def test_the_tokens_of_a_message_are_bounded(client, node):
+async def test_the_tokens_of_a_message_are_limited(client, node):
     calls = [client.generate("x", stream_interval=interval) for interval in (1024, 1025)]
     submit = await node.complete()
     assert submit.stream_interval == 1024
@@ -85,7 +86,7 @@ async def test_the_tokens_of_a_message_are_bounded(client, node):
     await fails(calls[1], StatusCode.INVALID_ARGUMENT, "stream_interval must be in [1, 1024]")
 
 
-async def test_what_was_cached_can_be_kept_from_clients(model):
+async def test_cached_tokens_can_be_hidden_from_clients(model):
     async with served(model, hide_cached_tokens=True) as (client, node, router):
         call = client.generate("the fox", request_id="r1")
         await node.complete(ids("x"), cached_tokens=2)
@@ -93,10 +94,10 @@ async def test_what_was_cached_can_be_kept_from_clients(model):
         assert (usage.prompt_tokens, usage.completion_tokens) == (1 + len(ids("the fox")), 1)
         assert not usage.HasField("cached_tokens") and usage.cached_tokens == 0
         shown = (await get(router.http_port, "/requests/r1")).json
-        assert shown["cached_tokens"] == 2  # operators see it
+        assert shown["cached_tokens"] == 2  # operators see them
 
 
-async def test_the_node_is_told_its_peers_before_anything_else(model):
+async def test_the_node_receives_its_peers_before_anything_else(model):
     async with StubDecodeNode() as node:
         async with router_for(model, decode=[node.address], prefill=["127.0.0.1:1"]) as (client, _):
             await client.wait_until_serving()
@@ -116,11 +117,11 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_request(client, node)
     assert (text, last.finish_reason) == ("", "stop")
     assert last.usage.completion_tokens == len(ids("one ST")) + len(tokens)
     assert ids("OP two")[: len(tokens)] == tokens
-    # Seen failing with the cancel in DecodeClient.submitted removed.
+    # Seen failing without the cancel in DecodeClient.submitted.
     assert await node.cancelled() == number
 
 
-async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(client, node):
+async def test_cached_tokens_of_a_response_cut_by_a_stop_string_are_known(client, node):
     call = client.generate("over", sampling=Sampling(stop=["STOP"]))
     number = (await node.submitted()).number
     node.say({number: ids("one")}, cached_tokens=1)
@@ -148,14 +149,14 @@ async def test_a_client_that_cancels_is_cancelled_on_the_node(client, node, rout
     await eventually(lambda: router.admission.num_live == 0)
 
 
-async def test_a_client_that_goes_away_is_cancelled_on_the_node(node, router):
+async def test_a_client_that_disconnects_is_cancelled_on_the_node(node, router):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
         Client(channel).generate("x")
         number = (await node.submitted()).number
     assert await node.cancelled() == number
 
 
-async def test_late_words_about_a_cancelled_request_reach_nobody(client, node):
+async def test_late_messages_about_a_cancelled_request_are_dropped(client, node):
     gone = client.generate("x")
     first = (await node.submitted()).number
     gone.cancel()
@@ -168,7 +169,7 @@ async def test_late_words_about_a_cancelled_request_reach_nobody(client, node):
     assert (await collect(call))[0] == "right"
 
 
-async def test_the_total_budget_ends_a_request_everywhere(client, node):
+async def test_the_total_timeout_ends_a_request_everywhere(client, node):
     for budget_s in BUDGETS_S:
         failing = asyncio.create_task(failure(client.generate("x", timeout_s=budget_s)))
         submit = await submitted_or_over(node, failing)
@@ -181,7 +182,7 @@ async def test_the_total_budget_ends_a_request_everywhere(client, node):
     assert await node.cancelled() == submit.number
 
 
-async def test_requests_may_be_called_alike_and_have_ids_of_their_own(client, node, router):
+async def test_requests_may_share_a_name_and_have_their_own_ids(client, node, router):
     calls = [client.generate("x", request_id="same") for _ in "12"]
     submits = [await node.submitted() for _ in calls]
     assert len({"same", *(submit.request_id for submit in submits)}) == 3
@@ -211,7 +212,7 @@ async def test_logprobs_of_the_prompt_begin_at_the_requested_token(client, node)
     ]
 
 
-async def test_bad_input_reaches_no_node_and_leaves_nothing(model):
+async def test_invalid_input_reaches_no_node_and_leaves_no_request(model):
     async with served(model, max_concurrent_requests=1) as (client, node, router):
         for request in (
             {"text": "x", "sampling": Sampling(max_tokens=0)},
@@ -242,7 +243,7 @@ async def test_invalid_utf8_is_an_invalid_argument(router):
         (StatusCode.OK, StatusCode.UNAVAILABLE),
     ],
 )
-async def test_a_request_that_its_node_fails_ends_with_the_nodes_words(client, node, code, status):
+async def test_a_request_that_fails_on_its_node_has_the_nodes_error(client, node, code, status):
     call = client.generate("x")
     number = (await node.submitted()).number
     node.say({number: ids("a")})
@@ -259,7 +260,7 @@ async def test_an_aborted_request_is_cancelled_for_its_client(client, node):
     assert (await failure(call)).code() is StatusCode.CANCELLED
 
 
-async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(client, node):
+async def test_a_node_that_sends_too_many_tokens_fails_only_that_request(client, node):
     call = client.generate("x", sampling=Sampling(max_tokens=2))
     other = client.generate("x")
     numbers = {s.sampling.max_tokens: s.number for s in [await node.submitted() for _ in "12"]}
@@ -284,20 +285,20 @@ async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(client,
     ],
     ids=["short token column", "short end columns", "too many tokens", "too many links"],
 )
-async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_come_back(
+async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_return(
     client, node, message
 ):
     call = client.generate("x")
     await node.submitted()
     node.send(message)
-    # It comes again, by the next stream.
+    # It returns with the next stream.
     await node.complete()
     await collect(call)
 
 
-# Seen failing without the version's check (no stream ends), with no version told by the router, and
-# with a stream ended by a kind it does not know (6 moves).
-async def test_a_node_of_another_version_is_tried_again_later_and_says_nothing_until_then(caplog):
+# Seen failing without the check of the version (no stream ends), if the router sends no version,
+# and if an unknown kind of message ends a stream (6 times).
+async def test_a_node_of_another_version_is_retried_later_without_requests(caplog):
     async with StubDecodeNode() as node, rpc.make_channel(node.address) as channel:
         node.version = limits.VERSION + 1
         moves: list[str] = []
@@ -340,7 +341,7 @@ async def test_the_model_is_described(model):
         assert answer.has_chat_template
 
 
-async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_be(client, node):
+async def test_a_draining_status_stops_new_requests_and_keeps_active_ones(client, node):
     call = client.generate("x")
     number = (await node.submitted()).number
     node.send(FromNode(status=Status(state="draining", serves_alone=True)))
@@ -350,7 +351,7 @@ async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_b
     assert (await collect(call))[0] == "done"
 
 
-async def test_requests_of_any_form_reach_the_node_as_tokens(client, node):
+async def test_prompts_in_any_format_reach_the_node_as_tokens(client, node):
     request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]))
     call = client.stub.Generate(request)
     submit = await node.complete(reason=FINISH_REASON_LENGTH)

@@ -1,4 +1,5 @@
-"""The form of an answer, however it is asked for, is one guide; and what it cannot be is named."""
+"""All notations of an output constraint become one grammar. Unsupported ones are rejected by
+name."""
 
 from typing import Any
 
@@ -48,7 +49,7 @@ FORMS = [
 ]
 
 
-async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(api):
+async def test_a_constraint_reaches_the_node_in_the_written_order(api):
     for fields, kind, text in FORMS:
         guide = await _sent(api, prompt="x", **fields)
         assert guide.WhichOneof("form") == kind
@@ -66,7 +67,7 @@ NO_FORMS = [
 ]
 
 
-async def test_what_is_no_form_is_named(api):
+async def test_an_invalid_constraint_is_rejected_by_name(api):
     for fields, param in NO_FORMS:
         answer = await api.post(COMPLETIONS, prompt="x", **fields)
         assert answer.status == 400, answer.body

@@ -1,4 +1,4 @@
-"""Clients that come back with the same idempotency key, over HTTP and gRPC."""
+"""Clients that repeat a request with the same idempotency key, over HTTP and gRPC."""
 
 import asyncio
 import gc
@@ -32,13 +32,13 @@ from tests.support.http_client import post
 KEY = {"idempotency-key": "7a0c"}
 FIELDS = {"prompt": "hello", "max_tokens": 32}
 ME = by_address("10.0.0.1")
-LONG_S = 3600.0  # nothing is forgotten because a machine is slow
+LONG_S = 3600.0  # nothing expires because a machine is slow
 
 
 # Over HTTP and gRPC ------------------------------------------------------------------------------
 
 
-async def test_a_request_that_is_sent_again_gets_the_same_answer(model):
+async def test_a_repeated_request_gets_the_same_response(model):
     async with api_for(model, idempotency_ttl_s=LONG_S) as api:
 
         async def ask(**fields: Any) -> Any:
@@ -53,13 +53,13 @@ async def test_a_request_that_is_sent_again_gets_the_same_answer(model):
         assert first.json["usage"] == again.json["usage"]
         streamed = await ask(stream=True)
         assert streamed.status == 400 and "another request" in streamed.error["message"]
-        # Without the key, or with another one, it is a request of its own.
+        # Without the key, or with another one, it is a separate request.
         _, answer = await api.answered(post(api.router.http_port, COMPLETIONS, FIELDS), "another")
         assert answer.json["choices"][0]["text"] == "another"
 
 
-async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(model):
-    """Seen failing where the end of the first call ends the answer: the node had a Cancel."""
+async def test_a_client_that_lost_its_connection_gets_the_whole_response(model):
+    """Seen failing if the end of the first call ends the response: the node had a Cancel."""
     request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]), sampling=Sampling(max_tokens=4))
     metadata = (("idempotency-key", "7a0c"),)
     async with served(model, idempotency_ttl_s=LONG_S) as (client, node, r):
@@ -90,11 +90,12 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
         )
 
 
-async def test_another_router_draws_the_same_answer_for_the_same_key(model):
-    """It has no answer that was kept by one that died: it asks for it with the same seed."""
+async def test_another_router_generates_the_same_response_for_the_same_key(model):
+    """It lacks the response of the first router, which has failed. It submits the request with
+    the same seed."""
 
     async def seeds(api: Api, fields: dict[str, Any], **headers: str) -> set[int]:
-        """Submitted by this router, of a request that is then given up."""
+        """Return the seeds that this router submits for a request that is then abandoned."""
         body = {**FIELDS, **fields}
         asking = asyncio.create_task(post(api.router.http_port, COMPLETIONS, body, **headers))
         reported = {(await api.node.submitted()).sampling.seed for _ in range(body.get("n", 1))}
@@ -112,7 +113,7 @@ async def test_another_router_draws_the_same_answer_for_the_same_key(model):
         assert await seeds(other, {"seed": 5}, **{"idempotency-key": "a1"}) == {5}
 
 
-async def test_where_keys_are_not_heeded_nothing_is_kept(model):
+async def test_if_keys_are_disabled_nothing_is_kept(model):
     async with api_for(model, idempotency_ttl_s=0.0) as api:
         for text in ("one", "two"):
             _, answer = await api.answered(
@@ -121,14 +122,14 @@ async def test_where_keys_are_not_heeded_nothing_is_kept(model):
             assert answer.json["choices"][0]["text"] == text
 
 
-# What is kept, and for whom ----------------------------------------------------------------------
+# Kept responses and their clients -----------------------------------------------------------------
 
 
 class Scripted:
-    """In place of the generator: says what it is told."""
+    """A scripted generator."""
 
     def __init__(self, takes: bool = True) -> None:
-        self._takes = takes  # whether all that is offered is taken
+        self._takes = takes  # whether every offered piece is accepted
         self.said: asyncio.Queue[OutputChunk | FinalChunk | Exception] = asyncio.Queue()
         self.num_begun = 0
         self.num_cancelled = 0
@@ -200,7 +201,7 @@ async def _follow(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"
     return "".join(texts)
 
 
-async def test_two_that_ask_at_once_follow_one_answer(scripted, kept):
+async def test_two_simultaneous_requests_follow_one_response(scripted, kept):
     both = [asyncio.create_task(_follow(kept)) for _ in range(2)]
     for each in (_piece("a"), _piece("b"), _last("c")):
         scripted.said.put_nowait(each)
@@ -208,9 +209,8 @@ async def test_two_that_ask_at_once_follow_one_answer(scripted, kept):
     assert scripted.num_begun == 1
 
 
-async def test_what_the_prompt_became_is_known_to_who_comes_back(scripted, kept):
-    """Keep the rendered prompt, which decides whether a response is parsed as reasoning or
-    content."""
+async def test_a_repeated_request_knows_the_rendered_prompt(scripted, kept):
+    """The rendered prompt decides whether a response is parsed as reasoning or content."""
     first, again = _wanted(), _wanted()
     first.prompt.rendering = RenderedPrompt(1, "<think>")
     seen: list[str] = []
@@ -224,8 +224,8 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back(scripted, kept)
     assert seen == [RenderedPrompt(), RenderedPrompt(1, "<think>")]
 
 
-async def test_nobody_meets_the_answer_of_another_client(scripted, kept):
-    """Seen failing with answers known by their key alone."""
+async def test_no_client_gets_the_response_of_another(scripted, kept):
+    """Seen failing if responses are identified by their key alone."""
     for client, text in ((ME, "mine"), (Client("another"), "another's")):
         scripted.said.put_nowait(_last(text))
         assert await _follow(kept, client) == text
@@ -234,7 +234,7 @@ async def test_nobody_meets_the_answer_of_another_client(scripted, kept):
         _retry(kept, asked=b"b")
 
 
-async def test_what_has_failed_is_asked_anew(scripted, kept):
+async def test_a_failed_request_is_generated_again(scripted, kept):
     scripted.said.put_nowait(NodeUnavailable("no node"))
     with pytest.raises(NodeUnavailable):
         await _follow(kept)
@@ -242,7 +242,7 @@ async def test_what_has_failed_is_asked_anew(scripted, kept):
     assert await _follow(kept) == "well"
 
 
-async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten():
+async def test_a_response_without_readers_is_cancelled_and_dropped():
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=0.05)
     leaving = asyncio.create_task(_follow(kept))
@@ -254,7 +254,7 @@ async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten():
     await eventually(lambda: not len(kept))
 
 
-async def test_what_is_kept_is_bounded_by_bytes_oldest_first():
+async def test_kept_responses_are_limited_by_bytes_and_the_oldest_dropped():
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=40_000)
     for number in range(50):
@@ -266,8 +266,8 @@ async def test_what_is_kept_is_bounded_by_bytes_oldest_first():
     assert scripted.num_begun == 50
 
 
-async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_nobody_else():
-    """At the pace of the slowest that follows it. Seen failing where it is kept all the same."""
+async def test_a_response_too_large_to_keep_reaches_only_its_present_readers():
+    """At the speed of the slowest reader. Seen failing if it is kept nevertheless."""
     scripted = Scripted(takes=False)
     kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=10_000)
     texts: list[str] = []
@@ -293,11 +293,12 @@ async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_no
     assert await _follow(kept) == "anew"
 
 
-async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was():
-    """Prompts are larger than answers, and not counted. Seen failing where a kept answer has it."""
+async def test_only_the_length_of_a_prompt_is_kept():
+    """Prompts are larger than responses and not counted. Seen failing if a kept response has its
+    prompt."""
 
     class Tokens(list[int]):
-        """Which a weak reference can name."""
+        """A list that supports weak references."""
 
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=LONG_S)

@@ -1,4 +1,4 @@
-"""Input embeddings as clients send them: SGLang's `input_embeds` over HTTP, packed over gRPC."""
+"""Input embeddings of clients: SGLang's `input_embeds` over HTTP, packed over gRPC."""
 
 import asyncio
 from array import array
@@ -32,7 +32,7 @@ async def test_generate_passes_a_matrix_on(api):
     assert answer["text"] == " x" and answer["meta_info"]["prompt_tokens"] == 3
 
 
-async def test_a_list_of_matrices_has_an_answer_each(api):
+async def test_a_list_of_matrices_has_a_response_each(api):
     answering = asyncio.create_task(api.post("/generate", input_embeds=[MATRIX, MATRIX[:1]]))
     found = []
     for _ in range(2):
@@ -42,7 +42,7 @@ async def test_a_list_of_matrices_has_an_answer_each(api):
     assert sorted(found) == [8, 24] and len((await answering).json) == 2
 
 
-async def test_grpc_has_a_message_for_them(client, node):
+async def test_grpc_has_a_message_for_embeddings(client, node):
     embeddings = InputEmbeddings(values=PACKED, num_tokens=3)
     call = client.generate(input_embeddings=embeddings)
     submit = await node.submitted()
@@ -64,7 +64,7 @@ NO_MATRICES = [
 ]
 
 
-async def test_what_is_no_matrix_is_refused_by_name(api):
+async def test_an_invalid_matrix_is_rejected_by_name(api):
     for fields, error in NO_MATRICES:
         refused = await api.post("/generate", **fields)
         assert refused.status == 400 and error in refused.json["error"]["message"]
@@ -86,7 +86,7 @@ async def test_packed_embeddings_need_their_shape(client, embeddings, error):
     assert error in refused.value.details()
 
 
-def test_a_matrix_above_the_limit_is_refused_before_it_is_converted():
+def test_a_matrix_over_the_limit_is_rejected_before_it_is_converted():
     row = b"[" + b",".join([b"0.5"] * 1024) + b"]"
     body = b'{"input_embeds": [' + b",".join([row] * 1025) + b"]}"
     with pytest.raises(ApiError, match="input_embeds has 4198400 bytes, 4194304 allowed"):

@@ -1,4 +1,4 @@
-"""Several models behind one router, each with a stub node of its own."""
+"""Several models behind one router, each with its own stub node."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -116,7 +116,7 @@ async def test_a_request_goes_to_a_node_of_the_model_that_it_names(checkpoints):
         assert sorted(each["model"] for each in listed) == [*"aabbb"]
 
 
-async def test_an_unknown_or_missing_model_is_refused_with_the_list(checkpoints):
+async def test_an_unknown_or_missing_model_is_rejected_with_the_list(checkpoints):
     async with two_models(checkpoints) as two:
         answer = await two.post(COMPLETIONS, model="c", prompt="x")
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
@@ -136,7 +136,7 @@ async def test_an_unknown_or_missing_model_is_refused_with_the_list(checkpoints)
         assert await two.value(rejected) == "3.0"
 
 
-async def test_a_model_without_nodes_leaves_the_other_alone(checkpoints):
+async def test_a_model_without_nodes_does_not_affect_the_other(checkpoints):
     async with two_models(checkpoints) as two:
         two.nodes["a"].change_status(state="draining")
         await eventually(lambda: not two.ready("a"))
@@ -200,7 +200,7 @@ async def test_adapters_of_the_same_name_belong_to_their_model(checkpoints):
         assert (await two.post("/v1/load_lora_adapter", **fields)).status == 400
 
 
-async def test_an_operator_acts_on_one_model(checkpoints):
+async def test_an_operator_command_can_select_one_model(checkpoints):
     async with two_models(checkpoints) as two:
         assert (await two.post("/pause_generation", model="b")).status == 200
         assert (two.nodes["a"].paused, two.nodes["b"].paused) == ("", "abort")
@@ -214,7 +214,7 @@ async def test_an_operator_acts_on_one_model(checkpoints):
         assert [(plan.model, plan.acts) for plan in plans] == [("a", False), ("b", True)]
 
 
-async def test_a_node_that_is_listed_under_another_model_gets_no_requests(checkpoints):
+async def test_a_node_listed_under_another_model_gets_no_requests(checkpoints):
     async with two_models(checkpoints) as two:
         two.nodes["b"].description.model = str(checkpoints["a"])
         await eventually(lambda: not two.ready("b"))

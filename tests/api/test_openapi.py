@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, and says what the router does."""
+"""The OpenAPI document is valid, and matches the router."""
 
 import msgspec
 import pytest
@@ -12,20 +12,20 @@ def test_the_document_is_valid_openapi():
 
 
 @pytest.mark.parametrize("record", openapi.REQUESTS)
-def test_every_field_that_a_request_may_have_is_described(record):
+def test_every_field_of_a_request_is_described(record):
     properties = openapi.document("0")["components"]["schemas"][record.__name__]["properties"]
     assert set(properties) == set(record.__struct_fields__)
     assert all(field["description"] for field in properties.values())
 
 
-def test_it_says_what_takes_a_key_and_whose():
+def test_the_document_has_the_required_role_of_each_operation():
     paths = openapi.document("0")["paths"]
     assert paths["/cluster"]["get"]["security"][0] == {"operator_key": []}
     assert paths["/health"]["get"]["security"] == []
     assert "401" in paths["/v1/completions"]["post"]["responses"]
 
 
-async def test_every_operation_of_the_document_is_there(api):
+async def test_every_operation_of_the_document_exists(api):
     reported = msgspec.json.decode((await api.get("/openapi.json")).body)
     for path, methods in reported["paths"].items():
         at = path.format(**dict.fromkeys(("model", "id"), "x"))

@@ -1,4 +1,4 @@
-"""Files and cluster state that the router's HTTP port serves to its page."""
+"""The page's files and the cluster state that the router serves over HTTP."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from tests.support.http_client import connected, get, request
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 
-async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhere(api):
+async def test_the_page_loads_only_files_of_the_router(api):
     page = await api.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     found = {"/": page}
@@ -31,7 +31,7 @@ async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhe
             open_ends.append(found[path])
     assert set(found) == set(files.routes())
     kinds = {path.rpartition(".")[2]: file.headers["content-type"] for path, file in found.items()}
-    assert kinds["js"].startswith("text/javascript")  # browsers run no other kind as a module
+    assert kinds["js"].startswith("text/javascript")  # browsers accept no other type as a module
 
 
 async def test_nodes_of_every_role_have_a_list(api):
@@ -45,7 +45,7 @@ async def test_nodes_of_every_role_have_a_list(api):
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css"])
-async def test_a_file_comes_with_a_policy_and_is_sent_only_once(api, path):
+async def test_a_file_has_a_content_policy_and_is_sent_only_once(api, path):
     first = await api.get(path)
     assert "default-src 'self'" in first.headers["content-security-policy"]
     assert "unsafe" not in first.headers["content-security-policy"]
@@ -61,7 +61,7 @@ async def test_a_file_comes_with_a_policy_and_is_sent_only_once(api, path):
         assert (await wire.response()).body == first.body
 
 
-async def test_the_cluster_as_json_says_what_get_cluster_says(model):
+async def test_the_cluster_as_json_equals_get_cluster(model):
     async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
         decode.description.instance_id = 2**63 + 1
         decode.description.counters["generated_tokens"] = 2**53
@@ -141,7 +141,7 @@ def test_the_json_of_an_empty_cluster_has_every_field():
     }
 
 
-async def test_a_router_that_cannot_place_a_request_says_why(model):
+async def test_a_router_that_cannot_place_a_request_reports_why(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         reported = (await get(router.http_port, "/cluster")).json
     assert reported["router"]["state"] == "not ready"
@@ -149,15 +149,15 @@ async def test_a_router_that_cannot_place_a_request_says_why(model):
     assert [node["state"] for node in reported["nodes"]] == ["unreachable"]
 
 
-async def test_many_viewers_do_not_make_the_router_ask_its_nodes_more_often(node, router):
+async def test_many_viewers_do_not_increase_the_calls_to_nodes(node, router):
     before = node.num_described
     answers = await asyncio.gather(*(get(router.http_port, "/cluster") for _ in range(32)))
     assert {answer.status for answer in answers} == {200}
     assert len({answer.body for answer in answers}) == 1
-    assert node.num_described < before + 16  # and the survey's own, on a slow machine several
+    assert node.num_described < before + 16  # plus the survey's own, several on a slow machine
 
 
-async def test_a_viewer_that_leaves_does_not_take_the_others_answer_with_it():
+async def test_a_viewer_that_disconnects_does_not_cancel_the_others_response():
     class SlowReport:
         asked = asyncio.Event()
         answers = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Large inputs at a router that runs: refused by what protocol they come, with what sentence."""
+"""Too large inputs at a running router: the rejection of each protocol, with its sentence."""
 
 import grpc
 import pytest
@@ -18,7 +18,7 @@ ROOM = 1 << 20
 TEXT = CONTEXT_LENGTH * 16
 
 
-async def test_over_grpc_what_is_too_large_is_refused_by_size(model):
+async def test_over_grpc_too_large_input_is_rejected_by_size(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
         for call, sentence in [
             (client.generate("x" * (TEXT + 1)), f"text has {TEXT + 1} bytes of text"),
@@ -53,14 +53,14 @@ async def test_over_grpc_what_is_too_large_is_refused_by_size(model):
             assert str(error.details()).startswith(sentence)
 
 
-async def test_a_message_that_no_prompt_fills_is_refused_before_it_is_received(model):
+async def test_a_message_larger_than_any_prompt_is_rejected_before_it_is_received(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
         await fails(
             _tokenize(client, text="x" * (ROOM + TEXT)), Code.RESOURCE_EXHAUSTED, str(ROOM + TEXT)
         )
 
 
-async def test_over_http_what_is_too_large_is_refused_by_size(api):
+async def test_over_http_too_large_input_is_rejected_by_size(api):
     for path, fields, status, param, sentence in [
         (COMPLETIONS, {"prompt": "x" * (TEXT + 1)}, 400, "prompt", f"has {TEXT + 1} bytes"),
         (CHAT, {"messages": _turn("x" * TEXT)}, 400, "messages", "bytes of text"),
@@ -76,13 +76,13 @@ async def test_over_http_what_is_too_large_is_refused_by_size(api):
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "\U0001f600" * 1000, "\x00" * 100_000])
-async def test_a_long_name_comes_back_in_a_short_error(api, name):
+async def test_a_long_name_is_shortened_in_the_error(api, name):
     answer = await api.post(COMPLETIONS, prompt="x", model=name)
     assert answer.status in (400, 404)
     assert len(answer.error["message"]) <= MAX_SENTENCE_CHARACTERS
 
 
-async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path):
+async def test_a_templates_error_about_messages_is_shortened(tmp_path):
     template = "{{ raise_exception('not this: ' + messages[0].content) }}"
     async with api_for(write_model(tmp_path, chat_template=template)) as api:
         answer = await api.post(CHAT, messages=_turn("\U0001f600" * 250))
@@ -92,7 +92,7 @@ async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path):
         assert len(answer.error["message"]) == MAX_SENTENCE_CHARACTERS
 
 
-async def test_who_meets_a_full_queue_is_told_when_to_come_back(model, monkeypatch):
+async def test_a_rejection_by_a_full_queue_has_a_retry_time(model, monkeypatch):
     async def full(*_: object, **__: object) -> list[int]:
         raise Overloaded("text waits")
 

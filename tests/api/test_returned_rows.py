@@ -1,4 +1,4 @@
-"""`return_hidden_states` and `return_routed_experts` as clients get them.
+"""`return_hidden_states` and `return_routed_experts` for clients.
 
 Over HTTP they have SGLang's formats: lists of numbers, and base64 of int32. Over gRPC they are
 packed float32 and int16.
@@ -41,7 +41,7 @@ def row_logprobs(field, number, rows):
 
 
 def respond(node, submit, field, tokens=(8, 9, 10)):
-    """Answer as a node does: with each token the row of the token before it."""
+    """Respond like a node: each token has the row of the previous token."""
     sampling = submit.sampling
     assert [name for name in ROWS if getattr(sampling, name)] == [field]
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 0)
@@ -94,7 +94,7 @@ async def test_generate_returns_the_experts_of_all_tokens(api):
     assert decoded(meta["routed_experts"]) == FLAT and "hidden_states" not in meta
 
 
-async def test_a_stream_of_generate_has_them_in_its_last_event(api, wire):
+async def test_a_stream_of_generate_has_rows_in_its_last_event(api, wire):
     async def last(field):
         event = await last_event(api, wire, field, "/generate", _meta, input_ids=PROMPT)
         return event[field]
@@ -104,9 +104,7 @@ async def test_a_stream_of_generate_has_them_in_its_last_event(api, wire):
 
 
 @pytest.mark.parametrize("path, asked", CHOICES)
-async def test_choices_have_the_state_that_their_last_token_was_predicted_from(
-    api, wire, path, asked
-):
+async def test_choices_have_the_state_that_predicted_their_last_token(api, wire, path, asked):
     (choice,) = (await answered(api, "hidden_states", path, **asked))["choices"]
     assert choice["hidden_states"] == STATES[-1] and choice["logprobs"] is None
     (choice,) = (await answered(api, "hidden_states", path, (8,), **asked))["choices"]
@@ -125,7 +123,7 @@ async def test_choices_have_the_experts_of_all_tokens(api, wire, path, asked):
 
 
 @pytest.mark.parametrize("field", ROWS)
-async def test_messages_of_grpc_have_them_packed(client, node, field):
+async def test_grpc_messages_have_packed_rows(client, node, field):
     call = ask(client, **{field: True})
     respond(node, await node.submitted(), field)
     responses = await rest(call)
@@ -135,7 +133,7 @@ async def test_messages_of_grpc_have_them_packed(client, node, field):
     assert not any(each.HasField("logprobs") for each in responses)
 
 
-async def test_log_probabilities_are_returned_beside_them_if_requested(client, node):
+async def test_logprobs_are_returned_beside_rows_if_requested(client, node):
     call = ask(client, hidden_states=True, logprobs=0, prompt_logprobs=0)
     respond(node, await node.submitted(), "hidden_states")
     responses = await rest(call)
@@ -144,7 +142,7 @@ async def test_log_probabilities_are_returned_beside_them_if_requested(client, n
 
 
 @pytest.mark.parametrize("field", ROWS)
-async def test_unasked_nothing_is_returned_and_few_responses_may_ask(api, field):
+async def test_rows_are_returned_only_on_request_and_for_few_requests_at_a_time(api, field):
     _, plain = await api.answered(api.post(COMPLETIONS, prompt=PROMPT), " x")
     assert field not in plain.json["choices"][0]
     refused = await api.post(COMPLETIONS, prompt=PROMPT, n=9, **{f"return_{field}": True})

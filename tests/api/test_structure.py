@@ -1,4 +1,5 @@
-"""Bodies that would cost too much to decode are refused; whatever anybody may mean is not."""
+"""JSON bodies that would be too expensive to decode are rejected, and all plausible ones
+accepted."""
 
 import json
 
@@ -36,7 +37,7 @@ TOOL = {
     ],
     ids=["lists of ids", "ids", "parts", "tools", "JSON", "escapes", "ends", "separators"],
 )
-def test_what_somebody_may_mean_is_taken(content):
+def test_plausible_bodies_are_accepted(content):
     check_structure(msgspec.json.encode(content))
     check_structure(json.dumps(content, indent=1).encode())
 
@@ -54,7 +55,7 @@ def test_what_somebody_may_mean_is_taken(content):
         ("1", MAX_NUMBERS + MAX_NAMED + 2),
     ],
 )
-def test_too_many_values_are_refused(item, num):
+def test_too_many_values_are_rejected(item, num):
     body = '{"prompt":[' + ",".join([item] * num) + "]}"
     with pytest.raises(ApiError, match="too many values") as refused:
         check_structure(body.encode())

@@ -33,7 +33,7 @@ async def _sent(talking: Api, path: str, **fields: Any) -> sampling_pb2.Sampling
     ],
     ids=str,
 )
-async def test_a_budget_reaches_the_node_with_the_tokens_that_mark_thought(calling, path, fields):
+async def test_a_reasoning_budget_reaches_the_node_with_the_marker_tokens(calling, path, fields):
     async with api_for(calling) as talking:
         opens, closes = talking.ids("<think>")[0], talking.ids("</think>")[0]
         sampling = await _sent(talking, path, **fields)
@@ -43,11 +43,11 @@ async def test_a_budget_reaches_the_node_with_the_tokens_that_mark_thought(calli
         assert not sampling.HasField("thinking_budget") and not sampling.HasField("thought")
     async with api_for(calling, reasoning_parser="deepseek-r1") as talking:
         sampling = await _sent(talking, path, **fields)
-        assert not sampling.thought.HasField("open")  # the prompt has begun it
+        assert not sampling.thought.HasField("open")  # the prompt has started it
         assert sampling.thought.close == closes
 
 
-async def test_a_form_is_of_what_is_behind_the_thought_if_there_is_any(calling):
+async def test_a_schema_applies_after_the_reasoning_if_there_is_any(calling):
     async with api_for(calling) as talking:
         assert (await _sent(talking, CHAT, **JSON)).HasField("thought")
         assert not (await _sent(talking, CHAT, **JSON, **NO_THOUGHT)).HasField("thought")
@@ -55,7 +55,7 @@ async def test_a_form_is_of_what_is_behind_the_thought_if_there_is_any(calling):
         assert not (await _sent(talking, CHAT, **JSON)).HasField("thought")
 
 
-async def test_nobody_who_cannot_tell_thought_takes_a_budget_for_it(talking, api):
+async def test_a_model_without_reasoning_markers_rejects_a_budget(talking, api):
     budget = {"thinking_token_budget": 5}
     refused = 400, "thinking_token_budget"
     assert await talking.refused(COMPLETIONS, prompt="hi", **budget) == refused
@@ -63,7 +63,7 @@ async def test_nobody_who_cannot_tell_thought_takes_a_budget_for_it(talking, api
     assert await talking.refused(CHAT, messages=HELLO, thinking_budget=6, **budget) == refused
 
 
-async def test_calls_that_must_be_made_may_follow_thought(talking):
+async def test_required_calls_may_follow_reasoning(talking):
     text = '<think>hm</think>\n\n[{"name": "add", "parameters": {"a": 1}}]'
     choice, _ = await talking.chat(text, tools=[tool("add")], tool_choice="required")
     assert choice.message.reasoning_content == "hm"
@@ -71,7 +71,7 @@ async def test_calls_that_must_be_made_may_follow_thought(talking):
     assert not choice.message.content
 
 
-async def test_a_budget_over_grpc_is_for_messages_too(talking):
+async def test_a_budget_over_grpc_requires_messages(talking):
     sampling = sampling_pb2.Sampling(thinking_budget=5)
     call = talking.grpc.chat(sampling)
     sent = (await talking.complete()).sampling

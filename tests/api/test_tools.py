@@ -1,4 +1,4 @@
-"""Tools and reasoning, as OpenAI's own client asks for them and gets them."""
+"""Tools and reasoning with OpenAI's own client."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def _tool(said: dict[str, Any]) -> ToolDefinition:
     return ToolDefinition("function", ToolFunction(**said["function"]))
 
 
-async def test_a_call_is_told_apart_from_what_is_said(talking):
+async def test_a_call_is_separated_from_text(talking):
     choice, prompt = await talking.chat(f"Let me see.\n{CALL}</s>", tools=TOOLS)
     assert '"name": "add", "description": "Adds <two> numbers."' in prompt
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
@@ -44,7 +44,7 @@ async def test_a_call_is_told_apart_from_what_is_said(talking):
     assert choice.message.content is None
 
 
-async def test_a_conversation_goes_on_after_a_call(talking):
+async def test_a_conversation_continues_after_a_call(talking):
     choice, _ = await talking.chat(f"<think>hm</think>{CALL}", tools=TOOLS)
     call = choice.message.tool_calls[0]
     messages = [
@@ -59,7 +59,7 @@ async def test_a_conversation_goes_on_after_a_call(talking):
     assert choice.message.tool_calls is None
 
 
-async def test_a_streamed_call_comes_in_openais_pieces(talking):
+async def test_a_streamed_call_has_openais_pieces(talking):
     asking = asyncio.create_task(
         talking.client.chat.completions.create(
             model=talking.model, messages=HELLO, tools=TOOLS, stream=True
@@ -93,20 +93,20 @@ async def test_a_streamed_call_comes_in_openais_pieces(talking):
     assert [choice.finish_reason for choice in choices][-2:] == [None, "tool_calls"]
 
 
-async def test_a_call_that_is_cut_off_says_so(talking):
+async def test_a_call_cut_off_by_the_length_limit_has_that_finish_reason(talking):
     choice, _ = await talking.chat(CALL[:45], reason=FINISH_REASON_LENGTH, tools=TOOLS)
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls[0].function.arguments == '{"a"'
 
 
-async def test_without_tools_nothing_is_a_call(talking):
+async def test_without_tools_no_text_is_parsed_as_a_call(talking):
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         choice, prompt = await talking.chat(CALL, **fields)
         assert "<tools>" not in prompt
         assert f"<tool_call>{choice.message.content}</tool_call>" == CALL
 
 
-async def test_what_is_thought_is_told_apart_and_can_be_left_out(talking):
+async def test_reasoning_is_separated_and_can_be_left_out(talking):
     choice, _ = await talking.chat("<think>\nhm\n</think>\n\nhi")
     assert (choice.message.reasoning_content, choice.message.content) == ("hm", "hi")
     choice, _ = await talking.chat("<think>hm</think>hi", extra_body={"include_reasoning": False})
@@ -118,7 +118,7 @@ async def test_what_is_thought_is_told_apart_and_can_be_left_out(talking):
     assert choice.message.content == "hi </think>"
 
 
-async def test_a_flag_says_how_a_model_calls(calling):
+async def test_a_flag_selects_the_format_of_calls(calling):
     async with api_for(calling, tool_parser="mistral", reasoning_parser="none") as talking:
         text = '<think>[TOOL_CALLS][{"name": "add", "arguments": {}}]'
         choice, _ = await talking.chat(text, tools=TOOLS)
@@ -140,7 +140,7 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_is_refused_by_name(talking):
+async def test_invalid_tools_are_rejected_by_name(talking):
     for fields, param in WRONG:
         await talking.refuses(param, CHAT, messages=HELLO, **fields)
 
@@ -150,7 +150,7 @@ SUB = tool("sub")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_answer_that_must_call_is_calls_alone(calling, stream):
+async def test_a_response_with_a_required_call_has_only_calls(calling, stream):
     async with api_for(calling, tool_parser="none") as talking:
         fields = {"tools": [*TOOLS, SUB], "tool_choice": "required", "stream": stream}
         submit, answer = await talking.say_one_by_one(
@@ -178,7 +178,7 @@ async def test_an_answer_that_must_call_is_calls_alone(calling, stream):
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(talking):
+async def test_only_the_named_tool_can_be_called(talking):
     fields = {"tools": [*TOOLS, tool("pair")], "tool_choice": tool("pair")}
     text = '[{"name": "pair", "parameters": {}}]'
     submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)
@@ -194,7 +194,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": FORM}}
 
 
 def _plain(calling: Path) -> Path:
-    """The same model, with ordinary tokens for the markers of calls."""
+    """Return the same model with ordinary tokens for the markers of calls."""
     directory = calling.with_name("plain")
     if not directory.exists():
         shutil.copytree(calling, directory)
@@ -204,7 +204,7 @@ def _plain(calling: Path) -> Path:
 
 
 def _schemas(form: Any) -> list[Any]:
-    """All schemas in a structural tag's format."""
+    """Return all schemas in a structural tag's grammar."""
     match form:
         case {"type": "json_schema"}:
             return [form["json_schema"]]
@@ -228,10 +228,10 @@ def _schemas(form: Any) -> list[Any]:
         ("mistral", "json", [STRICT], [PARAMETERS] * 3),  # a list of calls, or a name
     ],
 )
-async def test_a_call_that_is_begun_is_held_to_json_or_its_schema(
+async def test_a_call_follows_its_schema_or_is_any_json(
     calling, parser, arguments, tools, expected
 ):
-    """A strict tool to its schema, the others as the router is told."""
+    """A strict tool follows its schema, the others as the router is configured."""
     directory = calling if parser in ("hermes", "mistral") else _plain(calling)
     async with api_for(directory, tool_parser=parser, tool_arguments=arguments) as talking:
         guide = await talking.guide_of(CHAT, messages=HELLO, tools=tools)
@@ -239,7 +239,7 @@ async def test_a_call_that_is_begun_is_held_to_json_or_its_schema(
     assert reported == expected
 
 
-async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_strict(talking):
+async def test_tools_over_the_limit_of_grammars_are_unconstrained_unless_strict(talking):
     many = [tool(f"{'x' * 50}{n}") for n in range(1024)]
     guide = await talking.guide_of(CHAT, messages=HELLO, tools=TOOLS, tool_choice="auto")
     assert guide.structural_tag
@@ -252,22 +252,22 @@ async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_str
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3-coder"])
-async def test_with_tools_and_a_form_the_model_may_call_first(calling, parser):
-    """Seen failing: the form was enforced from the first token, so that no tool was called."""
+async def test_with_tools_and_a_schema_the_model_may_call_first(calling, parser):
+    """Seen failing: the schema was enforced from the first token, so no tool was called."""
     fields = {"tools": [STRICT], "response_format": FORMAT}
     async with api_for(calling, tool_parser=parser) as talking:
         submit, answer = await talking.ask(CHAT, '{"sum": 42}', messages=HELLO, **fields)
         form = json.loads(submit.sampling.guide.structural_tag)["format"]
         assert form["type"] == "or" and form["elements"][0]["json_schema"] == FORM
         assert _schemas(form) == [FORM, PARAMETERS]
-        assert submit.sampling.thought.close  # is behind what is thought
+        assert submit.sampling.thought.close  # after the reasoning
         (choice,) = answer.json["choices"]
         assert choice["message"]["content"] == '{"sum": 42}'
 
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "add"}}], ids=str)
-async def test_a_call_that_must_be_made_goes_before_a_form(talking, choice):
-    """Prefer a required call to the response format, as vLLM does. Seen failing: 400."""
+async def test_a_required_call_takes_precedence_over_a_schema(talking, choice):
+    """As in vLLM. Seen failing: 400."""
     fields = {"tools": TOOLS, "tool_choice": choice, "response_format": FORMAT}
     text = '[{"name": "add", "parameters": {}}]'
     submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)
@@ -279,13 +279,13 @@ async def test_a_call_that_must_be_made_goes_before_a_form(talking, choice):
     assert json.loads(guide.json_schema) == FORM
 
 
-async def test_a_structural_tag_says_itself_where_calls_are(talking):
+async def test_a_structural_tag_itself_defines_where_calls_are(talking):
     own = {"type": "structural_tag", "format": {"type": "any_text"}}
     guide = await talking.guide_of(CHAT, messages=HELLO, tools=TOOLS, response_format=own)
     assert json.loads(guide.structural_tag) == own
 
 
-async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling):
+async def test_a_schema_beside_calls_without_a_grammar_is_rejected(calling):
     fields = {"tools": TOOLS, "response_format": FORMAT}
     async with api_for(calling, tool_parser="harmony") as api:
         answer = await api.post(CHAT, messages=HELLO, **fields)
@@ -293,7 +293,7 @@ async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling)
         assert "set tool_choice to none or required" in answer.error["message"]
 
 
-async def test_parameters_that_are_nested_too_deeply_are_refused(talking):
+async def test_too_deeply_nested_parameters_are_rejected(talking):
     """Seen failing: 500."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(450):
@@ -302,16 +302,16 @@ async def test_parameters_that_are_nested_too_deeply_are_refused(talking):
     answer = await talking.post(CHAT, messages=HELLO, tools=tools, tool_choice="required")
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "nested too deeply" in answer.error["message"]
-    for _ in range(100):  # a call that may be made needs less of the stack
+    for _ in range(100):  # an optional call needs less of the stack
         schema = {"properties": {"a": schema}}
     offer = optional([{"function": {"name": "add", "parameters": schema, "strict": True}}])
     with pytest.raises(ApiError, match="tools: parameters are nested too deeply"):
         guided([SAMPLING], offer, ModelFormat(tools="hermes"), "")
 
 
-def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it():
-    """Two tools define one name in two ways, one refers to all of itself, and to what is no
-    definition; a value that looks like a reference is none."""
+def test_references_of_a_tool_resolve_within_it_when_tools_are_combined():
+    """Two tools define one name differently, and one refers to its root and to an undefined
+    name. A value that looks like a reference is none."""
     trees: dict[str, Any] = {
         "type": "object",
         "properties": {
@@ -341,7 +341,7 @@ def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it():
     assert enforced(guide.text)
 
 
-async def test_over_grpc_an_answer_to_messages_has_the_same_parts(talking):
+async def test_over_grpc_a_response_to_messages_has_the_same_parts(talking):
     client, tools = talking.grpc, [json.dumps(TOOLS[0])]
     call = client.chat(tools=tools)
     await talking.complete(f"<think>hm</think>Well.{CALL}</s>")
@@ -363,8 +363,8 @@ async def test_over_grpc_an_answer_to_messages_has_the_same_parts(talking):
     assert (await collect(call))[0] == "42"
 
 
-async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(talking):
-    """Seen failing: the guide was enforced from the first token, so that no tool was called."""
+async def test_over_grpc_with_tools_and_a_grammar_the_model_may_call_first(talking):
+    """Seen failing: the grammar was enforced from the first token, so no tool was called."""
     client, tools = talking.grpc, [json.dumps(STRICT)]
     call = client.chat({"guide": {"json_schema": json.dumps(FORM)}}, tools=tools)
     submit = await talking.complete(CALL)
@@ -375,11 +375,11 @@ async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(talking
 
     call = client.chat(tools=tools)
     reported = json.loads((await talking.complete(CALL)).sampling.guide.structural_tag)
-    assert _schemas(reported) == [PARAMETERS]  # a call that has begun is held to its schema
+    assert _schemas(reported) == [PARAMETERS]  # a started call follows its schema
     await collect(call)
 
 
-async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refused(calling):
+async def test_over_grpc_a_grammar_beside_calls_without_a_grammar_is_rejected(calling):
     async with router_for(calling, decode=[ABSENT], tool_parser="harmony") as (client, _):
         error = await fails(
             client.chat({"guide": {"json_object": True}}, tools=[json.dumps(STRICT)]),
@@ -404,7 +404,7 @@ WRONG_OVER_GRPC = [
 ]
 
 
-async def test_over_grpc_too_what_cannot_be_is_refused(calling):
+async def test_over_grpc_invalid_tools_are_rejected_by_name(calling):
     async with router_for(calling, decode=[ABSENT]) as (client, _):
         for fields, said in WRONG_OVER_GRPC:
             error = await fails(client.chat(**fields), StatusCode.INVALID_ARGUMENT)

@@ -1,4 +1,4 @@
-"""No field is dropped without a word: it is supported, rejected by name, or changes no response."""
+"""No field is dropped silently: it is supported, rejected by name, or changes no response."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ DIALECTS = pytest.mark.parametrize(
     "dialect, prompt", [(COMPLETIONS, PROMPT), (CHATS, HELLO)], ids=["completions", "chats"]
 )
 
-# What other servers take, and this one does not.
+# Fields that other servers support, and this one does not.
 ASKED_IN_VAIN: dict[str, Any] = {
     "custom_logit_processor": "x",
     "detokenize": False,
@@ -32,7 +32,7 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "typical_p": 0.5,
 }
 
-# Whatever is in them, without which the answer would be the same.
+# Fields whose value never changes the response.
 CHANGES_NOTHING: dict[str, Any] = {
     "best_of": 1,
     "detokenize": True,
@@ -61,7 +61,7 @@ CHANGES_NOTHING: dict[str, Any] = {
     "user": "u",
 }
 
-ANSWERED = {  # as a client keeps an answer to send it back
+ANSWERED = {  # fields of a response that a client sends back
     "role": "assistant",
     "content": "ho",
     "refusal": None,
@@ -70,8 +70,8 @@ ANSWERED = {  # as a client keeps an answer to send it back
     "function_call": None,
     "tool_calls": None,
 }
-# The fields of OpenAI's client, langchain, litellm, lm_eval, guidellm, aiperf and the benches of
-# vLLM and SGLang, with the values that they send.
+# The fields and values of OpenAI's client, langchain, litellm, lm_eval, guidellm, aiperf and the
+# benchmarks of vLLM and SGLang.
 OF_CLIENTS: dict[str, Any] = {
     "temperature": 0.0,
     "n": 1,
@@ -136,7 +136,7 @@ def refused(dialect: ApiDialect, **fields: Any) -> ApiError:
 
 @DIALECTS
 @pytest.mark.parametrize("name", ASKED_IN_VAIN)
-def test_what_is_not_supported_is_refused_by_name(dialect, prompt, name):
+def test_unsupported_fields_are_rejected_by_name(dialect, prompt, name):
     refusal = refused(dialect, **prompt, **{name: ASKED_IN_VAIN[name]})
     assert refusal.param == name
     assert str(refusal) == f"{name} is not supported by this server"
@@ -144,7 +144,7 @@ def test_what_is_not_supported_is_refused_by_name(dialect, prompt, name):
 
 @DIALECTS
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
-def test_what_changes_no_answer_is_taken(dialect, prompt, name):
+def test_fields_that_change_no_response_are_accepted(dialect, prompt, name):
     seeded = {**prompt, "seed": 1}
     taken = read(dialect, **seeded, **{name: CHANGES_NOTHING[name]})
     assert taken.requests[0].sampling == read(dialect, **seeded).requests[0].sampling
@@ -154,7 +154,7 @@ def test_what_changes_no_answer_is_taken(dialect, prompt, name):
 @pytest.mark.parametrize(
     "dialect, fields", [(CHATS, CHAT_OF_CLIENTS), (COMPLETIONS, COMPLETION_OF_CLIENTS)]
 )
-def test_what_clients_send_is_taken(dialect, fields, stop):
+def test_fields_of_common_clients_are_accepted(dialect, fields, stop):
     assert len(read(dialect, **fields, stop=stop).requests) == 1
 
 
@@ -185,13 +185,13 @@ def test_what_clients_send_is_taken(dialect, fields, stop):
     ],
     ids=str,
 )
-def test_what_is_not_supported_in_a_message_is_refused_by_its_path(message, path):
+def test_unsupported_fields_of_a_message_are_rejected_by_their_path(message, path):
     refusal = refused(CHATS, messages=[*HELLO["messages"], message])
     assert refusal.param == f"messages[1].{path}"
     assert str(refusal).startswith(f"messages[1].{path}")
 
 
-def test_all_that_is_not_supported_is_named_at_once():
+def test_all_unsupported_fields_are_named_at_once():
     refusal = refused(
         COMPLETIONS,
         **PROMPT,
@@ -207,7 +207,7 @@ def test_all_that_is_not_supported_is_named_at_once():
     )
 
 
-def test_a_thousand_fields_of_any_length_make_a_short_sentence():
+def test_a_thousand_long_field_names_give_a_short_sentence():
     refusal = refused(COMPLETIONS, **PROMPT, **{f"{'q' * 1000}{n}": n for n in range(1, 1001)})
     assert len(str(refusal)) < 600
     assert str(refusal).count("qqq,") == 7 and "qqq and others are not" in str(refusal)
@@ -227,11 +227,11 @@ def test_a_thousand_fields_of_any_length_make_a_short_sentence():
     ],
     ids=str,
 )
-def test_a_name_that_is_nearly_right_brings_the_right_one(fields, meant):
+def test_a_misspelt_name_gets_a_suggestion(fields, meant):
     assert f"(did you mean {meant}?)" in str(refused(COMPLETIONS, **PROMPT, **fields))
 
 
-def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is():
+def test_a_field_with_a_neutral_value_changes_nothing():
     messages = [
         {"role": "user", "content": "hi", "mood": None},
         {"role": "assistant", "content": [{"type": "text", "text": "ho", "mood": []}]},
@@ -246,7 +246,7 @@ def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is():
     assert caught.value.param == "max_tokens"
 
 
-def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named():
+def test_unknown_and_unsupported_fields_can_be_ignored_and_are_reported():
     lenient = ChatEndpoint(ModelFormat(), ignore_unknown=True)
     message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
     asked = read(
@@ -279,7 +279,7 @@ HINTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_hints_are_ignored_and_named(name):
+def test_ignored_hints_are_reported_by_name(name):
     """Seen failing: 400, also with --ignore-unknown-fields."""
     asked = read(CHATS, **HELLO, seed=1, **{name: HINTS[name]})
     assert asked.ignored == [name]
@@ -288,8 +288,8 @@ def test_hints_are_ignored_and_named(name):
     assert refused(CHATS, **HELLO, typical_p=0.5, **{name: HINTS[name]}).param == "typical_p"
 
 
-async def test_a_header_names_what_was_ignored(model):
-    """However many they are, and whatever is in their names."""
+async def test_a_header_names_the_ignored_fields(model):
+    """For any number of fields and any content of their names."""
     async with api_for(model, ignore_unknown_fields=True) as api:
         for fields, named in (
             ({}, None),
@@ -308,7 +308,7 @@ async def test_a_header_names_what_was_ignored(model):
         assert (reported.status, reported.headers["baton-ignored-fields"]) == (200, "x")
 
 
-def test_who_speaks_in_a_message_reaches_the_template():
+def test_the_name_of_a_speaker_reaches_the_template():
     (asked,) = read(CHATS, messages=[{"role": "user", "content": "hi", "name": "ada"}]).requests
     assert isinstance(asked.prompt.prompt, ChatPrompt)
     assert asked.prompt.prompt.turns == [ChatTurn("user", "hi", "ada")]

@@ -1,4 +1,4 @@
-"""A router and two decode nodes as fixtures: of requests that change their node."""
+"""Fixtures of a router with two decode nodes, for requests that change their node."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

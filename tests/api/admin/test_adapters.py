@@ -1,4 +1,4 @@
-"""LoRA adapters as clients and operators see them: names of models, loaded on all nodes or none."""
+"""LoRA adapters for clients and operators: names of models, and loading on all nodes or none."""
 
 import msgspec
 import pytest
@@ -29,7 +29,7 @@ async def reported(api, **adapters: bytes) -> None:
         ("/v1/messages", {"model": "sql", "max_tokens": 4, "messages": HELLO}),
     ],
 )
-async def test_a_model_that_is_an_adapter_is_asked_of_the_node_by_its_content(api, path, asked):
+async def test_an_adapter_requested_as_a_model_is_sent_to_the_node_by_its_hash(api, path, asked):
     await reported(api, sql=SQL, poems=POEMS)
     submit, answer = await api.ask(path, "done", **asked)
     assert (answer.status, submit.adapter) == (200, SQL)
@@ -37,14 +37,14 @@ async def test_a_model_that_is_an_adapter_is_asked_of_the_node_by_its_content(ap
         assert answer.json["model"] == "sql"
 
 
-async def test_the_model_itself_is_asked_for_without_an_adapter(api):
+async def test_the_model_itself_is_requested_without_an_adapter(api):
     await reported(api, sql=SQL)
     submit, answer = await api.ask(COMPLETIONS, model=api.model, prompt="x")
     assert answer.json["model"] == api.model
     assert submit.adapter == b""
 
 
-async def test_an_adapter_that_nobody_has_is_no_model(api):
+async def test_an_adapter_that_no_node_has_is_an_unknown_model(api):
     await reported(api, sql=SQL)
     for path, asked in (
         (COMPLETIONS, {"model": "sqll", "prompt": "x"}),
@@ -62,7 +62,7 @@ async def test_an_adapter_that_nobody_has_is_no_model(api):
     assert answer.status == 404
 
 
-async def test_an_adapter_makes_no_vectors(api):
+async def test_adapters_are_rejected_for_embeddings(api):
     await reported(api, sql=SQL)
     assert await api.refused("/v1/embeddings", model="sql", input="x") == (400, "model")
     answer = await api.post("/tokenize", model="sql", prompt="x")
@@ -89,14 +89,14 @@ async def test_over_grpc_an_adapter_is_a_field(model):
         call = client.generate("x", adapter="sql", cache_salt="salt")
         submit = await node.submitted()
         assert submit.adapter == SQL
-        # The node puts its KV apart: the router says what its client has said.
+        # The node separates its KV by adapter. The router passes on only the client's salt.
         assert submit.namespace == namespace_of("salt") != within(submit.namespace, SQL)
         call.cancel()
         error = await fails(client.generate("x", adapter="other"), StatusCode.NOT_FOUND)
         assert error.details() == "adapter: 'other' is not loaded"
 
 
-async def test_only_decode_nodes_that_have_it_are_asked(model):
+async def test_only_decode_nodes_with_the_adapter_get_the_request(model):
     async with two_nodes(model) as (client, router, one, other):
         other.adapters = {"sql": SQL}
         other.adapters_changed()
@@ -108,7 +108,7 @@ async def test_only_decode_nodes_that_have_it_are_asked(model):
             call.cancel()
 
 
-async def test_what_is_loaded_is_loaded_on_all_nodes_and_known_when_that_is_said(pair):
+async def test_an_adapter_is_loaded_on_all_nodes_before_the_call_returns(pair):
     prefill, decode = pair.prefill, pair.decode
     done = await pair.post(LOAD, lora_name="sql", lora_path="a/b")
     assert (done.status, done.body) == (200, b"Success: LoRA adapter 'sql' added successfully.")
@@ -124,7 +124,7 @@ async def test_what_is_loaded_is_loaded_on_all_nodes_and_known_when_that_is_said
     assert (for_nothing.status, for_nothing.error["param"]) == (404, None)
 
 
-async def test_where_one_node_refuses_none_keeps_it_that_had_not_had_it(pair):
+async def test_if_one_node_rejects_an_adapter_those_that_loaded_it_now_unload_it(pair):
     prefill, decode = pair.prefill, pair.decode
     prefill.refuses_adapters = "rank 64, engine.lora.max_rank is 32"
     asked = {"lora_name": "sql", "lora_path": "a"}
@@ -139,6 +139,6 @@ async def test_where_one_node_refuses_none_keeps_it_that_had_not_had_it(pair):
     assert prefill.adapters == decode.adapters == {}
 
 
-async def test_no_adapter_is_called_as_the_model_is(model):
+async def test_an_adapter_may_not_have_the_name_of_the_model(model):
     async with api_for(model, served_model_name="fox") as api:
         assert await api.refused(LOAD, lora_name="fox", lora_path="a") == (400, "lora_name")

@@ -1,4 +1,4 @@
-"""Commands of operators to all engines: pauses, empty caches, released memory, profiles."""
+"""Operator commands for all engines: pauses, empty caches, sleep mode, profiles."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ PAUSE, CONTINUE, FLUSH = "/pause_generation", "/continue_generation", "/flush_ca
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
-async def test_all_nodes_are_paused_and_continued(pair):
+async def test_all_nodes_are_paused_and_resumed(pair):
     prefill, decode = pair.prefill, pair.decode
     done = await pair.post(PAUSE, mode="retract")
     assert (done.status, done.json) == (200, {"status": "paused", "aborted": 3})
@@ -52,7 +52,7 @@ async def test_all_nodes_are_paused_and_continued(pair):
     assert (done.status, done.json) == (200, {"status": "flushed", "pages_freed": 4})
 
 
-async def test_where_one_node_is_not_paused_none_stays_so_that_was_not(pair):
+async def test_if_one_node_cannot_be_paused_those_paused_now_are_resumed(pair):
     pair.prefill.refuses_pauses = "it is in a step that takes longer"
     refused = await pair.post(PAUSE)
     assert refused.status == 409
@@ -79,7 +79,7 @@ async def test_clients_may_not_command_engines(model, tmp_path):
         assert api.node.paused == ""
 
 
-async def test_nothing_need_be_said_but_by_web_pages(api):
+async def test_only_web_pages_must_send_a_content_type(api):
     port = api.router.http_port
     assert (await post(port, FLUSH, b"", content_type="")).status == 200
     assert (
@@ -101,7 +101,7 @@ async def test_a_migration_target_is_chosen_as_if_it_had_no_prefill_nodes(pair):
     assert placed.decode.address == decode and not placed.prefill
 
 
-async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, router, d0, d1):
+async def test_a_paused_decode_node_gets_requests_only_if_all_are_paused(client, router, d0, d1):
     d0.change_status(paused=True)
     await eventually(lambda: usable(router) == [d1.address])
     calls = [ask(client) for _ in range(4)]
@@ -123,7 +123,7 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, 
     await eventually(lambda: usable(router) == [d0.address])
 
 
-async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
+async def test_a_request_that_only_a_paused_node_can_serve_waits_there(client, router, d0):
     d0.adapters = {"sql": b"s" * 16}
     d0.adapters_changed()
     d0.change_status(paused=True)
@@ -133,7 +133,7 @@ async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
     await collect(call)
 
 
-async def test_paused_prefill_nodes_are_named_where_all_are(model):
+async def test_paused_prefill_nodes_are_hinted_if_all_are_paused(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
         decode = StubDecodeNode(paired=prefill, serves_alone=False)
@@ -163,7 +163,7 @@ async def test_texts_are_embedded_at_nodes_that_are_not_paused(model):
             assert (len(p0.calls), len(p1.calls)) == (0, 4)
 
 
-async def test_requests_wait_for_a_paused_node_whose_pairs_are_made_anew(model, monkeypatch):
+async def test_requests_wait_for_a_paused_node_that_pairs_again(model, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
     async with pair_for(model, serves_alone=False) as pair:
         router, decode = pair.router, pair.decode
@@ -178,7 +178,7 @@ async def test_requests_wait_for_a_paused_node_whose_pairs_are_made_anew(model, 
         await answer
 
 
-async def test_all_nodes_give_memory_back_and_take_it_again(pair):
+async def test_all_nodes_release_memory_and_restore_it(pair):
     prefill, decode = pair.prefill, pair.decode
     done = await pair.post(RELEASE)
     assert (done.status, done.json) == (200, {"status": "released"})
@@ -192,7 +192,7 @@ async def test_all_nodes_give_memory_back_and_take_it_again(pair):
     assert prefill.away == decode.away == {"weights"}
 
 
-async def test_where_one_node_keeps_its_memory_all_do(pair):
+async def test_if_one_node_keeps_its_memory_all_do(pair):
     pair.prefill.refuses_pauses = "this node has requests: pause it first"
     refused = await pair.post(RELEASE)
     assert refused.status == 409
@@ -202,7 +202,7 @@ async def test_where_one_node_keeps_its_memory_all_do(pair):
     assert not pair.decode.away
 
 
-async def test_all_nodes_are_profiled_and_say_where_their_traces_are(pair):
+async def test_all_nodes_are_profiled_and_report_the_paths_of_their_traces(pair):
     nothing = await pair.post(STOP_PROFILE)
     assert nothing.status == 409
     assert "no profile is running" in nothing.error["message"]
@@ -252,7 +252,7 @@ INVALID = [
 ]
 
 
-async def test_an_invalid_command_is_refused_by_name_and_reaches_no_node(api):
+async def test_an_invalid_command_is_rejected_by_name_and_reaches_no_node(api):
     for path, asked, param in INVALID:
         assert await api.refused(path, **asked) == (400, param)
         node = api.node

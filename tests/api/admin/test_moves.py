@@ -1,4 +1,4 @@
-"""Requests of a decode node that drains: what is submitted where, and what their clients see."""
+"""Migration of the requests of a draining decode node: submissions, and the view of clients."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ LOST = "baton_decode_streams_lost_total"
 
 
 async def _leaves(client: Client, d0: StubDecodeNode, d1: StubDecodeNode, max_tokens: int = 9):
-    """The client's call, the submission at the first node, which drains once a token is out, and
-    the one at the second."""
+    """Return the client's call, the submission at the first node, which drains after one token,
+    and the one at the second."""
     call = ask(client, max_tokens=max_tokens)
     first = await d0.submitted()
     d0.say({first.number: [20]})
@@ -26,7 +26,7 @@ async def _leaves(client: Client, d0: StubDecodeNode, d1: StubDecodeNode, max_to
     return call, first, await d1.submitted()
 
 
-async def test_a_request_is_submitted_elsewhere_by_the_ticket_of_its_first_submission(
+async def test_a_request_is_submitted_to_the_target_with_the_ticket_of_its_first_submission(
     client, d0, d1
 ):
     call, first, second = await _leaves(client, d0, d1)
@@ -38,7 +38,7 @@ async def test_a_request_is_submitted_elsewhere_by_the_ticket_of_its_first_submi
     call.cancel()
 
 
-async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(client, router, d0, d1):
+async def test_repeated_tokens_are_sent_once_and_the_first_node_is_released(client, router, d0, d1):
     call, first, second = await _leaves(client, d0, d1)
     d0.say({first.number: [21, 22]}, cached_tokens=2)
     assert list((await call.read()).token_ids) == [21, 22]
@@ -47,16 +47,18 @@ async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(client, 
     d1.say({second.number: [22]})  # seen failing with an empty message for it
     d1.say({second.number: [23]})
     assert list((await call.read()).token_ids) == [23]
-    d0.say({first.number: [99]})  # it is not heard any more
+    d0.say({first.number: [99]})  # its messages are ignored
     d1.finish(second.number, [24], FINISH_REASON_LENGTH)
     _, tokens, last = await collect(call)
     assert tokens == [24] and last.usage.completion_tokens == 5
-    # Of the prompt as the first node found it: the second has computed none.
+    # Of the prompt at the first node. The second has computed none of it.
     assert last.usage.cached_tokens == 2
     assert router.cluster.usable()
 
 
-async def test_moved_is_told_first_and_the_client_waits_for_the_second_node(client, d0, d1):
+async def test_if_the_source_reports_the_migration_first_the_client_waits_for_the_target(
+    client, d0, d1
+):
     call, first, second = await _leaves(client, d0, d1)
     d0.finish(first.number, [21], FINISH_REASON_MOVED)
     assert list((await call.read()).token_ids) == [21]
@@ -65,8 +67,8 @@ async def test_moved_is_told_first_and_the_client_waits_for_the_second_node(clie
     assert (await collect(call))[1] == [22]
 
 
-async def test_a_move_that_comes_to_nothing_is_nothing_to_the_client(client, d0, d1):
-    """It is tried again, and its first node goes on meanwhile."""
+async def test_a_failed_migration_has_no_effect_on_the_client(client, d0, d1):
+    """It is retried, and the source continues the request in between."""
     call, first, second = await _leaves(client, d0, d1)
     d1.finish(second.number, reason=FINISH_REASON_ERROR, error_code=UNAVAILABLE)
     third = await d1.submitted()
@@ -76,7 +78,7 @@ async def test_a_move_that_comes_to_nothing_is_nothing_to_the_client(client, d0,
     assert await d1.cancelled() == third.number
 
 
-async def test_a_request_that_was_given_away_to_a_node_that_fails_is_replayed(client, d0, d1):
+async def test_a_request_migrated_to_a_node_that_fails_is_replayed(client, d0, d1):
     call, first, second = await _leaves(client, d0, d1)
     d0.finish(first.number, [21], FINISH_REASON_MOVED)
     await call.read()
@@ -87,14 +89,14 @@ async def test_a_request_that_was_given_away_to_a_node_that_fails_is_replayed(cl
     assert (await collect(call))[1] == [22]
 
 
-async def test_the_first_node_is_lost_and_the_second_is_waited_for(client, d0, d1):
+async def test_if_the_source_is_lost_the_request_waits_for_the_target(client, d0, d1):
     call, _, second = await _leaves(client, d0, d1)
     await d0.die()
     d1.finish(second.number, [21], FINISH_REASON_LENGTH)
     assert (await collect(call))[1] == [21]
 
 
-async def test_a_node_that_goes_on_with_other_tokens_is_left_and_the_request_replayed(
+async def test_a_target_that_continues_with_other_tokens_is_cancelled_and_the_request_replayed(
     client, d0, d1
 ):
     call, first, second = await _leaves(client, d0, d1)
@@ -107,14 +109,14 @@ async def test_a_node_that_goes_on_with_other_tokens_is_left_and_the_request_rep
     assert (await collect(call))[1] == [22]
 
 
-async def test_a_client_that_leaves_is_left_at_both_nodes(client, d0, d1):
+async def test_a_client_that_disconnects_is_cancelled_at_both_nodes(client, d0, d1):
     call, first, second = await _leaves(client, d0, d1)
     call.cancel()
     assert await d0.cancelled() == first.number
     assert await d1.cancelled() == second.number
 
 
-async def test_at_most_four_requests_of_a_node_move_at_once(client, d0, d1):
+async def test_at_most_four_requests_of_a_node_migrate_at_once(client, d0, d1):
     calls = [ask(client, max_tokens=9) for _ in range(12)]
     here = [await d0.submitted() for _ in range(6)]
     there = [await d1.submitted() for _ in range(6)]
@@ -125,7 +127,7 @@ async def test_at_most_four_requests_of_a_node_move_at_once(client, d0, d1):
     moving = [await d1.submitted() for _ in range(4)]
     first = moving.pop(0)
     d1.say({first.number: [21]})
-    moving.append(await d1.submitted())  # one is done, and another one begins
+    moving.append(await d1.submitted())  # one is done, and another one starts
     assert len({each.move_from.ticket for each in (first, *moving)}) == 5
     for call in calls:
         call.cancel()
@@ -141,10 +143,10 @@ async def test_a_request_without_a_token_waits_until_it_has_one(client, d0, d1):
     call.cancel()
 
 
-async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(router, d0, d1, caplog):
-    """Count no lost stream for a planned end, since lost streams raise an alert.
+async def test_a_node_that_ends_after_its_drain_causes_no_alert(router, d0, d1, caplog):
+    """A planned end counts no lost stream, because lost streams raise an alert.
 
-    Seen failing where every end counts.
+    Seen failing if every end counts.
     """
 
     def reported(words: str) -> list[int]:

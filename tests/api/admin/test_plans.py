@@ -1,4 +1,5 @@
-"""Plans that a planner reports to a router: visible on all worker processes, and bounded."""
+"""Plans that a planner reports to a router: visible on all worker processes, and limited in
+number."""
 
 from collections.abc import Sequence
 
@@ -18,12 +19,12 @@ PRESSURES = {"prefill": 1.5, "decode": 0.25}
 
 
 def plan(events: Sequence[tuple[str, float]] = (), *, acts: bool = False) -> Plan:
-    """Events by what was decided, and how long ago; the newest first."""
+    """Return events with their decision and age, newest first."""
     reported = [PlanEvent(what=what, because="of figures", ago_s=ago_s) for what, ago_s in events]
     return Plan(acts=acts, pressures=PRESSURES, events=reported)
 
 
-async def test_what_a_planner_tells_is_part_of_the_cluster(model):
+async def test_a_planners_report_is_part_of_the_cluster_state(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, router):
         assert not (await client.stub.GetCluster(GetClusterRequest())).plan.pressures
         await client.stub.ReportPlan(
@@ -40,7 +41,7 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model):
     assert error.code() is StatusCode.INVALID_ARGUMENT
 
 
-def test_processes_answer_for_each_other_with_the_newest():
+def test_every_process_returns_the_newest_plan():
     clock = FakeClock()
     first, second, silent = (Plans(ALONE, clock) for _ in range(3))
     first.take(plan([("a", 3.0)], acts=True))
@@ -53,7 +54,7 @@ def test_processes_answer_for_each_other_with_the_newest():
     assert together([silent.own()]) == Plan()
 
 
-def test_no_more_is_kept_than_the_last_events():
+def test_only_the_last_events_are_kept():
     clock = FakeClock()
     own = Plans(ALONE, clock)
     for number in range(NUM_KEPT + 3):
@@ -78,7 +79,7 @@ def test_no_more_is_kept_than_the_last_events():
         plan([("x", float("inf"))]),
     ],
 )
-def test_what_no_planner_says_is_refused_and_changes_nothing(wrong):
+def test_an_invalid_plan_is_rejected_and_changes_nothing(wrong):
     own = Plans(ALONE)
     with pytest.raises(InvalidRequest):
         own.take(wrong)

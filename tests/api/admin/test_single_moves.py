@@ -1,4 +1,4 @@
-"""`Move`: an operator has one request go on at another decode node."""
+"""`Move`: an operator migrates one request to another decode node."""
 
 import asyncio
 from typing import Any, cast
@@ -20,14 +20,14 @@ def _move(client: Client, **order: str) -> Any:
 
 
 async def _runs(client: Client, node: StubDecodeNode) -> tuple[Any, Any, str]:
-    """A call whose first token is out, its submission and its id."""
+    """Return a call whose first token has been sent, its submission and its id."""
     call = ask(client, max_tokens=9)
     first = await node.submitted()
     node.say({first.number: [20]})
     return call, first, (await call.read()).request_id
 
 
-async def test_a_request_goes_where_the_operator_wants_it(client, d0, d1):
+async def test_a_request_migrates_to_the_operators_target(client, d0, d1):
     call, first, name = await _runs(client, d0)
     moving = _move(client, request_id=name, target=d1.address)
     second = await d1.submitted()
@@ -40,7 +40,7 @@ async def test_a_request_goes_where_the_operator_wants_it(client, d0, d1):
     assert (await collect(call))[1] == [22]
 
 
-async def test_a_request_has_moved_whose_first_node_says_so_before_the_second_says_anything(
+async def test_a_migration_completes_when_the_source_reports_it_before_the_target_responds(
     client, d0, d1
 ):
     call, first, name = await _runs(client, d0)
@@ -52,7 +52,7 @@ async def test_a_request_has_moved_whose_first_node_says_so_before_the_second_sa
     assert (await collect(call))[1] == [21]
 
 
-async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(client, d0, d1):
+async def test_without_a_target_the_policy_chooses_one(client, d0, d1):
     call, _, name = await _runs(client, d0)
     moving = _move(client, source=d0.address)
     second = await d1.submitted()
@@ -61,7 +61,7 @@ async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(client, d
     call.cancel()
 
 
-async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0, d1):
+async def test_a_request_that_cannot_migrate_stays_and_the_operator_gets_the_reason(client, d0, d1):
     call, first, name = await _runs(client, d0)
     for order, code, words in (
         ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
@@ -77,8 +77,8 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0,
     assert (await collect(call))[1] == [21]
 
 
-# Seen failing without the look at engine deaths: a third node would compute it beside others.
-async def test_a_request_that_may_have_ended_an_engine_is_not_moved(client, d0, d1):
+# Seen failing without the check of engine crashes: a third node would compute it beside others.
+async def test_a_request_suspected_of_an_engine_crash_does_not_migrate(client, d0, d1):
     call, _, _ = await _runs(client, d0)
     d0.lose_engine()
     again = await d1.submitted()
@@ -90,8 +90,8 @@ async def test_a_request_that_may_have_ended_an_engine_is_not_moved(client, d0, 
     call.cancel()
 
 
-# Seen failing with its successor taken: no node learns that it may have ended an engine.
-async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(client, d0, d1):
+# Seen failing if its successor is used: no node learns that it is suspected of an engine crash.
+async def test_a_migrating_request_whose_engine_crashes_is_replayed_as_a_suspect(client, d0, d1):
     call, _, name = await _runs(client, d0)
     moving = asyncio.ensure_future(_move(client, request_id=name))
     moved = await d1.submitted()
@@ -105,7 +105,7 @@ async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(c
     assert (await collect(call))[1] == [21]
 
 
-async def test_a_target_that_refuses_is_told_of(client, d0, d1):
+async def test_a_rejection_by_the_target_is_reported(client, d0, d1):
     call, first, name = await _runs(client, d0)
     moving = _move(client, request_id=name)
     no_room, _ = StatusCode.UNAVAILABLE.value
@@ -115,7 +115,7 @@ async def test_a_target_that_refuses_is_told_of(client, d0, d1):
     assert (await collect(call))[1] == [21]
 
 
-async def test_a_request_that_ends_on_its_way_is_told_of(client, d0, d1):
+async def test_a_request_that_ends_during_its_migration_is_reported(client, d0, d1):
     call, first, name = await _runs(client, d0)
     moving = asyncio.ensure_future(_move(client, request_id=name))
     await d1.submitted()
@@ -125,7 +125,8 @@ async def test_a_request_that_ends_on_its_way_is_told_of(client, d0, d1):
 
 
 class _Others:
-    """The other processes of a router, one of which has the request "theirs", and both "twice"."""
+    """The other processes of a router. One of them has the request "theirs", and both have
+    "twice"."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, ProcessHandler] = {}

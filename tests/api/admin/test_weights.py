@@ -1,4 +1,4 @@
-"""Other weights as operators ask for them: on all nodes, or a clear word about who has which."""
+"""Weight updates by operators: on all nodes, or with a report of the weights of each node."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def update(pair, **fields):
 
 
 async def take(pair, lender, **fields):
-    """The others take what it has."""
+    """Let the other nodes fetch the weights of this one."""
     lender.weights = lender.description.weights = b"w" * 16
     return await pair.post(TAKE, node=lender.address, **fields)
 
@@ -33,20 +33,20 @@ def paused(pair):
 
 
 @pytest.mark.parametrize("abort, mode", [(False, "retract"), (True, "abort")])
-async def test_all_nodes_change_in_a_pause_and_go_on(pair, abort, mode):
+async def test_all_nodes_are_updated_in_a_pause_and_resume(pair, abort, mode):
     done = await update(pair, abort_all_requests=abort)
     assert (done.status, done.json["success"]) == (200, True)
     assert weights(pair) == {bytes.fromhex(done.json["weights"])}
     assert (pair.prefill.in_mode, pair.decode.in_mode, paused(pair)) == (mode, mode, {""})
 
 
-async def test_a_pause_of_an_operator_goes_on(pair):
+async def test_an_operators_pause_continues(pair):
     await pair.post(PAUSE, mode="in_place")
     answer = await pair.client.stub.UpdateWeights(router_pb2.UpdateWeightsRequest(path="x"))
     assert weights(pair) == {answer.id} and paused(pair) == {"retract"}
 
 
-async def test_where_one_node_refuses_them_nothing_changes_and_nobody_is_paused(pair):
+async def test_if_one_node_rejects_the_weights_nothing_changes_and_no_node_is_paused(pair):
     pair.prefill.refuses_weights = "model_path: its configuration belongs to another model"
     refused = await update(pair)
     assert (refused.status, refused.error["param"]) == (400, "model_path")
@@ -57,7 +57,7 @@ async def test_where_one_node_refuses_them_nothing_changes_and_nobody_is_paused(
     assert (weights(pair), paused(pair)) == ({b""}, {""})
 
 
-async def test_where_one_node_could_not_change_all_stay_paused(pair):
+async def test_if_one_node_fails_to_update_all_remain_paused(pair):
     pair.decode.loses_weights = "its weights are now incomplete: cut off"
     lost = await update(pair)
     assert lost.status == 409
@@ -71,7 +71,7 @@ async def test_where_one_node_could_not_change_all_stay_paused(pair):
     assert caught.value.code() is StatusCode.FAILED_PRECONDITION
 
 
-async def test_nodes_go_on_once_those_that_were_pairs_are_again(pair):
+async def test_nodes_resume_when_former_pairs_have_paired_again(pair):
     pair.decode.unpairs = True
     updating = asyncio.create_task(update(pair))
     await eventually(lambda: all(weights(pair)))
@@ -84,14 +84,14 @@ async def test_nodes_go_on_once_those_that_were_pairs_are_again(pair):
 
 
 @pytest.mark.parametrize("abort, mode", [(False, "retract"), (True, "abort")])
-async def test_the_others_take_what_a_node_has_in_a_pause_of_their_own(pair, abort, mode):
+async def test_the_other_nodes_fetch_the_weights_of_a_node_in_their_own_pause(pair, abort, mode):
     done = await take(pair, pair.prefill, abort_all_requests=abort)
     assert (done.status, done.json["weights"]) == (200, (b"w" * 16).hex())
     assert weights(pair) == {b"w" * 16} and pair.decode.lender == pair.prefill.address
     assert (pair.prefill.in_mode, pair.decode.in_mode, paused(pair)) == ("", mode, {""})
 
 
-async def test_who_has_what_is_to_be_taken_is_not_paused(pair):
+async def test_a_node_with_the_requested_weights_is_not_paused(pair):
     await take(pair, pair.decode)
     pair.prefill.description.weights = pair.prefill.weights
     pair.prefill.refuses_pauses = "not now"
@@ -99,7 +99,7 @@ async def test_who_has_what_is_to_be_taken_is_not_paused(pair):
     assert (await pair.client.stub.UpdateWeights(request)).id == b"w" * 16
 
 
-async def test_who_could_not_take_them_stays_paused(pair):
+async def test_a_node_that_fails_to_fetch_the_weights_remains_paused(pair):
     pair.decode.loses_weights = "10.0.0.7:1: it sends no weights"
     lost = await take(pair, pair.prefill)
     assert lost.status == 409
@@ -110,7 +110,7 @@ async def test_who_could_not_take_them_stays_paused(pair):
     assert (pair.prefill.paused, pair.decode.paused) == ("", "retract")
 
 
-async def test_nothing_is_taken_of_a_node_that_is_not_known(pair):
+async def test_an_unknown_source_of_weights_is_rejected(pair):
     unknown = await pair.post(TAKE, node="127.0.0.1:1")
     assert (unknown.status, unknown.error["param"]) == (400, "node")
     assert (weights(pair), paused(pair)) == ({b""}, {""})

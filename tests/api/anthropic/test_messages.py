@@ -1,4 +1,4 @@
-"""/v1/messages, in the form that Anthropic's clients use."""
+"""/v1/messages, in the format of Anthropic's clients."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ TOOLS = [{"name": "add", "description": "Adds.", "input_schema": {"type": "objec
 
 
 async def _asked(talking: Api, text: str, **fields: Any) -> tuple[Any, str]:
-    """The message that `text` becomes, and the prompt."""
+    """Return the message for `text`, and the prompt."""
     submit, answer = await talking.ask(MESSAGES, text, **{**ASKED, **fields})
     return answer.json, talking.text(submit.token_ids)
 
 
 async def _cut_off(talking: Api, text: str, **fields: Any) -> Any:
-    """The message that `text` becomes at the limit of its length."""
+    """Return the message for `text` at its length limit."""
     asked = talking.post(MESSAGES, **{**ASKED, **fields})
     return (await talking.answered(asked, text, reason=FINISH_REASON_LENGTH))[1].json
 
@@ -39,7 +39,7 @@ def _events(response: Response) -> list[dict[str, Any]]:
     return reported
 
 
-async def test_a_message_is_answered_with_one(talking):
+async def test_a_message_gets_a_response(talking):
     message, prompt = await _asked(
         talking, "hello you", system=[{"type": "text", "text": "Be kind."}]
     )
@@ -51,7 +51,7 @@ async def test_a_message_is_answered_with_one(talking):
     assert message["usage"]["input_tokens"] == len(talking.ids(prompt))
 
 
-async def test_a_tool_is_used_and_its_result_told(talking):
+async def test_a_tool_is_used_and_its_result_sent_back(talking):
     message, prompt = await _asked(talking, f"<think>hm</think>Well.\n{CALL}</s>", tools=TOOLS)
     assert '"description": "Adds."' in prompt
     thought, said, used = message["content"]
@@ -72,7 +72,7 @@ async def test_a_tool_is_used_and_its_result_told(talking):
     assert message["content"] == [{"type": "text", "text": "It is 42."}]
 
 
-async def test_a_stream_tells_blocks_one_after_the_other(talking):
+async def test_a_stream_has_blocks_one_after_the_other(talking):
     text = f"<think>hm</think>Well.\n{CALL}</s>"
     asked = talking.post(MESSAGES, **ASKED, tools=TOOLS, stream=True)
     events = _events((await talking.say_one_by_one(text, asked))[1])
@@ -91,15 +91,15 @@ async def test_a_stream_tells_blocks_one_after_the_other(talking):
     assert events[-2]["usage"]["output_tokens"] == len(talking.ids(text))
 
 
-async def test_an_answer_that_is_cut_off_says_so(talking):
+async def test_a_response_at_its_length_limit_has_that_stop_reason(talking):
     message = await _cut_off(talking, CALL[:45], tools=TOOLS)
-    assert message["stop_reason"] == "model_context_window_exceeded"  # 500 were asked for
+    assert message["stop_reason"] == "model_context_window_exceeded"  # 500 were requested
     assert message["content"][0]["input"] == {}
     message = await _cut_off(talking, "hi there", max_tokens=len(talking.ids("hi there")))
     assert message["stop_reason"] == "max_tokens"
 
 
-async def test_what_is_thought_can_be_left_out(talking):
+async def test_thinking_can_be_left_out(talking):
     message, _ = await _asked(talking, "<think>hm</think>hi", thinking={"type": "disabled"})
     assert message["content"] == [{"type": "text", "text": "hi"}]
 
@@ -119,12 +119,12 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_is_refused_by_name(talking):
+async def test_invalid_fields_are_rejected_by_name(talking):
     for fields, param in WRONG:
         await talking.refuses(param, MESSAGES, **{**ASKED, **fields})
 
 
-async def test_the_tokens_of_a_prompt_are_counted_as_they_are_billed(talking):
+async def test_counted_prompt_tokens_equal_the_billed_ones(talking):
     asked = {"messages": ASKED["messages"], "system": "Be kind.", "tools": TOOLS}
     message, _ = await _asked(talking, "hello you", **asked)
     counted = await talking.post(f"{MESSAGES}/count_tokens", **asked)
@@ -143,7 +143,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 @pytest.mark.parametrize(
     "fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}], ids=str
 )
-async def test_an_answer_has_the_form_that_is_asked_for(talking, fields):
+async def test_a_response_follows_the_requested_schema(talking, fields):
     """Seen failing: 400. With tools it may be calls."""
     submit, answer = await talking.ask(MESSAGES, '{"sum": 42}', **ASKED, **fields)
     assert json.loads(submit.sampling.guide.json_schema) == SCHEMA
@@ -154,7 +154,7 @@ async def test_an_answer_has_the_form_that_is_asked_for(talking, fields):
     assert answer.json["stop_reason"] == "tool_use"
 
 
-async def test_hints_are_ignored_and_named(talking, api):
+async def test_ignored_hints_are_reported_by_name(talking, api):
     """Seen failing: 400."""
     managed = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
     config = {"output_config": {"effort": "low"}}
@@ -171,14 +171,14 @@ async def test_hints_are_ignored_and_named(talking, api):
         f"{MESSAGES}/count_tokens", messages=ASKED["messages"], **managed, **config
     )
     assert counted.headers["baton-ignored-fields"] == "context_management"
-    # A model that does not think.
+    # A model without reasoning.
     _, answer = await api.ask(MESSAGES, **{**ASKED, "max_tokens": 20}, **thinking)
     assert answer.headers["baton-ignored-fields"] == "thinking"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_stop_sequence_is_told(talking, stream):
-    """Seen failing: end_turn, and no sequence."""
+async def test_the_matched_stop_sequence_is_reported(talking, stream):
+    """Seen failing: end_turn without a sequence."""
     fields = {"stop_sequences": ["END"], "stream": stream}
     asking = asyncio.create_task(talking.post(MESSAGES, **ASKED, **fields))
     number = (await talking.node.submitted()).number
@@ -188,7 +188,7 @@ async def test_a_stop_sequence_is_told(talking, stream):
     assert (reported["stop_reason"], reported["stop_sequence"]) == ("stop_sequence", "END")
 
 
-async def test_errors_have_the_form_that_anthropics_clients_know(talking, calling, tmp_path):
+async def test_errors_have_anthropics_format(talking, calling, tmp_path):
     """Seen failing: no type beside the error."""
     for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
         for model in ("none", None):

@@ -8,7 +8,8 @@ from tests.api.auth.rig import clients_of, entry
 
 @pytest.fixture
 def keys(tmp_path: Path) -> ClientsConfig:
-    """alice is a client, bob one with two requests a minute, old has expired, op is an operator."""
+    """alice is a client, bob is one with two requests a minute, old has expired, op is an
+    operator."""
     return clients_of(
         tmp_path,
         entry("alice"),

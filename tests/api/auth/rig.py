@@ -1,4 +1,4 @@
-"""Files of API keys, and routers that ask for them."""
+"""Files of API keys, and routers that require them."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from common.config import ClientsConfig
 from tests.api.rig import COMPLETIONS, Api
 from tests.support.http_client import Response, post
 
-NOBODY = ["127.0.0.1:1"]  # a decode node that is not there
+NOBODY = ["127.0.0.1:1"]  # a decode node that does not exist
 KEYS = {name: f"{api_keys.PREFIX}{name * 9}" for name in ("alice", "bob", "old", "op")}
 
 
@@ -34,7 +34,7 @@ def bearer(name: str) -> str:
 
 
 def ask_as(name: str, api: Api, **fields: Any) -> "asyncio.Task[Response]":
-    """A completion that the client of this name asks for."""
+    """Request a completion as the client of this name."""
     content = {"prompt": "x", **fields}
     asked = post(api.router.http_port, COMPLETIONS, content, authorization=bearer(name))
     return asyncio.create_task(asked)

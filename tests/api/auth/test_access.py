@@ -1,4 +1,4 @@
-"""Each gRPC method and HTTP path of a router has an entry that says who may use it."""
+"""Each gRPC method and HTTP path of a router has an entry with the role that may use it."""
 
 from typing import Any, get_args
 
@@ -20,9 +20,7 @@ from tests.api.rig import api_for
 PAGE = "/page/"
 
 
-async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_has(
-    model, monkeypatch
-):
+async def test_exactly_the_served_paths_and_methods_have_an_entry(model, monkeypatch):
     served: list[str] = []
     methods: list[str] = []
 
@@ -56,14 +54,14 @@ def test_every_method_of_the_protocol_is_in_a_table():
     assert named == {each for each in (*MAY_CALL, *METHODS) if each.startswith("/baton.")}
 
 
-async def test_a_path_without_an_entry_keeps_the_router_from_starting(model, monkeypatch):
+async def test_a_path_without_an_entry_prevents_the_router_from_starting(model, monkeypatch):
     monkeypatch.delitem(PATHS, "/tokenize")
     with pytest.raises(KeyError, match="/tokenize"):
         async with api_for(model):
             pass
 
 
-async def test_a_path_without_an_entry_is_served_to_nobody(api, monkeypatch):
+async def test_a_path_without_an_entry_is_forbidden_for_everyone(api, monkeypatch):
     assert (await api.post("/tokenize", prompt="a")).status == 200
     monkeypatch.delitem(PATHS, "/tokenize")
     answer = await api.post("/tokenize", prompt="a")
@@ -71,7 +69,7 @@ async def test_a_path_without_an_entry_is_served_to_nobody(api, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["/baton.v1.Router/New", "/baton.v1.Other/Generate"])
-def test_a_method_without_an_entry_keeps_the_router_from_starting(method):
+def test_a_method_without_an_entry_prevents_the_router_from_starting(method):
     with pytest.raises(KeyError, match=method):
         CallerResolver(ApiKeyGuard.__new__(ApiKeyGuard)).of(method)
 
@@ -88,7 +86,7 @@ def test_a_method_without_an_entry_keeps_the_router_from_starting(method):
         ("0.0.0.0", True, True, True, ["client", "operator", "commander"]),
     ],
 )
-def test_who_needs_a_key_is_as_the_docs_say(
+def test_paths_that_require_a_key_are_those_in_the_docs(
     tmp_path, keys, host, insecure, has_secret, has_keys, needs_key
 ):
     """docs/clients.md, "Without API keys"."""

@@ -1,4 +1,4 @@
-"""The file of API keys: what is read from it, and one sentence for what is wrong."""
+"""The file of API keys: its content, and one sentence for each error."""
 
 from datetime import UTC, datetime
 
@@ -16,13 +16,13 @@ def read(tmp_path, text):
     return api_keys.read(file)
 
 
-def test_what_is_not_said_of_a_key_is_not_limited(tmp_path):
+def test_a_key_without_limits_is_unlimited(tmp_path):
     (entry,) = read(tmp_path, f"- {{name: alice, sha256: {HASH}}}")
     assert (entry.role, entry.expires, entry.weight) == ("client", None, 1.0)
     assert entry.limits == api_keys.KeyLimits()
 
 
-def test_an_entry_reads_back_as_it_was_written(tmp_path):
+def test_an_entry_is_read_as_it_was_written(tmp_path):
     entry = api_keys.KeyEntry(
         name="alice",
         sha256=HASH,
@@ -36,7 +36,7 @@ def test_an_entry_reads_back_as_it_was_written(tmp_path):
     assert read(tmp_path, text + api_keys.entry_text(other)) == (entry, other)
 
 
-def test_a_date_is_its_first_moment_in_utc(tmp_path):
+def test_a_date_means_its_first_moment_in_utc(tmp_path):
     (entry,) = read(tmp_path, f"- {{name: a, sha256: {HASH}, expires: 2030-01-02}}")
     assert entry.expires == datetime(2030, 1, 2, tzinfo=UTC)
 
@@ -66,19 +66,19 @@ def test_a_date_is_its_first_moment_in_utc(tmp_path):
         ("#" * api_keys.MAX_FILE_BYTES + "\n", "bytes"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(tmp_path, text, sentence):
+def test_an_error_is_one_sentence(tmp_path, text, sentence):
     with pytest.raises(ConfigError, match=sentence.replace("[", r"\[")) as refused:
         read(tmp_path, text)
     assert "\n" not in str(refused.value)
     assert "baton-secret" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_a_sentence_too(tmp_path):
+def test_a_missing_file_is_reported_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         api_keys.read(tmp_path / "none.yaml")
 
 
-def test_no_two_keys_are_alike_and_each_is_of_256_bits():
+def test_keys_are_unique_and_have_256_bits():
     keys = {api_keys.new_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(key.startswith(api_keys.PREFIX) and len(key) == 6 + 43 for key in keys)

@@ -8,7 +8,7 @@ OWN = ["localhost", "localhost:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000
 
 
 @pytest.mark.parametrize("host", [*OWN, "LOCALHOST", "page.localhost:8000", ""])
-def test_this_machines_own_names_are_let_in(host):
+def test_this_machines_own_names_are_accepted(host):
     assert AllowedHosts("127.0.0.1", ()).refusal(host) is None
 
 
@@ -27,13 +27,13 @@ def test_this_machines_own_names_are_let_in(host):
     ],
 )
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "localhost", "::1"])
-def test_any_other_name_is_refused_by_what_only_this_machine_reaches(listens_on, host):
+def test_other_names_are_rejected_on_loopback(listens_on, host):
     sentence = AllowedHosts(listens_on, ()).refusal(host)
     assert sentence is not None
     assert "--allowed-hosts" in sentence
 
 
-def test_names_can_be_allowed_and_then_others_are_refused_everywhere():
+def test_names_can_be_allowed_and_others_are_then_rejected_on_every_address():
     check = AllowedHosts("0.0.0.0", ("baton.example", "[2001:db8::1]"))
     for host in ("baton.example", "Baton.Example:443", "[2001:db8::1]:80", "localhost"):
         assert check.refusal(host) is None
@@ -41,13 +41,13 @@ def test_names_can_be_allowed_and_then_others_are_refused_everywhere():
     assert AllowedHosts("0.0.0.0", ()).refusal("any.example") is None
 
 
-def test_without_origins_no_page_of_another_site_is_told_anything():
+def test_without_origins_no_other_site_gets_a_cors_header():
     cors = Cors(())
     assert cors.headers("/v1/models", "https://a.example") == ()
     assert cors.preflight("/v1/models", "https://a.example", "") == ()
 
 
-def test_a_listed_site_may_read_the_api_and_nothing_else():
+def test_a_listed_site_may_read_only_the_api():
     cors = Cors(("https://a.example",))
     reported = dict(cors.headers("/v1/models", "https://a.example"))
     assert reported["access-control-allow-origin"] == "https://a.example"
@@ -58,7 +58,7 @@ def test_a_listed_site_may_read_the_api_and_nothing_else():
     assert cors.headers("/cluster", "https://a.example") == ()
 
 
-def test_a_preflight_is_told_the_methods_and_its_headers():
+def test_a_preflight_response_lists_the_methods_and_headers():
     cors = Cors(("*",))
     wanted = "authorization, x-stainless-os"
     reported = dict(cors.preflight("/v1/completions", "null", wanted))

@@ -1,4 +1,4 @@
-"""One address with thousands of streams, or of idle connections, and somebody else who comes."""
+"""One address with thousands of streams or idle connections, and a client of another address."""
 
 import asyncio
 import resource
@@ -18,7 +18,7 @@ ASK = request("POST", COMPLETIONS, b'{"prompt":"x","stream":true,"max_tokens":4}
 
 @pytest.fixture(autouse=True)
 def descriptors() -> None:
-    """Both ends of every connection are in this process."""
+    """Allow enough descriptors: both ends of every connection are in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * NUM_IDLE + 1000
     if hard < wanted:
@@ -28,7 +28,7 @@ def descriptors() -> None:
 
 @asynccontextmanager
 async def crowd(port: int, number: int, first: bytes = b"") -> AsyncIterator[list[Wire]]:
-    """Connections of one address that send this and nothing more."""
+    """Open connections from one address that send this and nothing more."""
     wires: list[Wire] = []
     try:
         for _ in range(number):
@@ -41,7 +41,7 @@ async def crowd(port: int, number: int, first: bytes = b"") -> AsyncIterator[lis
 
 
 async def somebody_else_asks(api: Api) -> tuple[Response, float]:
-    """From another address; the answer, and how long it took."""
+    """Send a request from another address. Return the response and its duration."""
     began = time.monotonic()
     port = api.router.http_port
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))

@@ -1,4 +1,4 @@
-"""Places and slots that clients share: who gets how many, and how long others wait."""
+"""Slots shared by clients: how many each gets, and how long others wait."""
 
 import asyncio
 from itertools import count
@@ -9,39 +9,39 @@ from api.auth.client import Client, by_address
 from api.auth.fair_slots import FairShareLimiter, FairShares
 from common.errors import NodeUnavailable, Overloaded
 
-LONG_S = 30.0  # for what must not be waited out
+LONG_S = 30.0  # for waits that must not end
 
 
 async def waiting(slots, *clients):
-    """One that waits for a slot for each of these, in this order."""
+    """Let one request of each of these clients wait for a slot, in this order."""
     tasks = [asyncio.create_task(slots.acquire(client)) for client in clients]
     await asyncio.sleep(0)
     return tasks
 
 
 def take_all(shares, name, weight=1.0):
-    """Take shares until the client is refused. Returns their number."""
+    """Take slots until the client is rejected. Return their number."""
     for number in count():
         if not shares.may_acquire(name, weight):
             return number
         shares.acquire(name)
 
 
-def test_one_client_alone_has_seven_eighths():
+def test_a_single_client_gets_seven_eighths():
     assert take_all(FairShares(1024), "a") == 896
     assert take_all(FairShares(1024), "a", weight=10.0) == 896
 
 
 @pytest.mark.parametrize("places", range(1, 8))
-def test_of_a_few_places_one_client_alone_has_all(places):
+def test_a_single_client_gets_all_of_a_few_slots(places):
     assert take_all(FairShares(places), "a") == places
 
 
 @pytest.mark.parametrize("others", [1, 10, 100, 140])
-def test_a_newcomer_finds_a_place_however_many_others_take_all_they_can(others):
+def test_a_new_client_gets_a_slot_however_many_others_take_all_they_can(others):
     shares = FairShares(1024)
     greedy = [f"greedy {number}" for number in range(others)]
-    for _ in range(1024):  # each gives one back when its request ends, and all want more
+    for _ in range(1024):  # each releases a slot when its request ends, and all want more
         for name in greedy:
             if shares.held(name):
                 shares.release(name)
@@ -49,7 +49,7 @@ def test_a_newcomer_finds_a_place_however_many_others_take_all_they_can(others):
     assert shares.may_acquire("new", 1.0)
 
 
-def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
+def test_without_free_slots_a_new_client_gets_the_first_released_one():
     shares = FairShares(1024)
     for name in "abcdefgh":
         take_all(shares, name)
@@ -59,11 +59,11 @@ def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
     assert shares.may_acquire("new", 1.0)
 
 
-def test_shares_end_up_as_the_weights_are():
+def test_shares_converge_to_the_weights():
     shares = FairShares(1024)
     weights = {"a": 1.0, "b": 1.0, "c": 2.0}
     take_all(shares, "a")
-    for _ in range(2000):  # each gives one back and all want more
+    for _ in range(2000):  # each releases one and all want more
         for name, weight in weights.items():
             if shares.held(name):
                 shares.release(name)
@@ -75,7 +75,7 @@ def test_shares_end_up_as_the_weights_are():
     assert shares.held("c") == pytest.approx(1024 * 14 / 29, rel=0.05)
 
 
-def test_nothing_is_kept_of_a_client_that_has_left():
+def test_no_record_of_a_client_that_has_left_is_kept():
     shares = FairShares(8)
     for number in range(1000):
         shares.acquire(f"client {number}")
@@ -112,7 +112,7 @@ async def test_2000_requests_of_one_client_leave_room_for_another_at_once():
     assert slots.num_waiting == 0
 
 
-async def test_a_slot_that_comes_free_goes_to_who_has_least():
+async def test_a_released_slot_goes_to_the_client_with_the_fewest():
     slots = FairShareLimiter(2, longest_wait_s=LONG_S)
     first, second = by_address("10.0.0.1"), by_address("10.0.0.2")
     for _ in range(2):
@@ -125,8 +125,8 @@ async def test_a_slot_that_comes_free_goes_to_who_has_least():
     await asyncio.wait_for(again, LONG_S)
 
 
-# Seen failing with slots counted without the weight: the lighter client has fewer.
-async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
+# Seen failing if slots are counted without the weight: the lighter client has fewer.
+async def test_a_released_slot_goes_to_the_client_with_the_fewest_for_its_weight():
     slots = FairShareLimiter(8, longest_wait_s=LONG_S)
     light, heavy, other = (
         Client(name, weight=weight)
@@ -147,13 +147,16 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
 @pytest.mark.parametrize(
     "asked, order",
     [
-        # Equals are served in turn.
+        # Equal clients are served in turn.
         ([("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 0)], "a0 b0 c0 a0 a0"),
-        # Of one client the urgent is first. Seen failing with a line as they came.
+        # Of one client the request of highest priority is first. Seen failing with a queue in order
+        # of arrival.
         ([("a", 0), ("a", -1), ("a", 5), ("a", 0)], "a5 a0 a0 a-1"),
     ],
 )
-async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_first(asked, order):
+async def test_waiting_clients_take_turns_and_the_most_urgent_request_of_each_is_first(
+    asked, order
+):
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder = by_address("holder")
     await slots.acquire(holder)
@@ -172,8 +175,8 @@ async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_fi
     assert " ".join(served) == order
 
 
-# Seen failing with whoever comes last refused.
-async def test_of_a_full_line_the_least_urgent_is_refused():
+# Seen failing if the last arrival is rejected.
+async def test_the_request_of_lowest_priority_is_rejected_from_a_full_queue():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.acquire(client)
@@ -195,7 +198,7 @@ async def test_of_a_full_line_the_least_urgent_is_refused():
     assert slots.num_waiting == 0
 
 
-async def test_waiting_has_an_end():
+async def test_waiting_has_a_time_limit():
     slots = FairShareLimiter(1, longest_wait_s=0.01)
     client = by_address("a")
     await slots.acquire(client)
@@ -206,7 +209,7 @@ async def test_waiting_has_an_end():
     await slots.acquire(client)
 
 
-async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
+async def test_a_slot_granted_to_a_client_that_leaves_goes_to_the_next():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone, next_one = (by_address(name) for name in ("holder", "gone", "next"))
     await slots.acquire(holder)
@@ -217,7 +220,7 @@ async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
     assert (slots.num_taken, slots.num_of(gone), slots.num_of(next_one)) == (1, 0, 1)
 
 
-async def test_waiting_ends_when_no_more_are_taken():
+async def test_waits_end_when_the_router_accepts_no_more_requests():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.acquire(client)
@@ -229,8 +232,8 @@ async def test_waiting_ends_when_no_more_are_taken():
     assert (slots.num_taken, slots.num_waiting) == (1, 0)
 
 
-# Seen failing with the slot of another given back, which leaves one too many.
-async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
+# Seen failing if another request's slot is released, which leaves one too many.
+async def test_a_client_that_leaves_when_all_waits_end_releases_no_slot():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone = by_address("holder"), by_address("gone")
     await slots.acquire(holder)
@@ -242,5 +245,5 @@ async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
     assert (slots.num_taken, slots.num_of(holder), slots.num_of(gone)) == (1, 1, 0)
 
 
-def test_nothing_is_counted_for_a_client_without_a_key():
+def test_a_client_without_a_key_is_not_counted():
     assert by_address("10.0.0.1").usage is None

@@ -40,7 +40,7 @@ METHODS = {
 
 
 def call_of(client: Client, method: str, name: str = "", request: Any = None) -> Any:
-    """A call by the client of this name; "": without a key."""
+    """Return a call by the client of this name. "": without a key."""
     metadata = (("authorization", bearer(name)),) if name else ()
     asked = METHODS[method] if request is None else request
     return getattr(client.stub, method)(asked, metadata=metadata, timeout=WAIT_S)
@@ -54,7 +54,7 @@ def strangers(router: RunningRouter, reason: str) -> float | None:
     return metric(router, "baton_auth_rejected_total", reason=reason)
 
 
-async def test_without_a_key_there_is_nothing_but_health(model, keys):
+async def test_without_a_key_only_health_is_available(model, keys):
     async with served(model, clients=keys) as (client, node, router):
         for number, method in enumerate(METHODS, 1):
             call = call_of(client, method)
@@ -64,23 +64,23 @@ async def test_without_a_key_there_is_nothing_but_health(model, keys):
             health: Any = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            # Reflection, which sends nothing before it is heard.
+            # Reflection, which sends nothing before it receives a message.
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             call = stub.ServerReflectionInfo(timeout=WAIT_S)
             assert await call.code() is StatusCode.UNAUTHENTICATED
         assert not any(message.submits for message in node.received)
 
 
-# Seen failing with unary methods registered as such: the call waits for a message.
+# Seen failing if unary methods are registered as such: the call waits for a message.
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_a_stranger_is_refused_before_he_has_said_anything(model, keys, method):
+async def test_an_unauthenticated_caller_is_rejected_before_its_first_message(model, keys, method):
     async with router_for(model, decode=NOBODY, clients=keys) as (_, router):
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             silent = channel.stream_stream(f"/baton.v1.Router/{method}")(timeout=WAIT_S)
             assert await silent.code() is StatusCode.UNAUTHENTICATED
 
 
-async def test_with_a_key_a_client_has_all_but_what_is_for_operators(model, keys):
+async def test_a_client_key_gives_access_to_everything_except_operator_methods(model, keys):
     async with served(model, clients=keys) as (client, node, router):
         call = call_of(client, "Generate", "alice")
         await node.complete()
@@ -112,7 +112,7 @@ async def test_with_a_key_a_client_has_all_but_what_is_for_operators(model, keys
         (f"Bearer {KEYS['old']}", "expired_key", "old has expired: 2020-01-01"),
     ],
 )
-async def test_what_is_no_good_key_is_told_why(model, keys, credential, reason, words):
+async def test_an_invalid_key_is_rejected_with_the_reason(model, keys, credential, reason, words):
     async with router_for(model, decode=NOBODY, clients=keys) as (client, router):
         metadata = (("authorization", credential),)
         error = await fails(
@@ -124,21 +124,21 @@ async def test_what_is_no_good_key_is_told_why(model, keys, credential, reason, 
         assert strangers(router, reason) == 1
 
 
-async def test_a_rate_that_is_used_up_says_when_to_come_again(model, keys):
+async def test_an_exhausted_request_rate_has_a_retry_time(model, keys):
     async with router_for(model, decode=NOBODY, clients=keys) as (client, router):
         for _ in range(2):
             await call_of(client, "Tokenize", "bob")
         call = call_of(client, "Tokenize", "bob")
         error = await fails(call, StatusCode.RESOURCE_EXHAUSTED, "2 requests a minute")
         assert 20 <= retry_after_s(error) <= 30
-        await call_of(client, "Tokenize", "alice")  # who has no such limit
+        await call_of(client, "Tokenize", "alice")  # a client without this limit
         name = "baton_api_key_requests_total"
         assert metric(router, name, key="bob", outcome="accepted") == 2
         assert metric(router, name, key="bob", outcome="limited") == 1
         assert metric(router, "baton_requests_rejected_total", reason="limited") == 1
 
 
-async def test_tokens_of_prompts_and_answers_count(model, tmp_path):
+async def test_tokens_of_prompts_and_responses_count(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 20}))
     async with served(model, clients=clients) as (client, node, router):
 
@@ -158,7 +158,7 @@ async def test_tokens_of_prompts_and_answers_count(model, tmp_path):
         assert router.admission.num_live == 0
 
 
-async def test_a_key_has_so_many_live_requests(model, tmp_path):
+async def test_a_key_has_a_limit_of_concurrent_requests(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"concurrent": 1}), entry("bob"))
     async with served(model, clients=clients) as (client, node, _):
         first = call_of(client, "Generate", "alice")
@@ -172,7 +172,7 @@ async def test_a_key_has_so_many_live_requests(model, tmp_path):
             await collect(call)
 
 
-async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
+async def test_the_file_is_read_again_and_an_invalid_one_changes_nothing(
     model, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(guard, "LOOK_EVERY_S", 0.01)
@@ -191,7 +191,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
                 pass
         assert not await gets_in("alice")
         file.write_text("- {name: nonsense}")
-        # The first look may be at an empty file.
+        # The first read may see an empty file.
         await eventually(lambda: "key 1 sha256" in caplog.text)
         assert "reload of API keys failed" in caplog.text
         assert await gets_in("bob")
@@ -204,7 +204,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
         assert metrics == {"bob"}
 
 
-async def test_each_key_can_have_prefix_caches_of_its_own(model, keys):
+async def test_each_key_can_have_its_own_prefix_cache(model, keys):
     clients = keys.model_copy(update={"isolate_cache_by_key": True})
     async with served(model, clients=clients) as (client, node, _):
 
@@ -223,14 +223,14 @@ async def test_each_key_can_have_prefix_caches_of_its_own(model, keys):
         assert await namespace("alice", "a") == of_all[1]
 
 
-async def test_without_keys_all_is_open_on_this_machine(model):
+async def test_without_keys_everything_is_open_on_this_machine(model):
     async with router_for(model, decode=NOBODY) as (client, _):
         await call_of(client, "GetCluster")
         any_key = (("authorization", "Bearer none"),)
         await client.stub.GetModel(GetModelRequest(), metadata=any_key, timeout=WAIT_S)
 
 
-async def test_one_client_waits_for_a_slot_and_gets_it(model):
+async def test_a_client_waits_for_a_slot_and_gets_it(model):
     knobs = {"max_concurrent_requests": 1, "clients": ClientsConfig(max_queue_wait_s=WAIT_S)}
     async with served(model, **knobs) as (client, node, router):
         first = call_of(client, "Generate")
@@ -253,11 +253,11 @@ async def test_one_client_waits_for_a_slot_and_gets_it(model):
         ("unix:", "unix"),
     ],
 )
-def test_addresses_are_read_as_grpc_tells_them(peer, where):
+def test_addresses_are_parsed_in_grpcs_formats(peer, where):
     assert address(peer) == where
 
 
-async def test_the_clusters_own_operators_key_is_as_good_as_any(model, keys, tmp_path):
+async def test_the_clusters_operator_key_works_without_an_entry(model, keys, tmp_path):
     file = tmp_path / "secret"
     file.write_text(secret.new_secret())
     held = secret.keyrings(file, "router")
@@ -272,8 +272,8 @@ async def test_the_clusters_own_operators_key_is_as_good_as_any(model, keys, tmp
                 await fails(ask(metadata=(("authorization", wrong),)), StatusCode.UNAUTHENTICATED)
 
 
-async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(model, caplog):
+async def test_clients_of_other_hosts_without_keys_are_logged_as_a_warning(model, caplog):
     front = ServerConfig(port=0, host="0.0.0.0", insecure=True)
     async with router_for(model, decode=NOBODY, front=front) as (client, _):
         assert "clients need no API key" in caplog.text
-        await call_of(client, "GetCluster")  # as on loopback
+        await call_of(client, "GetCluster")  # like on loopback

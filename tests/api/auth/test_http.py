@@ -36,7 +36,7 @@ def tokens_of(api: Api, name: str) -> float | None:
     return metric(api.router, "baton_api_key_tokens_total", key=name, kind="prompt")
 
 
-async def test_without_a_key_there_is_only_health_and_the_page(model, keys):
+async def test_without_a_key_only_health_and_the_page_are_available(model, keys):
     async with api_for(model, clients=keys) as api:
         for path in FOR_ANYBODY:
             assert (await api.get(path)).status == 200, path
@@ -50,7 +50,7 @@ async def test_without_a_key_there_is_only_health_and_the_page(model, keys):
         assert not any(message.submits for message in api.node.received)
 
 
-async def test_a_key_may_come_as_anthropic_s_clients_send_it(model, keys):
+async def test_a_key_may_be_in_the_header_of_anthropics_clients(model, keys):
     async with api_for(model, clients=keys) as api:
         assert (await api.get("/v1/models", **{"x-api-key": KEYS["alice"]})).status == 200
         assert (await api.get("/v1/models", **{"x-api-key": "bk-unknown"})).status == 401
@@ -58,7 +58,7 @@ async def test_a_key_may_come_as_anthropic_s_clients_send_it(model, keys):
         assert refused.error["code"] == "insufficient_permissions"
 
 
-async def test_a_client_has_the_api_and_an_operator_all(model, keys):
+async def test_a_client_key_gives_access_to_the_api_and_an_operator_key_to_everything(model, keys):
     async with api_for(model, clients=keys) as api:
         for path in FOR_CLIENTS:
             assert (await api.get(path, authorization=bearer("alice"))).status in (200, 404)
@@ -70,7 +70,7 @@ async def test_a_client_has_the_api_and_an_operator_all(model, keys):
         assert strangers(api, "expired_key") == 1
 
 
-async def test_openais_own_client_shows_its_key_and_knows_the_errors(model, keys):
+async def test_openais_own_client_sends_its_key_and_parses_the_errors(model, keys):
     async with api_for(model, clients=keys) as api:
         url = f"http://127.0.0.1:{api.router.http_port}/v1"
         make = openai.AsyncOpenAI
@@ -93,7 +93,7 @@ async def test_openais_own_client_shows_its_key_and_knows_the_errors(model, keys
                 await nobody.models.list()
 
 
-async def test_who_may_not_ask_is_told_before_his_body_is_read(model, keys):
+async def test_an_unauthenticated_caller_is_rejected_before_its_body_is_read(model, keys):
     async with api_for(model, clients=keys) as api:
         for _ in range(2):
             await api.answered(ask_as("bob", api))
@@ -104,7 +104,7 @@ async def test_who_may_not_ask_is_told_before_his_body_is_read(model, keys):
                 assert (await wire.response()).status == status
 
 
-async def test_requests_that_come_together_are_let_in_together_or_not_at_all(model, keys):
+async def test_requests_of_one_body_are_accepted_together_or_not_at_all(model, keys):
     async with api_for(model, clients=keys) as api:
         never = await ask_as("bob", api, n=3)
         assert (never.status, never.error["message"][:18]) == (400, "3 requests at once")
@@ -116,8 +116,8 @@ async def test_requests_that_come_together_are_let_in_together_or_not_at_all(mod
         assert (await ask_as("bob", api)).status == 429
 
 
-# Seen failing with a prompt that is counted for each of its choices: 429 for ever.
-async def test_a_prompt_is_counted_once_however_many_choices_it_has(model, tmp_path):
+# Seen failing if a prompt is counted for each of its choices: 429 forever.
+async def test_a_prompt_counts_once_for_any_number_of_choices(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 10}))
     async with api_for(model, clients=clients) as api:
         asking = ask_as("alice", api, prompt=[1, 2, 3, 4, 5, 6], n=2)
@@ -127,8 +127,8 @@ async def test_a_prompt_is_counted_once_however_many_choices_it_has(model, tmp_p
         assert tokens_of(api, "alice") == 6
 
 
-# Seen failing with prompts that are counted one by one: the first is sent, and burnt.
-async def test_prompts_that_come_together_are_counted_together_or_not_at_all(model, tmp_path):
+# Seen failing if prompts are counted one by one: the first is sent and wasted.
+async def test_prompts_of_one_body_are_counted_together_or_not_at_all(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 10}))
     async with api_for(model, clients=clients) as api:
         never = await ask_as("alice", api, prompt=[[1] * 6, [2] * 5], max_tokens=1)
@@ -146,7 +146,7 @@ async def test_prompts_that_come_together_are_counted_together_or_not_at_all(mod
         assert sum(len(message.submits) for message in api.node.received) == 2
 
 
-async def test_a_key_has_so_many_connections(model, tmp_path):
+async def test_a_key_has_a_limit_of_connections(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"connections": 2}), entry("bob"))
     async with router_for(model, decode=NOBODY, clients=clients) as (_, router):
 
@@ -168,8 +168,8 @@ async def test_a_key_has_so_many_connections(model, tmp_path):
             assert (await ask(wire, "alice")).status == 200
 
 
-# Seen failing with connections that are told apart by host:port: the second is let in.
-def test_connections_from_one_port_to_two_addresses_are_two():
+# Seen failing with connections identified by host:port: the second is accepted.
+def test_connections_from_one_port_to_two_addresses_are_different():
     client = Client("alice", KeyUsage(KeyLimits(connections=1)))
     first, second = HttpPeer("10.0.0.1", "10.0.0.1:5000"), HttpPeer("10.0.0.1", "10.0.0.1:5000")
     connections = KeyConnections()
@@ -183,7 +183,7 @@ def test_connections_from_one_port_to_two_addresses_are_two():
     connections.admit(client, second)
 
 
-async def test_a_name_that_is_not_this_machines_is_refused_everywhere(model):
+async def test_a_host_name_of_another_machine_is_rejected_everywhere(model):
     async with api_for(model) as api:
         for path in (*FOR_ANYBODY, "/cluster", "/v1/models"):
             answer = await api.get(path, host="evil.example")
@@ -195,7 +195,7 @@ async def test_a_name_that_is_not_this_machines_is_refused_everywhere(model):
         assert (await api.get("/", host="A.example:443")).status == 200
 
 
-async def test_pages_of_listed_sites_may_ask_and_no_others(model, keys):
+async def test_only_pages_of_listed_sites_may_send_requests(model, keys):
     clients = keys.model_copy(update={"cors_origins": (ORIGIN,)})
     async with api_for(model, clients=clients) as api:
         asks: Any = {
@@ -227,7 +227,7 @@ async def test_pages_of_listed_sites_may_ask_and_no_others(model, keys):
 
 
 async def test_one_clients_requests_leave_slots_for_another(model, tmp_path):
-    """Give one key at most 14 of 16 slots, however many requests it sends."""
+    """One key gets at most 14 of 16 slots, however many requests it sends."""
     clients = clients_of(tmp_path, entry("alice"), entry("bob"), max_queue_wait_s=WAIT_S)
     async with api_for(model, clients=clients, max_concurrent_requests=16) as api:
         greedy = [ask_as("alice", api, max_tokens=1) for _ in range(100)]

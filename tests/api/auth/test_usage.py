@@ -1,4 +1,5 @@
-"""Rate limits of one key per minute: requests before any work, tokens as they are counted."""
+"""Rate limits of one key per minute: requests are checked before any work, tokens when they are
+counted."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,13 +22,14 @@ def clock():
 
 
 def later(take: Callable[..., None], *numbers: int, words: str) -> float:
-    """Return the seconds after which a request may come that is refused now with these words."""
+    """Return the seconds after which a request may be sent again that is rejected now with these
+    words."""
     with pytest.raises(RateLimited, match=words) as refused:
         take(*numbers)
     return refused.value.retry_after_s
 
 
-def test_requests_that_come_together_are_counted_together_or_not_at_all(clock):
+def test_requests_of_one_body_are_counted_together_or_not_at_all(clock):
     usage = KeyUsage(KeyLimits(requests_per_minute=6), clock)
     usage.begin(4)
     assert later(usage.begin, 3, words="6 requests a minute") == pytest.approx(10)
@@ -35,7 +37,7 @@ def test_requests_that_come_together_are_counted_together_or_not_at_all(clock):
     assert (usage.num_requests, usage.num_refused) == (6, 1)
 
 
-def test_what_is_never_allowed_is_not_told_to_come_again(clock):
+def test_a_request_over_the_whole_limit_has_no_retry_time(clock):
     usage = KeyUsage(KeyLimits(requests_per_minute=2, tokens_per_minute=100), clock)
     with pytest.raises(InvalidRequest, match="3 requests at once"):
         usage.begin(3)
@@ -43,7 +45,7 @@ def test_what_is_never_allowed_is_not_told_to_come_again(clock):
         usage.prompts(101)
 
 
-def test_a_prompt_that_does_not_fit_now_is_told_when_it_will(clock):
+def test_a_prompt_over_the_remaining_tokens_has_a_retry_time(clock):
     usage = KeyUsage(KeyLimits(tokens_per_minute=120), clock)
     usage.prompts(100)
     assert later(usage.prompts, 40, words="120 tokens a minute") == pytest.approx(10)
@@ -51,8 +53,8 @@ def test_a_prompt_that_does_not_fit_now_is_told_when_it_will(clock):
     usage.prompts(40)
 
 
-# Seen failing with the wait for tokens alone.
-def test_who_has_neither_tokens_nor_requests_is_told_when_there_are_both(clock):
+# Seen failing with only the wait for tokens.
+def test_the_retry_time_covers_both_tokens_and_requests(clock):
     usage = KeyUsage(KeyLimits(requests_per_minute=2, tokens_per_minute=60), clock)
     usage.begin(2)
     usage.prompts(30, 2)
@@ -64,7 +66,7 @@ def test_who_has_neither_tokens_nor_requests_is_told_when_there_are_both(clock):
     assert later(usage.begin, 2, words="60 tokens a minute") == pytest.approx(60)
 
 
-def test_generated_tokens_count_and_the_next_request_pays_before_any_work(clock):
+def test_generated_tokens_count_and_delay_the_next_request_before_any_work(clock):
     usage = KeyUsage(KeyLimits(tokens_per_minute=60), clock)
     usage.begin()
     usage.prompts(50)
@@ -74,7 +76,7 @@ def test_generated_tokens_count_and_the_next_request_pays_before_any_work(clock)
     usage.begin()
 
 
-def test_a_changed_limit_holds_at_once_and_one_that_stays_is_as_used_up_as_it_was(clock):
+def test_a_changed_limit_applies_at_once_and_an_unchanged_one_keeps_its_usage(clock):
     usage = KeyUsage(KeyLimits(requests_per_minute=1, tokens_per_minute=10), clock)
     usage.begin()
     usage.prompts(10)
@@ -85,7 +87,7 @@ def test_a_changed_limit_holds_at_once_and_one_that_stays_is_as_used_up_as_it_wa
         usage.begin()
 
 
-def test_clients_are_told_what_they_have_left(clock):
+def test_responses_report_the_remaining_limits(clock):
     usage = KeyUsage(KeyLimits(requests_per_minute=60, tokens_per_minute=600), clock)
     usage.begin()
     usage.prompts(100)
@@ -100,10 +102,10 @@ def test_clients_are_told_what_they_have_left(clock):
     assert dict(KeyUsage(KeyLimits(), clock).headers()) == {}
 
 
-# The bucket ---------------------------------------------------------------------------------------
+# Token bucket -------------------------------------------------------------------------------------
 
 
-def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
+def test_a_bucket_starts_full_and_refills_over_time():
     clock = FakeClock(123_456_789)
     bucket = TokenBucket(3, clock)
     for _ in range(3):
@@ -116,7 +118,7 @@ def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
     assert bucket.wait_s(1) == 0
 
 
-def test_what_was_taken_too_much_comes_in_first():
+def test_an_overdraft_is_refilled_first():
     clock = FakeClock(123_456_789)
     bucket = TokenBucket(60, clock)
     bucket.take(60 + 30)
@@ -130,7 +132,7 @@ def test_what_was_taken_too_much_comes_in_first():
     per_minute=st.integers(1, 10**7),
     events=st.lists(st.tuples(st.integers(0, 10**11), st.integers(1, 10**7)), max_size=30),
 )
-def test_it_counts_exactly(per_minute, events):
+def test_the_bucket_counts_exactly(per_minute, events):
     clock = FakeClock(123_456_789)
     bucket = TokenBucket(per_minute, clock)
     level = Fraction(per_minute)

@@ -15,7 +15,7 @@ from router.metrics import RouterMetrics
 
 
 class Checked:
-    """The checks that a test gives, and nothing else."""
+    """Only the checks that a test passes."""
 
     def __init__(self, in_order: Sequence[Check] = ()) -> None:
         self.in_order = in_order
@@ -31,12 +31,12 @@ class Site:
     """A server whose handlers a test decides."""
 
     def __init__(self, checks: Sequence[Check] = (), **limits: Any) -> None:
-        self.started = asyncio.Event()  # /hold is being answered
+        self.started = asyncio.Event()  # a response to /hold is in progress
         self.go_on = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.whole = b""  # what /whole answers
+        self.whole = b""  # the response of /whole
         self.pieces: list[bytes] = []  # of /stream
-        self.may_end = asyncio.Event()  # /stream, behind its pieces
+        self.may_end = asyncio.Event()  # of /stream, after its pieces
         self.may_end.set()
         self.num_sent = 0
         self.metrics = RouterMetrics()

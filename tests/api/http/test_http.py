@@ -1,4 +1,4 @@
-"""HTTP itself: order, limits, deadlines and ends of connections, whatever is served over them."""
+"""HTTP itself: order, limits, deadlines and ends of connections, independent of the content."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from tests.support.http_client import Wire, connected, get, post, request
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def test_one_connection_carries_many_requests(served):
+async def test_one_connection_serves_many_requests(served):
     async with connected(served.port) as wire:
         for body in (b"one", b"", b"three" * 100_000):
             await wire.post("/echo", body)
@@ -30,7 +30,7 @@ async def test_one_connection_carries_many_requests(served):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_a_request_may_come_in_pieces_of_any_size(served, wire, size):
+async def test_a_request_may_arrive_in_pieces_of_any_size(served, wire, size):
     whole = (
         b"POST /echo?query HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"3\r\nabc\r\n4;extension=1\r\ndefg\r\n0\r\nTrailer: x\r\n\r\n"
@@ -40,7 +40,7 @@ async def test_a_request_may_come_in_pieces_of_any_size(served, wire, size):
     assert (await wire.response()).body == b"abcdefg"
 
 
-async def test_a_length_may_have_any_number_of_zeros_in_front(served, wire):
+async def test_a_content_length_may_have_leading_zeros(served, wire):
     length = b"0" * 5000 + b"5"
     await wire.send(
         b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: " + length + b"\r\n\r\nhello"
@@ -48,7 +48,7 @@ async def test_a_length_may_have_any_number_of_zeros_in_front(served, wire):
     assert (await wire.response()).body == b"hello"
 
 
-async def test_a_trailer_is_no_header(served, wire):
+async def test_a_trailer_is_not_treated_as_a_header(served, wire):
     for headers, trailers, reported in (
         (b"Name: x\r\n", b"", b"x"),
         (b"", b"Name: x\r\n", b"none"),
@@ -59,12 +59,12 @@ async def test_a_trailer_is_no_header(served, wire):
 
 
 @pytest.mark.parametrize("sent", [b"na\xc3\xafve", b"na\xefve"], ids=["UTF-8", "latin-1"])
-async def test_any_byte_of_a_header_can_be_told_again(served, wire, sent):
+async def test_any_byte_of_a_header_is_preserved(served, wire, sent):
     await wire.send(b"POST /name HTTP/1.1\r\nhost: x\r\nname: " + sent + b"\r\n\r\n")
     assert (await wire.response()).body.decode() == "naïve"
 
 
-async def test_requests_sent_ahead_are_answered_in_order(served, wire):
+async def test_pipelined_requests_are_answered_in_order(served, wire):
     first, *rest = [request("POST", "/echo", b"%d" % number) for number in range(6)]
     await wire.send(request("GET", "/hold") + first)
     await served.started.wait()
@@ -75,7 +75,7 @@ async def test_requests_sent_ahead_are_answered_in_order(served, wire):
         assert (await wire.response()).body == b"%d" % number
 
 
-async def test_too_much_sent_ahead_ends_the_connection_after_the_first_answer(caplog):
+async def test_too_much_pipelined_data_ends_the_connection_after_the_first_response(caplog):
     caplog.set_level(logging.INFO)
     async with site(max_ahead_bytes=1000) as served, connected(served.port) as wire:
         await wire.send(request("GET", "/hold"))
@@ -88,14 +88,14 @@ async def test_too_much_sent_ahead_ends_the_connection_after_the_first_answer(ca
         assert await wire.ended()
 
 
-async def test_any_number_of_requests_sent_at_once_is_answered_in_order():
+async def test_any_number_of_pipelined_requests_is_answered_in_order():
     async with site(max_ahead_bytes=1000) as served, connected(served.port) as wire:
         await wire.send(b"".join(request("POST", "/echo", b"%d" % number) for number in range(500)))
         for number in range(500):
             assert (await wire.response()).body == b"%d" % number
 
 
-async def test_a_body_is_asked_for_when_its_client_wants_to_be(served, wire):
+async def test_a_client_that_expects_100_continue_gets_it(served, wire):
     whole = request("POST", "/echo", b"body", expect="100-continue")
     await wire.send(whole[:-4])
     assert await wire.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -128,7 +128,7 @@ async def test_an_unknown_path_is_404_and_an_unknown_method_405(served):
         ("HTTP/1.0\r\nConnection: keep-alive", "keep-alive", False),
     ],
 )
-async def test_a_client_decides_whether_its_connection_goes_on(
+async def test_the_client_decides_whether_its_connection_is_kept_alive(
     served, wire, head, connection, ends
 ):
     await wire.send(f"GET /below/ {head}\r\n\r\n".encode())
@@ -165,7 +165,7 @@ async def test_a_stream_to_an_http_1_0_client_ends_with_its_connection(served, w
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
 )
-async def test_what_is_no_request_is_400_and_the_end_of_the_connection(served, wire, sent):
+async def test_an_invalid_request_gets_400_and_ends_the_connection(served, wire, sent):
     await wire.send(sent)
     answer = await wire.response()
     assert (answer.status, answer.headers["connection"]) == (400, "close")
@@ -184,7 +184,7 @@ async def test_what_is_no_request_is_400_and_the_end_of_the_connection(served, w
     ],
     ids=["path", "one header", "many headers", "trailers"],
 )
-async def test_a_head_that_is_too_long_is_refused(sent):
+async def test_too_long_a_head_is_rejected(sent):
     async with site(max_line_bytes=2000) as served, connected(served.port) as wire:
         await wire.send(sent)
         assert (await wire.response()).status == 400
@@ -194,7 +194,7 @@ async def test_a_head_that_is_too_long_is_refused(sent):
 @pytest.mark.parametrize(
     "wrong", [b"zz\r\n", b"0\r\n" + b"a: b\r\n" * 200], ids=["size", "trailers"]
 )
-async def test_what_is_wrong_with_a_body_is_said_at_once(served, wire, wrong):
+async def test_an_invalid_body_header_is_rejected_at_once(served, wire, wrong):
     await wire.send(CHUNKED)
     await eventually(lambda: served.shared.num_arriving > 0)
     await wire.send(wrong)
@@ -202,7 +202,7 @@ async def test_what_is_wrong_with_a_body_is_said_at_once(served, wire, wrong):
     assert await wire.ended()
 
 
-async def test_a_body_that_is_too_long_is_413_before_it_is_read():
+async def test_too_long_a_body_is_413_before_it_is_read():
     async with site(max_body_bytes=1000) as served:
         async with connected(served.port) as wire:
             head = request("POST", "/echo", b"x" * 1001, expect="100-continue")[:-1001]
@@ -213,13 +213,13 @@ async def test_a_body_that_is_too_long_is_413_before_it_is_read():
         assert (await post(served.port, "/echo", b"x" * 1000)).status == 200
 
 
-async def test_a_client_that_sends_a_body_too_long_can_read_why_it_was_turned_away():
+async def test_a_client_that_sends_too_long_a_body_can_read_the_rejection():
     async with site(max_body_bytes=1000) as served, connected(served.port) as wire:
         await wire.post("/echo", b"x" * 10_000_000)
         assert (await wire.response()).status == 413
 
 
-async def test_a_body_in_chunks_without_end_is_413():
+async def test_an_endless_chunked_body_is_413():
     async with site(max_body_bytes=100_000) as served, connected(served.port) as wire:
         await wire.send(CHUNKED)
         for _ in range(200):
@@ -227,7 +227,7 @@ async def test_a_body_in_chunks_without_end_is_413():
         assert (await wire.response()).status == 413
 
 
-async def test_a_body_in_chunks_that_is_a_little_too_long_is_413():
+async def test_a_chunked_body_slightly_over_the_limit_is_413():
     async with site(max_body_bytes=1000) as served, connected(served.port) as wire:
         for length, status in ((1000, 200), (1001, 413)):
             await wire.send(CHUNKED)
@@ -238,7 +238,7 @@ async def test_a_body_in_chunks_that_is_a_little_too_long_is_413():
 @pytest.mark.parametrize(
     "endless", [b"\r\n", CHUNKED + b"1;x="], ids=["blank lines", "a chunk's extension"]
 )
-async def test_what_is_no_body_has_an_end_too(endless):
+async def test_an_invalid_chunked_body_ends_with_an_error(endless):
     async with site(max_body_bytes=1000) as served, connected(served.port) as wire:
         await wire.send(endless)
         filling = b"\r\n" if endless == b"\r\n" else b"xx"
@@ -255,7 +255,7 @@ async def test_a_request_that_does_not_arrive_in_time_is_408():
         assert await wire.ended()
 
 
-async def test_a_request_that_begins_behind_another_has_the_same_deadline():
+async def test_a_pipelined_request_has_the_same_deadline():
     async with site(receive_s=1.0) as served, connected(served.port) as wire:
         whole = request("POST", "/echo", b"body")
         await wire.send(whole + whole[:-1])
@@ -263,7 +263,7 @@ async def test_a_request_that_begins_behind_another_has_the_same_deadline():
         assert (await wire.response()).status == 408
 
 
-async def test_bytes_that_trickle_in_do_not_move_the_deadline():
+async def test_slowly_arriving_bytes_do_not_extend_the_deadline():
     async with site(receive_s=0.2) as served, connected(served.port) as wire:
         trickling = asyncio.create_task(_trickle(wire))
         assert (await wire.response()).status == 408
@@ -277,7 +277,7 @@ async def _trickle(wire: Wire) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_connection_without_requests_is_closed_after_a_while():
+async def test_an_idle_connection_is_closed_after_its_timeout():
     async with site(idle_s=1.0) as served:
         async with connected(served.port) as wire:
             assert await wire.ended()
@@ -287,17 +287,17 @@ async def test_a_connection_without_requests_is_closed_after_a_while():
             assert await wire.ended()
 
 
-async def test_an_answer_that_takes_longer_than_any_deadline_is_still_given():
+async def test_a_response_that_takes_longer_than_any_deadline_is_completed():
     async with site(idle_s=1.0, receive_s=1.0) as served, connected(served.port) as wire:
         await wire.send(request("GET", "/hold"))
         await served.started.wait()
         async with connected(served.port) as other:
-            assert await other.ended()  # so the deadline is over
+            assert await other.ended()  # so the deadline has expired
         served.go_on.set()
         assert (await wire.response()).body == b"held"
 
 
-async def test_more_connections_than_allowed_are_told_to_come_back():
+async def test_connections_over_the_limit_get_a_retry_time():
     async with site(max_connections=1, linger_s=0.05) as served:
         async with connected(served.port) as first:
             await first.send(request("GET", "/hold"))
@@ -323,7 +323,7 @@ async def test_idle_connections_of_one_address_leave_room_for_others():
         await holding.send(request("GET", "/hold"))
         await served.started.wait()
         idle = [await connect() for _ in range(300)]
-        # Of the 56 that one address can have, those that were idle longest have gone.
+        # Of the 56 that one address can have, those idle for the longest time have been closed.
         assert await used.ended()
         for wire in idle[: 300 - 55]:
             assert await wire.ended()
@@ -341,7 +341,7 @@ async def test_idle_connections_of_one_address_leave_room_for_others():
         assert (await holding.response()).body == b"held"
 
 
-async def test_what_all_clients_are_sending_together_is_bounded():
+async def test_the_size_of_all_incomplete_bodies_is_limited():
     async with site(max_arriving_bytes=100_000) as served:
         async with connected(served.port) as first:
             await first.send(request("POST", "/echo", b"x" * 80_000)[:-1])
@@ -351,7 +351,7 @@ async def test_what_all_clients_are_sending_together_is_bounded():
             await first.send(b"x")
             assert (await first.response()).status == 200
             await first.send(request("POST", "/echo", b"x" * 80_000)[:-1])
-        # One that never sent the rest no longer counts, either.
+        # An incomplete body whose client has gone does not count any more, either.
         await eventually(lambda: served.metric("baton_http_connections") == 0)
         async with connected(served.port) as third:
             await third.send(request("POST", "/echo", b"x" * 80_000)[:-1])
@@ -360,7 +360,7 @@ async def test_what_all_clients_are_sending_together_is_bounded():
             assert (await third.response()).status == 200
 
 
-async def test_a_bug_is_a_500_and_a_line_in_the_log(served, wire, caplog):
+async def test_an_internal_error_is_500_and_logged(served, wire, caplog):
     with caplog.at_level(logging.ERROR):
         await wire.send(request("GET", "/fails"))
         answer = await wire.response()
@@ -371,13 +371,13 @@ async def test_a_bug_is_a_500_and_a_line_in_the_log(served, wire, caplog):
     assert (await wire.response()).status == 200
 
 
-async def test_a_bug_in_the_midst_of_an_answer_cuts_it_off(served, wire):
+async def test_an_internal_error_during_a_response_cuts_it_off(served, wire):
     await wire.send(request("GET", "/fails-late"))
     with pytest.raises(asyncio.IncompleteReadError):
         await wire.response()
 
 
-async def test_draining_ends_idle_connections_and_lets_answers_finish(served):
+async def test_draining_closes_idle_connections_and_completes_responses(served):
     async with (
         connected(served.port) as idle,
         connected(served.port) as busy,
@@ -401,10 +401,10 @@ async def test_draining_ends_idle_connections_and_lets_answers_finish(served):
         assert await busy.ended()
 
 
-async def test_a_server_that_stops_listening_serves_whoever_has_connected(served):
-    """Seen failing with a listener that is closed at once: the kernel resets those connections."""
+async def test_a_server_that_stops_listening_serves_clients_that_have_connected(served):
+    """Seen failing if the listener is closed at once: the kernel resets those connections."""
     clients = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
-    for client in clients:  # the server's event loop, which is this one, has accepted none of them
+    for client in clients:  # the server uses this event loop, which has accepted none of them yet
         client.sendall(request("POST", "/echo", b"x"))
     served.server.stop_listening()
     served.server.drain()
@@ -417,7 +417,7 @@ async def test_a_server_that_stops_listening_serves_whoever_has_connected(served
         writer.close()
 
 
-async def test_stopping_waits_for_answers_no_longer_than_it_is_told(served, wire):
+async def test_stopping_waits_for_responses_up_to_its_limit(served, wire):
     await wire.send(request("GET", "/hold"))
     await served.started.wait()
     await served.server.stop(0.05)
@@ -428,7 +428,7 @@ async def test_stopping_waits_for_answers_no_longer_than_it_is_told(served, wire
 
 
 def tcp_connections() -> Iterator[socket.socket]:
-    """Every one of this process."""
+    """Return every TCP connection of this process."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -440,12 +440,12 @@ def tcp_connections() -> Iterator[socket.socket]:
             if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
                 try:
                     one.getpeername()
-                except OSError:  # it listens, or is over
+                except OSError:  # a listening or ended socket
                     continue
                 yield one
 
 
-async def test_every_accepted_socket_holds_little_and_misses_its_peer(served, wire):
+async def test_every_accepted_socket_has_small_buffers_and_detects_a_lost_peer(served, wire):
     await wire.post("/echo", b"x")
     await wire.response()
     client = wire.writer.get_extra_info("sockname")
@@ -485,6 +485,6 @@ async def test_every_tcp_connection_of_a_router_has_nodelay(client, node, router
     assert seen == {"http", "grpc", "node"}
 
 
-async def test_a_port_that_is_taken_is_a_clear_error(served):
+async def test_a_port_in_use_is_a_clear_error(served):
     with pytest.raises(ConfigError, match=rf"--http-port: .*:{served.port}"):
         await Site().server.start("127.0.0.1", served.port)

@@ -1,4 +1,4 @@
-"""Clients that would cost the router more than themselves: what they make it hold is bounded."""
+"""Clients that try to cost the router more than themselves: all data held for them is limited."""
 
 import asyncio
 import gc
@@ -18,10 +18,10 @@ from tests.support.http_client import WAIT_S, connected, get, not_reading, post,
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
-# What is held for one client ----------------------------------------------------------------------
+# Data held for one client -------------------------------------------------------------------------
 
 
-async def test_who_reads_no_answers_gets_no_more_of_them():
+async def test_a_client_that_reads_no_responses_gets_no_more_of_them():
     num_asked = 100
     async with site() as served, not_reading(served.port) as wire:
         served.whole = b"x" * 500_000
@@ -35,7 +35,7 @@ async def test_who_reads_no_answers_gets_no_more_of_them():
             assert (await wire.response()).body == served.whole
 
 
-async def test_of_a_stream_that_nobody_reads_little_is_held():
+async def test_little_of_an_unread_stream_is_held():
     piece, num_pieces = b"x" * 1000, 20_000
     async with site() as served, not_reading(served.port) as wire:
         served.pieces = [piece] * num_pieces
@@ -62,7 +62,7 @@ async def test_a_body_in_small_chunks_takes_no_more_memory_than_is_counted(serve
     assert held < served.shared.num_arriving + (256 << 10)
 
 
-async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work(served, wire):
+async def test_a_body_in_tiny_chunks_is_rejected_before_it_causes_much_work(served, wire):
     await wire.send(CHUNKED)
     await wire.send(b"2\r\nab\r\n" * 2000)
     answer = await wire.response()
@@ -70,7 +70,7 @@ async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work(served, w
     assert await wire.ended()
 
 
-async def test_of_many_requests_sent_at_once_few_are_read():
+async def test_few_of_many_pipelined_requests_are_read():
     def num_read() -> int:
         return sum(type(each).__name__ == "RawRequestMessage" for each in gc.get_objects())
 
@@ -83,7 +83,7 @@ async def test_of_many_requests_sent_at_once_few_are_read():
         assert 0 < num_read() - before < 100
 
 
-async def test_a_body_counts_until_somebody_has_read_it_and_no_longer():
+async def test_a_body_counts_exactly_until_the_handler_has_read_it():
     async with site(max_arriving_bytes=100_000) as served:
         async with connected(served.port) as first, connected(served.port) as second:
             await first.send(request("POST", "/hold", b"x" * 80_000))
@@ -104,7 +104,7 @@ async def test_a_body_counts_until_somebody_has_read_it_and_no_longer():
     await eventually(lambda: served.shared.num_arriving == 0)
 
 
-async def test_of_a_client_that_goes_nothing_is_held(served):
+async def test_no_data_of_a_disconnected_client_is_held(served):
     part = request("POST", "/echo", b"x" * 5_000_000)[:-1]
     gc.disable()  # nothing may have to wait for it
     tracemalloc.start()
@@ -121,7 +121,7 @@ async def test_of_a_client_that_goes_nothing_is_held(served):
     assert held < 1_000_000
 
 
-# Clients that go away -----------------------------------------------------------------------------
+# Clients that disconnect --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_of_a_client_that_goes_nothing_is_held(served):
         (b"", 500 * request("GET", "/whole")),
         (b"", b"\r\n" * 10_000),
         (b"", b"x" * (16 << 20)),
-        # Seen failing with a connection whose reading stops while aiohttp takes no more.
+        # Seen failing with a connection that stops reading while aiohttp accepts no more data.
         (500 * request("GET", "/whole"), b""),
     ],
     ids=[
@@ -146,9 +146,7 @@ async def test_of_a_client_that_goes_nothing_is_held(served):
         "at once",
     ],
 )
-async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(
-    served, at_once, ahead
-):
+async def test_a_disconnect_is_detected_whatever_follows_the_request(served, at_once, ahead):
     async with connected(served.port) as wire:
         await wire.send(request("GET", "/hold") + at_once)
         await served.started.wait()
@@ -159,7 +157,7 @@ async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_requ
     await eventually(lambda: not served.shared.members)
 
 
-async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(caplog):
+async def test_a_client_that_leaves_a_response_unread_for_too_long_is_disconnected(caplog):
     caplog.set_level(logging.INFO)
     async with site(unread_s=0.1) as served, not_reading(served.port) as wire:
         served.pieces = [b"x" * 1000] * 20_000
@@ -170,7 +168,7 @@ async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(caplog):
     assert "slow client disconnected" in caplog.text
 
 
-async def test_who_reads_again_before_the_deadline_is_not_cut_off():
+async def test_a_client_that_reads_again_before_the_deadline_is_not_disconnected():
     async with site(unread_s=WAIT_S) as served, not_reading(served.port) as wire:
         served.pieces = [b"x" * 1000] * 20_000
         served.may_end.clear()
@@ -185,7 +183,7 @@ async def test_who_reads_again_before_the_deadline_is_not_cut_off():
         assert (await reading).body.endswith(b"end")
 
 
-# Who is refused -----------------------------------------------------------------------------------
+# Rejected clients ---------------------------------------------------------------------------------
 
 
 def only_known(asked: HttpRequest) -> web.Response | None:
@@ -194,7 +192,7 @@ def only_known(asked: HttpRequest) -> web.Response | None:
     return ApiError(401, f"{asked.peer.address} is not known at {asked.route}").response()
 
 
-async def test_a_check_refuses_a_request_before_its_body_is_read():
+async def test_a_check_rejects_a_request_before_its_body_is_read():
     async with site(checks=(only_known,)) as served, connected(served.port) as wire:
         whole = request("POST", "/echo?x", b"x" * 100_000, expect="100-continue")
         await wire.send(whole[:-100_000])
@@ -206,13 +204,13 @@ async def test_a_check_refuses_a_request_before_its_body_is_read():
         assert await wire.ended()
 
 
-async def test_who_sends_the_body_all_the_same_can_read_the_refusal():
+async def test_a_client_that_sends_the_body_nevertheless_can_read_the_rejection():
     async with site(checks=(only_known,)) as served, connected(served.port) as wire:
         await wire.post("/echo", b"x" * 10_000_000)
         assert (await wire.response()).status == 401
 
 
-async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request():
+async def test_a_connection_is_kept_after_the_rejection_of_a_complete_request():
     async with site(checks=(lambda request: None, only_known)) as served:
         async with connected(served.port) as wire:
             await wire.post("/echo", b"refused")
@@ -222,7 +220,7 @@ async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request():
         await eventually(lambda: served.metric("baton_http_responses_total", status="401") == 1)
 
 
-async def test_the_log_of_clients_that_are_turned_away_is_bounded(caplog):
+async def test_the_log_of_rejected_clients_is_limited(caplog):
     caplog.set_level(logging.INFO)
     begin = time.monotonic()
     async with site() as served:

@@ -88,19 +88,19 @@ async def test_requests_are_answered_over_tls_1_2_and_later_and_http_1_1(authori
         await eventually(lambda: not shared.members)
 
 
-async def test_clients_must_show_a_certificate_only_where_there_is_a_ca(authority, tmp_path):
+async def test_clients_need_a_certificate_only_if_there_is_a_ca(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config) as (port, shared):
         async with connected(port, trusting(config, shows=True)) as streams:
             assert await exchange(*streams) == b"hello"
         with pytest.raises((OSError, asyncio.IncompleteReadError)):
-            # With TLS 1.3 a client learns it from what it reads.
+            # With TLS 1.3 a client learns it when it reads.
             async with connected(port, trusting(config)) as streams:
                 await exchange(*streams)
         await eventually(lambda: not shared.members)
 
 
-async def test_a_client_without_tls_is_let_go_and_harms_nobody(authority, tmp_path):
+async def test_a_client_without_tls_is_disconnected_and_affects_no_other(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config) as (port, shared):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -117,7 +117,7 @@ async def test_a_client_without_tls_is_let_go_and_harms_nobody(authority, tmp_pa
             assert await exchange(*streams) == b"hello"
 
 
-async def test_a_client_that_says_nothing_counts_and_is_let_go_at_the_deadline(authority, tmp_path):
+async def test_a_silent_client_counts_and_is_disconnected_at_the_deadline(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config, handshake_s=1.0, tick_s=0.1, max_connections=2) as (port, shared):
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
@@ -132,7 +132,7 @@ async def test_a_client_that_says_nothing_counts_and_is_let_go_at_the_deadline(a
             assert await exchange(*streams) == b"hello"
 
 
-async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(authority, tmp_path):
+async def test_a_request_sent_with_the_end_of_the_handshake_is_answered(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as (port, _):
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -159,7 +159,7 @@ async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(au
         writer.close()
 
 
-async def test_a_client_counts_once(authority, tmp_path):
+async def test_a_tls_client_counts_once(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config, max_connections=1) as (port, shared):
         async with connected(port, trusting(config, shows=True)) as streams:
@@ -167,9 +167,7 @@ async def test_a_client_counts_once(authority, tmp_path):
             assert len(shared.members) == 1
 
 
-async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
-    authority, tmp_path, caplog
-):
+async def test_an_invalid_request_is_answered_over_tls_too(authority, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as (port, shared):
@@ -182,7 +180,7 @@ async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_new_certificates_count_from_the_next_handshake_on(authority, tmp_path):
+async def test_new_certificates_apply_from_the_next_handshake_on(authority, tmp_path):
     config = authority.write(tmp_path)
     before = trusting(config, shows=True)
     async with serving(config) as (port, _):

@@ -1,4 +1,4 @@
-"""Images are decoded beside the router, within bounds, and clients take turns."""
+"""Images are decoded in a separate process, within limits, and clients take turns."""
 
 import asyncio
 import os
@@ -47,11 +47,11 @@ def of_content(job: ImageJob, content: bytes) -> ImageJob:
 
 
 def worked(job: ImageJob) -> Outcome:
-    """The program's answer, from this process."""
+    """Return the program's response, computed in this process."""
     return msgspec.msgpack.decode(decoder.work(msgspec.msgpack.encode(job)), type=Outcome)
 
 
-# Bounds -----------------------------------------------------------------------------------------
+# Limits -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -81,7 +81,7 @@ def test_an_image_whose_tokens_do_not_fit_is_not_decoded(job, monkeypatch):
     )
 
 
-async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(job, decodes):
+async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_limits(job, decodes):
     content = headed("WEBP", 4096, MAX_PIXELS["WEBP"] // 4096)
     assert len(content) == 34
     decoded = await decodes.decoded(of_content(job, content), BUSY)
@@ -89,7 +89,7 @@ async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(job, de
 
 
 def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job):
-    """In a quarter of the memory that its pixels would take."""
+    """It takes a quarter of the memory of all its pixels."""
     content = encoded(Pillow.new("RGB", (8192, 4096), (200, 30, 60)), "JPEG")
     helper = Helper("api.images.decoder", [], num_lanes=1, deadline_s=120.0)
     try:
@@ -102,16 +102,16 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job):
     assert isinstance(outcome, Decoded) and abs(outcome.pixels[0] - 200) < 4
 
 
-def test_a_photo_with_others_behind_it_is_a_jpeg(job):
+def test_a_photo_with_embedded_others_is_a_jpeg(job):
     photo = drawn(16, 16)
     content = encoded(photo, "MPO", save_all=True, append_images=[photo])
     assert isinstance(worked(of_content(job, content)), Decoded)
 
 
-# The program --------------------------------------------------------------------------------------
+# Decoding process ---------------------------------------------------------------------------------
 
 
-async def test_the_program_starts_with_the_first_image_and_again_after_its_end(job, decodes):
+async def test_the_process_starts_with_the_first_image_and_again_after_its_end(job, decodes):
     assert decodes.helper.pid is None
     first = await decodes.decoded(job, BUSY)
     pid = decodes.helper.pid
@@ -123,11 +123,11 @@ async def test_the_program_starts_with_the_first_image_and_again_after_its_end(j
 
 
 class Held:
-    """A helper whose questions wait until each is released."""
+    """A decoding process whose requests wait until each is released."""
 
     def __init__(self, answer: Answer) -> None:
         self.asked: queue.Queue[bytes] = queue.Queue()  # contents
-        self.shared = False  # two questions had one lane
+        self.shared = False  # two requests had one lane
         self._answer = answer
         self._lanes: set[int] = set()
         self._ends: dict[bytes, threading.Event] = {}
@@ -168,7 +168,7 @@ def asks(decodes: Decoding, job: ImageJob, content: bytes, client: Client) -> as
 @pytest.mark.parametrize(
     "code, reason", [(-signal.SIGXCPU, "5 s of CPU time"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
 )
-async def test_an_image_beyond_its_bounds_is_the_clients_fault(job, decodes, code, reason):
+async def test_an_image_over_its_limits_is_an_error_of_the_client(job, decodes, code, reason):
     held = Held(Answer(code))
     decodes.helper = cast(Helper, held)
     asked = asks(decodes, job, b"large", BUSY)
@@ -190,7 +190,7 @@ async def test_a_client_with_many_images_delays_another_one_by_one_turn(job, dec
         task.cancel()
 
 
-async def test_the_queue_of_images_is_bounded_and_has_room_for_others(job, decodes, held):
+async def test_the_queue_of_images_is_limited_and_has_room_for_other_clients(job, decodes, held):
     many = [asks(decodes, job, b"%d" % number, BUSY) for number in range(LANES + MAX_WAITING)]
     for _ in range(LANES):
         await held.next()
@@ -204,7 +204,7 @@ async def test_the_queue_of_images_is_bounded_and_has_room_for_others(job, decod
         task.cancel()
 
 
-async def test_a_turn_lasts_as_long_as_its_work_though_its_request_has_gone(job, decodes, held):
+async def test_a_turn_lasts_until_its_work_ends_even_if_its_request_has_gone(job, decodes, held):
     first, second = (asks(decodes, job, name, BUSY) for name in (b"first", b"second"))
     assert {await held.next(), await held.next()} == {b"first", b"second"}
     first.cancel()

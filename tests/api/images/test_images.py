@@ -1,5 +1,5 @@
-"""Images as OpenAI's own client sends them: what reaches a node are the pixels that transformers'
-image processor makes, in the place of the model's mark, and what is too much is refused by name."""
+"""Images as OpenAI's own client sends them. A node receives the pixels that transformers' image
+processor makes, at the place of the model's marker. Excessive images are rejected by name."""
 
 import asyncio
 import base64
@@ -99,7 +99,7 @@ async def refused(api: Api, *parts: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-async def test_nodes_get_what_transformers_image_processor_makes(api, model):
+async def test_nodes_receive_the_output_of_transformers_image_processor(api, model):
     first, second = drawn(50, 33), drawn(200, 90, "RGBA", seed=1)
     submit = await submitted(
         api,
@@ -126,8 +126,8 @@ async def test_nodes_get_what_transformers_image_processor_makes(api, model):
 
 
 async def seen_by(directory: Path, model_type: str) -> tuple[Any, Any]:
-    """The request with two images that a node of this model gets, whose pixels are those of
-    transformers, and the images."""
+    """Return the request with two images that a node of this model receives, whose pixels are
+    those of transformers, and the images."""
     shown = [encoded(drawn(50, 33)), encoded(drawn(20, 301, seed=1))]
     write_vision_files(directory, model_type=model_type)
     async with api_for(directory) as api:
@@ -143,7 +143,7 @@ async def seen_by(directory: Path, model_type: str) -> tuple[Any, Any]:
     return submit, images
 
 
-async def test_images_of_a_llava_are_squares_of_their_middle(tmp_path):
+async def test_images_of_llava_are_squares_of_their_middle(tmp_path):
     await seen_by(tmp_path, "llava")
     files = files_of(tmp_path)
     with pytest.raises(InvalidRequest, match="has 36 tokens, 35 are allowed: detail low"):
@@ -152,7 +152,7 @@ async def test_images_of_a_llava_are_squares_of_their_middle(tmp_path):
         ImageLoader(files, ImagesConfig(max_tokens_per_image=35))
 
 
-async def test_images_of_a_gemma_are_stretched_and_between_blank_lines(tmp_path):
+async def test_images_of_gemma_are_stretched_and_between_blank_lines(tmp_path):
     submit, (first, second) = await seen_by(tmp_path, "gemma3")
     ids, blank = list(submit.token_ids), list(b"\n\n")
     assert ids[first.at - 3 : first.at] == [*blank, BEGIN_ID]
@@ -170,7 +170,7 @@ async def test_images_of_a_gemma_are_stretched_and_between_blank_lines(tmp_path)
         ("gemma3", PREPROCESSING, {"do_pan_and_scan": True}, "do_pan_and_scan is true"),
     ],
 )
-def test_settings_of_images_that_are_not_supported_are_named(
+def test_unsupported_settings_of_images_are_reported_by_name(
     tmp_path, model_type, file, fields, message
 ):
     path = write_vision_files(tmp_path, model_type=model_type) / file
@@ -180,7 +180,7 @@ def test_settings_of_images_that_are_not_supported_are_named(
 
 
 @pytest.mark.parametrize("file, field", [("config.json", "vision_config"), (None, None)])
-def test_without_an_encoder_or_a_processor_only_texts_are_served(tmp_path, file, field):
+def test_without_an_encoder_or_a_processor_only_text_is_served(tmp_path, file, field):
     write_vision_files(tmp_path, model_type="qwen3_5")
     path = tmp_path / (file or PREPROCESSING)
     if field is None:
@@ -192,7 +192,7 @@ def test_without_an_encoder_or_a_processor_only_texts_are_served(tmp_path, file,
     assert vision_files(tmp_path) is None
 
 
-async def test_an_image_lies_as_its_camera_was_held(api):
+async def test_an_image_is_rotated_by_its_orientation_tag(api):
     exif = Pillow.Exif()
     exif[0x0112] = 6
     submit = await submitted(api, part(encoded(drawn(64, 16), "JPEG", exif=exif)))
@@ -224,7 +224,7 @@ SPELT = [to_responses, to_messages]
 
 
 async def over_grpc(api: Api, call: str, *parts: router_pb2.ChatPart) -> Any:
-    """The answer of that method to one turn of these parts."""
+    """Return the response of that method to one turn with these parts."""
     turn = router_pb2.ChatMessage(role="user", parts=parts)
     messages = router_pb2.ChatMessages(messages=[turn])
     kind = {"Generate": "GenerateRequest", "Tokenize": "TokenizeRequest"}[call]
@@ -238,7 +238,7 @@ def spelt(content: bytes) -> list[router_pb2.ChatPart]:
     return [router_pb2.ChatPart(text="What is this?"), router_pb2.ChatPart(image=content)]
 
 
-async def test_other_spellings_are_the_same_prompt(api):
+async def test_different_notations_give_the_same_prompt(api):
     content = encoded(drawn(50, 33))
     chat = await submitted(api, text("What is this?"), part(content))
     asked = [api.post(path, **fields) for path, fields in (spell(content) for spell in SPELT)]
@@ -248,7 +248,7 @@ async def test_other_spellings_are_the_same_prompt(api):
         assert list(submit.images) == list(chat.images)
 
 
-async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(api):
+async def test_counted_tokens_of_a_conversation_are_those_of_its_prompt(api):
     content = encoded(drawn(50, 33))
     parts = [text("What is this?"), part(content)]
     expected = list((await submitted(api, *parts)).token_ids)
@@ -262,7 +262,7 @@ async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(
 
 
 @pytest.mark.parametrize("spell", SPELT)
-async def test_guards_are_the_same_however_it_is_spelt(api, spell):
+async def test_limits_are_the_same_in_every_notation(api, spell):
     path, fields = spell(b"no image at all")
     answer = await api.post(path, **fields)
     assert answer.status == 400 and "expected PNG, JPEG, WEBP, GIF" in answer.body.decode()
@@ -273,7 +273,7 @@ async def test_guards_are_the_same_however_it_is_spelt(api, spell):
     assert answer.status == 400 and "4 images, 3 allowed" in answer.body.decode()
 
 
-async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api):
+async def test_an_invalid_image_in_any_notation_is_rejected_by_name(api):
     asked = [{"role": "user", "content": [{"type": "input_image", "detail": "low"}]}]
     answer = await api.post("/v1/responses", input=asked)
     assert answer.error["param"] == "input[0].content[0].image_url"
@@ -293,8 +293,8 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api):
         assert why in str(caught.value.details())
 
 
-async def test_low_detail_is_fewer_tokens(api):
-    # Below what low detail allows nothing changes.
+async def test_low_detail_gives_fewer_tokens(api):
+    # Images below the size of low detail are unchanged.
     submit = await submitted(api, part(encoded(drawn(64, 64)), "low"))
     assert len(submit.images[0].pixels) == 64 * 64 * 3
 
@@ -323,18 +323,18 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_is_refused_by_name(api):
+async def test_an_invalid_image_is_rejected_by_name(api):
     for parts, reason in WRONG:
         assert reason in await refused(api, *parts)
 
 
-async def test_all_images_of_a_request_fit_into_the_context(model):
+async def test_all_images_of_a_request_must_fit_into_the_context(model):
     async with api_for(model, images=ImagesConfig(max_images=64)) as api:
         many = [part(encoded(drawn(64, 64)))] * 20  # of 64 tokens each, in a context of 1024
         assert "an image has 64 tokens, " in await refused(api, *many)
 
 
-async def test_a_model_of_texts_says_that_it_sees_none(tmp_path):
+async def test_a_text_model_rejects_images(tmp_path):
     directory = write_vision_files(tmp_path, sees=False)
     async with api_for(directory) as api:
         assert "does not support images" in await refused(api, part(encoded(drawn(8, 8))))
@@ -351,11 +351,11 @@ def test_sizes_are_those_of_transformers(model, size, detail):
     assert (fit.rows * SIDE, fit.columns * SIDE) == fit.resized == (height, width)
 
 
-# Addresses --------------------------------------------------------------------------------------
+# URLs ---------------------------------------------------------------------------------------------
 
 
 class Names(AbstractResolver):
-    """Every name is at this address."""
+    """Resolve every name to this address."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -414,7 +414,7 @@ def anywhere(address: Address) -> bool:
     return True
 
 
-async def test_an_image_is_fetched_where_its_name_was_found(site):
+async def test_an_image_is_fetched_from_the_resolved_address(site):
     fetch = HttpFetch(60.0, anywhere, lambda: Names("127.0.0.1"))
     assert await fetch(f"http://{site}/small", 100) == b"x" * 10
     for path, reason in (("large", "more than"), ("elsewhere", "302"), ("nothing", "404")):
@@ -422,7 +422,7 @@ async def test_an_image_is_fetched_where_its_name_was_found(site):
             await fetch(f"http://{site}/{path}", 100)
 
 
-async def test_what_never_ends_is_given_up(site):
+async def test_an_endless_response_is_abandoned(site):
     fetch = HttpFetch(0.2, anywhere, lambda: Names("127.0.0.1"))
     with pytest.raises(InvalidRequest, match="took longer"):
         await fetch(f"http://{site}/slow", 100)
@@ -436,7 +436,7 @@ async def test_what_never_ends_is_given_up(site):
         "2002:a00:1::",
     ],
 )
-async def test_what_is_not_public_is_never_called(address):
+async def test_addresses_that_are_not_public_are_never_called(address):
     assert not is_public(ipaddress.ip_address(address))
     named = HttpFetch(60.0, resolver=lambda: Names(address))
     literal = f"[{address}]" if ":" in address else address
@@ -449,7 +449,7 @@ async def test_what_is_not_public_is_never_called(address):
 @pytest.mark.parametrize(
     "url", ["ftp://a/b", "file:///etc/passwd", "http://", "http://u:p@a/", "x"]
 )
-async def test_what_is_no_address_is_refused(url):
+async def test_an_invalid_url_is_rejected(url):
     with pytest.raises(InvalidRequest, match=r"URL of an image|not a valid address"):
         await HttpFetch(60.0)(url, 100)
 
@@ -461,17 +461,17 @@ async def test_what_is_no_address_is_refused(url):
         *("0177.0.0.1", "1.2.3.08", "１２７.1", "%31%32%37.1", "a.0x", "127.0.0.0x1.", "a..b"),
     ],
 )
-async def test_a_host_that_resolvers_may_read_as_a_number_is_refused(host):
-    """Also where it is one of a public address, and nothing looks it up."""
+async def test_a_host_that_some_resolvers_parse_as_a_number_is_rejected(host):
+    """Even if the address is public, and without resolving it."""
     fetch = HttpFetch(60.0, anywhere, lambda: Unasked("127.0.0.1"))
     with pytest.raises(InvalidRequest, match="is not a valid address"):
         await fetch(f"http://{host}/a", 100)
 
 
-def test_public_addresses_are():
+def test_public_addresses_are_recognized():
     for address in ("93.184.216.34", "2606:2800:220:1::1"):
         assert is_public(ipaddress.ip_address(address))
 
 
-def test_all_images_of_a_request_fit_into_a_message():
+def test_all_images_of_a_request_must_fit_into_a_message():
     assert MAX_PIXEL_BYTES + 5 * (1 << 20) + (20 << 10) < MAX_MESSAGE_BYTES

@@ -1,5 +1,6 @@
-"""Videos as clients send them: the prompt has the marks and timestamps of transformers' processor,
-nodes get frames of the size that its video processor makes, and what is too much is refused."""
+"""Videos as clients send them. The prompt has the markers and timestamps of transformers'
+processor, nodes receive frames of the size that its video processor makes, and excessive videos
+are rejected."""
 
 import ast
 import io
@@ -80,7 +81,7 @@ def smart_resize(name):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
-async def test_nodes_get_the_patches_of_a_video_in_their_places(tmp_path, model_type):
+async def test_nodes_receive_the_patches_of_a_video_at_their_places(tmp_path, model_type):
     model = write_vision_files(tmp_path, model_type=model_type)
     async with api_for(model) as api:
         submit = await submitted(api, text("See "), video(), text("!"))
@@ -103,7 +104,7 @@ async def test_nodes_get_the_patches_of_a_video_in_their_places(tmp_path, model_
             said = bytes(token for token in rest if token < 256).decode()
             assert f"See \n{written}" in said or f"See {written}" in said
         else:
-            # 4 positions a second, and half a second a patch
+            # 4 positions a second, and half a second for a patch
             assert [image.time for image in images] == [None, 2, 4]
             assert rest.count(BEGIN_ID) == rest.count(END_ID) == 1
             assert images[0].end == images[1].at and images[1].end == images[2].at
@@ -128,7 +129,7 @@ async def test_a_video_is_scaled_down_to_fit(model):
     assert [image.frames for image in submit.images] == [2, 2, 2, 1]
 
 
-async def test_every_form_of_a_video_gives_the_same_prompt(model):
+async def test_every_notation_of_a_video_gives_the_same_prompt(model):
     file = [io.BytesIO() for _ in range(4)]
     for each, frame in zip(file, FRAMES, strict=False):
         Pillow.open(io.BytesIO(frame)).convert("RGB").save(each, "JPEG")
@@ -146,7 +147,7 @@ async def test_every_form_of_a_video_gives_the_same_prompt(model):
     assert submits[0].token_ids == submits[1].token_ids == answer.token_ids
 
 
-async def test_what_is_too_much_or_no_video_is_refused_by_name(model):
+async def test_an_excessive_or_invalid_video_is_rejected_by_name(model):
     container = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     frames = [*FRAMES[:2], encoded(drawn(400, 33))]
     async with api_for(model, images=ImagesConfig(max_frames=5)) as api:
@@ -165,14 +166,14 @@ async def test_what_is_too_much_or_no_video_is_refused_by_name(model):
             assert any(each in said for each in reason.split("|")), said
 
 
-async def test_a_time_axis_that_is_too_long_is_refused(tmp_path):
+async def test_too_long_a_time_axis_is_rejected(tmp_path):
     directory = write_vision_files(tmp_path)
     async with api_for(directory) as api:
         assert "positions left" in await refused(api, video(fps=0.01))
 
 
 @pytest.mark.parametrize("sees", [True, False])
-async def test_a_model_without_videos_refuses_them(tmp_path, sees):
+async def test_a_model_without_videos_rejects_them(tmp_path, sees):
     directory = write_vision_files(tmp_path, model_type="llava", sees=sees)
     async with api_for(directory) as api:
         assert "this model does not support" in await refused(api, video())

@@ -1,4 +1,4 @@
-"""/generate, as SGLang's clients use it."""
+"""/generate with requests of SGLang's clients."""
 
 import asyncio
 from unittest.mock import Mock
@@ -16,7 +16,7 @@ from tests.support.http_client import sse_events
 GENERATE = "/generate"
 
 
-async def test_a_text_is_answered_with_what_was_generated_and_counted(api):
+async def test_a_text_gets_the_generated_text_and_token_counts(api):
     sampling = {"max_new_tokens": 8, "temperature": 0, "sampling_seed": 5, "stop": ["x"]}
     submit, answer = await api.answered(
         api.post(GENERATE, text="the fox", sampling_params=sampling, rid="mine"),
@@ -35,7 +35,7 @@ async def test_a_text_is_answered_with_what_was_generated_and_counted(api):
     assert meta["id"] == submit.request_id and meta["e2e_latency"] > 0
 
 
-async def test_an_answer_has_the_versions_of_the_weights_that_its_tokens_are_from(api):
+async def test_a_response_has_the_weight_versions_of_its_tokens(api):
     old, new = b"o" * 16, b"n" * 16
     api.node.change_status(weights=old)
     asking = asyncio.create_task(api.post(GENERATE, text="x"))
@@ -51,8 +51,8 @@ async def test_an_answer_has_the_versions_of_the_weights_that_its_tokens_are_fro
     ]
 
 
-async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(api, wire):
-    # As `sglang.bench_serving --backend sglang` asks.
+async def test_every_event_of_a_stream_has_the_whole_text_so_far(api, wire):
+    # Like the requests of `sglang.bench_serving --backend sglang`.
     await wire.post(
         GENERATE,
         {
@@ -82,8 +82,8 @@ async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(api, wire):
     assert first["meta_info"]["prompt_tokens"] == 2
 
 
-async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
-    """With all of the answer in an event for each token, n tokens were n² of text."""
+async def test_the_size_of_a_stream_is_limited_by_the_length_of_its_response(monkeypatch):
+    """If each event had the whole text so far, n tokens would be n² of text."""
     written: list[bytes] = []
     stream = Mock(slow=False, push=written.append, finish=written.append)
     monkeypatch.setattr(generation_endpoint, "HttpStream", lambda request, kind, headers: stream)
@@ -104,7 +104,7 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
     assert sum(texts) < 150 * texts[-1]
 
 
-async def test_a_list_of_prompts_makes_a_list_of_answers(api):
+async def test_a_list_of_prompts_gives_a_list_of_responses(api):
     asking = asyncio.create_task(api.post(GENERATE, input_ids=[[5], [6, 7]]))
     texts = {}
     for _ in range(2):
@@ -139,7 +139,7 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_generated_is_named(api):
+async def test_invalid_fields_are_rejected_by_name(api):
     for fields, param in WRONG:
         assert await api.refused(GENERATE, **fields) == (400, param)
 
@@ -159,7 +159,7 @@ WRONG_SAMPLING = [
 ]
 
 
-async def test_a_wrong_sampling_field_is_named_as_its_client_sent_it(api):
+async def test_a_wrong_sampling_field_has_the_clients_name_in_the_error(api):
     for sampling, name in WRONG_SAMPLING:
         answer = await api.post(GENERATE, text="x", sampling_params=sampling)
         field = f"sampling_params.{name}"
@@ -167,7 +167,7 @@ async def test_a_wrong_sampling_field_is_named_as_its_client_sent_it(api):
         assert answer.error["message"].startswith(field)
 
 
-async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(api):
+async def test_a_grammar_that_a_node_rejects_has_the_clients_name_in_the_error(api):
     asking = asyncio.create_task(
         api.post(GENERATE, text="x", sampling_params={"json_schema": '{"type": 3}'})
     )
@@ -180,5 +180,5 @@ async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(api):
     assert (answer.status, answer.error["param"]) == (400, "sampling_params.json_schema")
 
 
-async def test_token_ids_that_do_not_exist_are_named_as_their_client_sent_them(api):
+async def test_invalid_token_ids_have_the_clients_name_in_the_error(api):
     assert await api.refused(GENERATE, input_ids=[1 << 20]) == (400, "input_ids")

@@ -1,4 +1,4 @@
-"""`return_logprob` of /generate, as SGLang's clients use it."""
+"""`return_logprob` of /generate, with requests of SGLang's clients."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ async def test_each_entry_is_a_number_a_token_and_its_text(api):
     assert not {"input_top_logprobs", "output_top_logprobs"} & set(meta)
 
 
-async def test_the_likeliest_tokens_come_in_lists_of_their_own(api):
+async def test_the_likeliest_tokens_are_in_separate_lists(api):
     asking = asyncio.create_task(api.post(GENERATE, **FROM_TOKEN_2, top_logprobs_num=2))
     submit = await api.node.submitted()
     rows = [RowLogprobs(request=submit.number, logprobs=likeliest(2))]
@@ -63,7 +63,7 @@ async def test_the_likeliest_tokens_come_in_lists_of_their_own(api):
     assert meta["output_top_logprobs"] == [top] * len(TOKENS)
 
 
-async def test_an_event_of_a_stream_has_those_so_far(api, wire):
+async def test_an_event_of_a_stream_has_the_logprobs_so_far(api, wire):
     await wire.post(GENERATE, {"input_ids": PROMPT, "return_logprob": True, "stream": True})
     number = (await api.node.submitted()).number
     api.node.say({number: TOKENS[:2]}, logprobs={number: [-1.0, -2.0]})
@@ -78,7 +78,7 @@ async def test_an_event_of_a_stream_has_those_so_far(api, wire):
     assert all(meta["input_token_logprobs"] == [] for meta in metas)
 
 
-async def test_a_prompt_is_scored_without_generating(api):
+async def test_a_prompt_is_scored_without_generation(api):
     """SGLang's frontend language scores choices in this way."""
     sampling = {"max_new_tokens": 0, "temperature": 0.0}
     asking = asyncio.create_task(api.post(GENERATE, sampling_params=sampling, **FROM_TOKEN_2))

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and what clients of vLLM and SGLang ask a server about itself."""
+"""/tokenize, /detokenize, and paths on which clients of vLLM and SGLang query a server."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
 from tests.api.rig import HELLO
 
 
-async def test_a_prompt_becomes_tokens_with_or_without_special_ones(api):
+async def test_a_prompt_is_tokenized_with_or_without_special_tokens(api):
     reported = await api.post("/tokenize", prompt="the fox", return_token_strs=True)
     tokens = [0, *ids("the fox")]
     assert reported.json == {
@@ -23,14 +23,14 @@ async def test_a_prompt_becomes_tokens_with_or_without_special_ones(api):
     assert back.json == {"prompt": "the fox", "text": "the fox"}
 
 
-async def test_several_prompts_become_a_list_for_each(api):
+async def test_several_prompts_give_a_list_for_each(api):
     reported = await api.post("/tokenize", prompt=["the", "fox jumps"])
     lists = [[0, *ids("the")], [0, *ids("fox jumps")]]
     assert reported.json["tokens"] == lists
     assert reported.json["count"] == [len(each) for each in lists]
 
 
-async def test_a_conversation_is_rendered_as_a_chat_would_be(api):
+async def test_a_conversation_is_rendered_like_a_chat_request(api):
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "[user] hello\n[assistant]"),
         ({"add_generation_prompt": False}, "[user] hello\n"),
@@ -58,14 +58,14 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_tokenized_is_named(api):
+async def test_invalid_input_of_the_tokenizer_is_rejected_by_name(api):
     for path, fields, param in WRONG:
         assert await api.refused(path, **fields) == (400, param)
         answer = await api.post(path, model="another", prompt="x", tokens=[1])
         assert answer.status in (400, 404)
 
 
-async def test_a_server_says_what_it_is(api):
+async def test_a_server_describes_itself(api):
     (card,) = (await api.get("/v1/models")).json["data"]
     assert (card["id"], card["root"], card["parent"]) == (api.model, api.model, None)
     assert (card["max_model_len"], card["permission"]) == (CONTEXT_LENGTH, [])

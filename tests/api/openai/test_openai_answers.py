@@ -59,7 +59,7 @@ async def test_a_completion_has_text_finish_reason_and_usage(api):
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_a_chat_is_rendered_and_answered_by_the_assistant(api):
+async def test_a_chat_is_rendered_and_the_response_has_the_role_assistant(api):
     submit, answer = await api.answered(
         api.client.chat.completions.create(model=api.model, messages=HELLO), " hello you"
     )
@@ -73,7 +73,7 @@ async def test_a_chat_is_rendered_and_answered_by_the_assistant(api):
     assert answer.usage is not None and answer.usage.prompt_tokens == len(CHAT_PROMPT)
 
 
-async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
+async def test_a_streamed_completion_has_exactly_these_bytes(api, wire):
     fields = {"prompt": "x", "stream": True, "max_tokens": 20}
     api.node.change_status(fingerprint="0123abcd")
     await wire.post(COMPLETIONS, fields, x_request_id="mine")
@@ -102,7 +102,7 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
 
 
 @BOTH
-async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint, asked):
+async def test_a_batch_invariant_response_has_its_seed_and_fingerprint(api, wire, endpoint, asked):
     api.node.change_status(fingerprint="one", batch_invariant=True)
     for stream in (False, True):
         for given in (None, 5):
@@ -148,7 +148,7 @@ async def test_other_apis_return_the_seed_of_a_batch_invariant_response(
     ],
 )
 @pytest.mark.parametrize("updated", [False, True])
-async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
+async def test_a_response_names_each_version_of_the_weights_of_its_tokens(
     api, wire, endpoint, asked, of_stream, updated
 ):
     old, new = {"system_fingerprint": "fp_old"}, {"system_fingerprint": "fp_new"}
@@ -178,8 +178,9 @@ async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_
 
 
 @BOTH
-async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint, asked):
-    """A piece without text has token ids too: the text of a part of a character is not known."""
+async def test_token_ids_are_returned_if_requested(api, wire, endpoint, asked):
+    """A piece without text has token ids, too, because the text of a partial character is
+    unknown."""
     generated = ids(" one \u00e9 two")
 
     async def answered(stream):
@@ -204,7 +205,7 @@ async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint,
     )
 
 
-async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api, wire):
+async def test_a_streamed_chat_has_the_role_once_and_the_usage_last(api, wire):
     await wire.post(
         CHAT, {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
     )
@@ -239,7 +240,7 @@ async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api
 
 
 @pytest.mark.parametrize("content", ["the fox", [{"type": "text", "text": "the fox"}]], ids=str)
-async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usage(api, content):
+async def test_a_prediction_is_sent_to_the_node_and_the_usage_counts_its_tokens(api, content):
     prediction: Any = {"type": "content", "content": content}
     asking = asyncio.create_task(
         api.client.chat.completions.create(
@@ -250,7 +251,7 @@ async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usa
         submit = await api.node.submitted()
         assert list(submit.prediction) == ids("the fox")
         number = submit.number
-        # The end of the answer cut off one of those that were right.
+        # The end of the response cut off one of the correct tokens.
         api.node.finish(number, [20, 21], predicted={number: (3, 4)})
     usage = (await asking).usage
     assert usage is not None and usage.completion_tokens_details is not None
@@ -258,7 +259,7 @@ async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usa
     assert usage.completion_tokens_details.rejected_prediction_tokens == 8
 
 
-async def test_who_predicts_nothing_is_told_nothing_of_it(api):
+async def test_without_a_prediction_the_usage_has_no_counts_of_one(api):
     empty: Any = {"type": "content", "content": ""}
     for prediction in (None, empty):
         submit, answer = await api.answered(
@@ -281,7 +282,7 @@ async def test_who_predicts_nothing_is_told_nothing_of_it(api):
     ],
     ids=["long", "image", "type", "text"],
 )
-async def test_a_prediction_that_is_none_is_refused_by_its_name(api, prediction, words):
+async def test_an_invalid_prediction_is_rejected_by_name(api, prediction, words):
     answer = await api.post(CHAT, messages=HELLO, prediction=prediction)
     assert answer.status == 400
     assert words in answer.json["error"]["message"]
@@ -306,7 +307,7 @@ async def test_openais_own_client_reads_a_stream(api):
     assert rest[-1].usage.completion_tokens == len(ids(" the quick fox"))
 
 
-async def test_half_a_character_is_no_event(api, wire):
+async def test_a_partial_character_causes_no_event(api, wire):
     await wire.post(COMPLETIONS, {"prompt": "x", "stream": True})
     number = (await api.node.submitted()).number
     api.node.say({number: ids(" a")})
@@ -322,14 +323,14 @@ async def test_half_a_character_is_no_event(api, wire):
     assert texts == [" a", "\N{SNOWMAN}", ""]
 
 
-async def test_tokens_that_come_together_are_one_event(api):
+async def test_tokens_that_arrive_together_are_one_event(api):
     _, answer = await api.ask(COMPLETIONS, " the quick brown fox", prompt="x", stream=True)
     (event,) = answer.events
     assert event["choices"][0]["text"] == " the quick brown fox"
 
 
 @pytest.mark.parametrize("fields", [{"stop": "STOP"}, {"stop_regex": ["x", "(?i)s.o[op]"]}])
-async def test_a_stop_ends_the_answer_on_both_sides(api, fields):
+async def test_a_stop_string_ends_the_response_on_both_sides(api, fields):
     asking = asyncio.create_task(
         api.client.completions.create(model=api.model, prompt="x", extra_body=fields)
     )
@@ -347,7 +348,7 @@ async def test_every_prompt_of_a_list_has_its_choices_in_order(api):
     submits = [await api.node.submitted() for _ in range(4)]
     by_index = {submit.request_id.split("-")[1]: submit for submit in submits}
     assert len({submit.request_id.split("-")[0] for submit in submits}) == 1
-    # Answered in another order than asked.
+    # Answered in another order than requested.
     for index in (2, 0, 3, 1):
         number = by_index[str(index)].number
         api.node.finish(number, ids(f"{index}"))
@@ -361,7 +362,7 @@ async def test_every_prompt_of_a_list_has_its_choices_in_order(api):
     assert answer.usage.completion_tokens == 4
 
 
-async def test_choices_are_streamed_by_index(api):
+async def test_choices_are_streamed_with_their_index(api):
     asking = asyncio.create_task(api.post(CHAT, messages=HELLO, n=2, stream=True))
     numbers = {s.request_id[-1]: s.number for s in [await api.node.submitted() for _ in "12"]}
     for index in "10":
@@ -382,7 +383,7 @@ async def test_a_choice_that_fails_ends_the_others(api):
     await eventually(lambda: api.router.admission.num_live == 0)
 
 
-async def test_a_client_that_goes_away_is_cancelled_on_the_node(api):
+async def test_a_client_that_disconnects_is_cancelled_on_the_node(api):
     async with connected(api.router.http_port) as wire:
         await wire.post(COMPLETIONS, {"prompt": "x"})
         number = (await api.node.submitted()).number
@@ -401,8 +402,8 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(api):
     assert await api.node.cancelled() == number
 
 
-async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path):
-    """However much the buffers on the way hold, and however many tokens come in one piece."""
+async def test_unread_choices_do_not_keep_their_slots(tmp_path):
+    """For any size of the buffers in between, and for any number of tokens in one piece."""
     model = write_model(tmp_path, context_length=2 * MANY_TOKENS)
     async with (
         api_for(model, slow_client_timeout_s=0.1) as api,
@@ -415,7 +416,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path):
         async def talk() -> None:
             for _ in range(MANY_TOKENS - 1):
                 api.node.say(dict.fromkeys(numbers, ids("x")))
-                await asyncio.sleep(0.01)  # others have their turn
+                await asyncio.sleep(0.01)  # other tasks run
 
         talking = asyncio.create_task(talk())
         assert {await api.node.cancelled() for _ in numbers} == set(numbers)
@@ -423,7 +424,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path):
         await eventually(lambda: api.router.admission.num_live == 0)
 
 
-async def test_more_requests_than_allowed_are_429_with_retry_after(model):
+async def test_requests_over_the_limit_are_429_with_retry_after(model):
     async with api_for(model, max_concurrent_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).number
@@ -450,7 +451,7 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model):
         (StatusCode.DEADLINE_EXCEEDED, 504),
     ],
 )
-async def test_a_request_that_its_node_fails_has_the_status_for_it(api, code, status, stream):
+async def test_a_request_that_fails_on_its_node_has_the_right_status(api, code, status, stream):
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", stream=stream))
     await api.node.complete(
         reason=FINISH_REASON_ERROR, error="no room for it", error_code=code.value[0]
@@ -468,7 +469,7 @@ async def test_an_aborted_request_is_not_retried_by_its_client(api):
     assert (answer.status, answer.error["type"]) == (499, "invalid_request_error")
 
 
-async def test_a_stream_that_fails_midway_says_so_and_not_done(api):
+async def test_a_stream_that_fails_midway_has_an_error_and_no_done(api):
     asking = asyncio.create_task(
         api.client.completions.create(model=api.model, prompt="x", stream=True)
     )
@@ -481,7 +482,7 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(api):
         await anext(stream)
 
 
-async def test_without_a_usable_node_it_is_alive_but_not_ready(model):
+async def test_without_a_usable_node_the_router_is_alive_but_not_ready(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         assert (await get(router.http_port, "/health")).status == 200
         ready = await get(router.http_port, "/ready")
@@ -493,7 +494,7 @@ async def test_without_a_usable_node_it_is_alive_but_not_ready(model):
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_ready_goes_with_the_node(model, caplog):
+async def test_readiness_is_lost_with_the_node(model, caplog):
     caplog.set_level(logging.INFO)
     async with api_for(model) as api:
         assert (await api.get("/ready")).json == {"status": "ready"}
@@ -506,7 +507,7 @@ async def test_ready_goes_with_the_node(model, caplog):
         assert (await api.get("/health")).status == 200
 
 
-async def test_draining_lets_live_requests_finish_and_takes_no_new_one(api):
+async def test_draining_completes_active_requests_and_accepts_no_new_one(api):
     call = api.grpc.generate("x")
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
     numbers = [(await api.node.submitted()).number for _ in "12"]
@@ -525,7 +526,7 @@ async def test_draining_lets_live_requests_finish_and_takes_no_new_one(api):
     await draining
 
 
-async def test_draining_ends_what_does_not_finish_in_time(api):
+async def test_draining_ends_requests_that_do_not_complete_in_time(api):
     call = api.grpc.generate("x")
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
     for _ in "12":
@@ -577,7 +578,7 @@ async def test_metrics_count_http_and_grpc_alike(api):
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-async def test_of_several_answers_the_likeliest_are_told(api, logprobs):
+async def test_best_of_returns_the_likeliest_responses(api, logprobs):
     reported = {" one": -3.0, " two": -1.0, " three": -2.0}
     asked = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
     answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
@@ -599,7 +600,7 @@ async def test_of_several_answers_the_likeliest_are_told(api, logprobs):
     assert answer["usage"]["completion_tokens"] == num_tokens
 
 
-async def test_best_of_one_asks_for_nothing(api):
+async def test_best_of_one_requests_no_logprobs(api):
     for n in (None, 1):
         submit, answer = await api.ask(COMPLETIONS, prompt="x", best_of=1, n=n)
         assert not submit.sampling.HasField("logprobs") and answer.status == 200

@@ -1,4 +1,4 @@
-"""Request fields of the OpenAI API: the resulting submission, and errors that name a rejected
+"""Request fields of the OpenAI API: the resulting submission, and errors with the name of the
 field."""
 
 import asyncio
@@ -62,7 +62,7 @@ async def test_every_sampling_field_reaches_the_node(api):
 @pytest.mark.parametrize(
     "path, prompt", [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})]
 )
-async def test_a_node_sends_as_many_tokens_at_a_time_as_an_event_has(
+async def test_the_node_groups_tokens_by_the_requested_stream_interval(
     model, path, prompt, fields, interval
 ):
     async with api_for(model, stream_interval=4) as api:
@@ -71,14 +71,14 @@ async def test_a_node_sends_as_many_tokens_at_a_time_as_an_event_has(
         assert await api.refused(path, **prompt, stream_interval=1025) == (400, "stream_interval")
 
 
-async def test_null_is_as_good_as_absent(api):
+async def test_null_equals_an_absent_field(api):
     names = {*CompletionFields.__struct_fields__, *OF_COMPLETIONS}
     submit = await _submitted(api, COMPLETIONS, **{**dict.fromkeys(names), "prompt": "x"})
     assert (submit.sampling.max_tokens, submit.sampling.temperature) == (16, 1.0)
     assert submit.sampling.HasField("seed")
 
 
-async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model):
+async def test_a_router_can_be_configured_to_ignore_unknown_fields(model):
     async with api_for(model, ignore_unknown_fields=True) as api:
         for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
             await _submitted(api, path, **prompt, nobody_knows_this=[1], images=["a"])
@@ -95,7 +95,7 @@ async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model):
     ],
     ids=["text", "token ids", "texts", "lists of token ids"],
 )
-async def test_a_prompt_has_four_forms(api, prompt, token_ids):
+async def test_a_prompt_has_four_formats(api, prompt, token_ids):
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt=prompt))
     submits = [await api.complete() for _ in token_ids]
     assert (await asking).status == 200
@@ -117,7 +117,7 @@ async def test_a_prompt_has_four_forms(api, prompt, token_ids):
         ),
     ],
 )
-async def test_messages_become_the_prompt(api, messages, text):
+async def test_messages_are_rendered_into_the_prompt(api, messages, text):
     submit = await _submitted(api, CHAT, messages=messages)
     assert list(submit.token_ids) == [0, *ids(f"{text}[assistant]")]
 
@@ -130,12 +130,12 @@ async def test_messages_become_the_prompt(api, messages, text):
         ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
     ],
 )
-async def test_a_chat_has_two_names_for_its_length(api, fields, expected):
+async def test_the_length_of_a_chat_response_has_two_field_names(api, fields, expected):
     submit = await _submitted(api, CHAT, messages=HELLO, **fields)
     assert submit.sampling.max_tokens == expected
 
 
-async def test_the_first_of_several_choices_is_the_one_that_alone_would_be(api):
+async def test_the_first_of_several_choices_equals_a_single_one(api):
     alone = await _submitted(api, COMPLETIONS, prompt="x", seed=-3)
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt=["x", "y"], seed=-3, n=3))
     submits = [await api.complete() for _ in range(6)]
@@ -143,7 +143,7 @@ async def test_the_first_of_several_choices_is_the_one_that_alone_would_be(api):
     seeds = [s.sampling.seed for s in sorted(submits, key=lambda s: s.request_id)]
     assert seeds[0] == alone.sampling.seed == 2**64 - 3
     assert len(set(seeds[:3])) == 3
-    assert seeds[:3] == seeds[3:]  # whichever prompt it is
+    assert seeds[:3] == seeds[3:]  # whichever prompt it belongs to
 
 
 async def test_unset_seeds_of_several_choices_differ(api):
@@ -153,7 +153,7 @@ async def test_unset_seeds_of_several_choices_differ(api):
     assert len({submit.sampling.seed for submit in submits}) == 3
 
 
-async def test_what_tokens_may_not_be_reaches_the_node(api):
+async def test_biases_bad_words_and_allowed_tokens_reach_the_node(api):
     submit = await _submitted(
         api,
         COMPLETIONS,
@@ -186,9 +186,7 @@ async def test_what_tokens_may_not_be_reaches_the_node(api):
         ),
     ],
 )
-async def test_max_tokens_that_do_not_fit_are_refused_by_the_name_that_the_client_gave(
-    api, path, fields, field
-):
+async def test_too_large_max_tokens_is_rejected_by_the_clients_field_name(api, path, fields, field):
     refused = await api.post(path, **fields)
     assert (refused.status, refused.error["param"]) == (400, field)
     assert "maximum context length is 64 tokens" in refused.error["message"]
@@ -205,12 +203,12 @@ async def test_max_tokens_that_do_not_fit_are_refused_by_the_name_that_the_clien
         ("/v1/messages", {"messages": HELLO, "max_tokens": 32_000}),
     ],
 )
-async def test_a_default_max_tokens_is_cut_to_what_fits(api, path, fields):
+async def test_a_default_max_tokens_is_reduced_to_fit(api, path, fields):
     submit, _ = await api.ask(path, "done", **fields)
     assert len(submit.token_ids) + submit.sampling.max_tokens == CONTEXT_LENGTH
 
 
-async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(api):
+async def test_a_request_has_its_own_id_and_the_one_of_its_header(api):
     submit, answer = await api.answered(
         post(api.router.http_port, COMPLETIONS, {"prompt": "x"}, x_request_id="abc")
     )
@@ -219,7 +217,7 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
     assert answer.json["id"] == f"cmpl-{submit.request_id}"
 
 
-# Values of one field each, beside a prompt.
+# Values of one field each, with a prompt.
 WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt": (None, [], ["a", 1], [[], []], [VOCABULARY_SIZE], [1] * CONTEXT_LENGTH, ["a"] * 129),
     "n": (0, 129),
@@ -269,7 +267,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_a_wrong_field_of_a_completion_is_named(api):
+async def test_a_wrong_field_of_a_completion_is_rejected_by_name(api):
     for param, fields in WRONG_FIELDS:
         answer = await api.post(COMPLETIONS, **{"prompt": "x", **fields})
         assert (answer.status, answer.error["param"]) == (400, param), (fields, answer.body)
@@ -313,7 +311,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_wrong_field_of_a_chat_is_named(api):
+async def test_a_wrong_field_of_a_chat_is_rejected_by_name(api):
     for fields, param in WRONG_CHATS:
         answer = await api.post(CHAT, **{"messages": HELLO, **fields})
         assert answer.status == 400, (fields, answer.body)
@@ -321,7 +319,7 @@ async def test_a_wrong_field_of_a_chat_is_named(api):
     assert not any(message.submits for message in api.node.received)
 
 
-async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path):
+async def test_a_model_without_a_template_supports_completions_but_no_chat(tmp_path):
     async with api_for(write_model(tmp_path)) as api:
         assert await api.refused(CHAT, messages=HELLO) == (400, "messages")
         await _submitted(api, COMPLETIONS, prompt="x")
@@ -344,7 +342,7 @@ NO_REQUESTS = (
 )
 
 
-async def test_a_body_that_is_no_request_is_400(api, wire):
+async def test_an_invalid_body_is_400(api, wire):
     for body in NO_REQUESTS:
         for path in (COMPLETIONS, CHAT):
             await wire.send(request("POST", path, body))
@@ -353,14 +351,14 @@ async def test_a_body_that_is_no_request_is_400(api, wire):
             assert reported == (400, "invalid_request_error"), body[:40]
 
 
-async def test_a_large_prompt_is_not_multiplied_without_bound(api):
+async def test_a_large_prompt_is_not_multiplied_without_limit(api):
     answer = await api.post(COMPLETIONS, prompt="x" * 200_000, n=100)
     assert (answer.status, answer.error["param"]) == (413, "n")
     answer = await api.post(COMPLETIONS, prompt="x" * 200_000)
     assert (answer.status, answer.error["param"]) == (400, "prompt")  # longer than the context
 
 
-async def test_only_json_is_taken(api, wire):
+async def test_only_json_is_accepted(api, wire):
     await wire.post(COMPLETIONS, {"prompt": "x"}, content_type="text/plain")
     assert (await wire.response()).status == 415
     await wire.post(COMPLETIONS, {"prompt": "x"}, content_type="application/JSON; charset=UTF-8")
@@ -369,9 +367,9 @@ async def test_only_json_is_taken(api, wire):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x" * 5000], ids=["gzip", "long"])
-async def test_a_compressed_body_is_rejected_with_what_to_do(api, wire, encoding):
-    """Seen failing: 400, the body is not valid JSON. Inflated it could be a thousand times its
-    size."""
+async def test_a_compressed_body_is_rejected_with_a_remedy(api, wire, encoding):
+    """Seen failing: 400, the body is not valid JSON. Decompressed, it could be a thousand times
+    as large."""
     body = gzip.compress(b'{"prompt": "x"}')
     await wire.post(COMPLETIONS, body, content_encoding=encoding)
     answer = await wire.response()
@@ -391,7 +389,9 @@ async def test_a_compressed_body_is_rejected_with_what_to_do(api, wire, encoding
     ],
     ids=["format", "guided", "tools"],
 )
-async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(talking, fields, name):
+async def test_a_grammar_that_nodes_reject_has_the_clients_field_name_in_the_error(
+    talking, fields, name
+):
     """Seen failing: json_schema or structural_tag, which the client had not sent."""
     asking = asyncio.create_task(talking.post(CHAT, messages=HELLO, **fields))
     submit = await talking.node.submitted()
@@ -407,7 +407,7 @@ async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(talking,
     assert answer.error["message"].startswith(f"{answer.error['param']}: #: not cannot")
 
 
-async def test_a_request_id_that_is_too_long_is_400_and_one_that_comes_again_is_not(api, wire):
+async def test_too_long_a_request_id_is_400_and_a_repeated_one_is_accepted(api, wire):
     await wire.post(COMPLETIONS, {"prompt": "x"}, x_request_id="x" * 257)
     answer = await wire.response()
     assert (answer.status, "request_id" in answer.error["message"]) == (400, True)
@@ -421,11 +421,11 @@ async def test_a_request_id_that_is_too_long_is_400_and_one_that_comes_again_is_
         assert (each.status, each.headers["x-request-id"]) == (200, "same")
 
 
-async def test_the_log_of_refused_requests_is_bounded(model, caplog):
+async def test_the_log_of_rejected_requests_is_limited(model, caplog):
     caplog.set_level(logging.INFO)
     async with api_for(model) as api:
         for _ in range(30):
-            assert (await api.post(COMPLETIONS)).status == 400  # by its fields
+            assert (await api.post(COMPLETIONS)).status == 400  # because of its fields
             assert (await api.post(COMPLETIONS, prompt="x", max_tokens=-1)).status == 400
     lines = [line for line in caplog.messages if line.startswith("request rejected")]
     assert len(lines) == 20

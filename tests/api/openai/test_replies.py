@@ -1,4 +1,4 @@
-"""A streamed answer takes pieces at once while its client reads, and none while it does not."""
+"""A streamed response accepts pieces at once while its client reads, and none while it does not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,31 +33,31 @@ async def reply(client: HttpClient) -> EndpointReply:
     return asked.reply(RequestOrigin("id", "m", 0), client.request(), ())
 
 
-async def test_a_client_that_reads_gets_what_is_offered_at_once(client, reply):
+async def test_a_client_that_reads_gets_offered_pieces_at_once(client, reply):
     assert reply.offer(0, OutputChunk("one", (1,)))
     assert b'"text":"one"' in client.written
 
 
-async def test_of_what_is_offered_to_a_slow_client_nothing_is_written(client, reply):
+async def test_pieces_offered_to_a_slow_client_are_not_written(client, reply):
     client.pause_writing()
     assert not reply.offer(0, OutputChunk("one", (1,)))
     assert not client.written
 
 
-async def test_what_is_offered_to_a_client_that_has_gone_goes_nowhere(client, reply):
+async def test_pieces_offered_to_a_disconnected_client_are_dropped(client, reply):
     client.connection_lost(None)
     assert reply.offer(0, OutputChunk("one", (1,)))
     assert not client.written
 
 
-async def test_half_a_character_makes_no_event_but_the_first(client, reply):
+async def test_a_partial_character_makes_only_the_first_event(client, reply):
     assert reply.offer(0, OutputChunk("", (1,)))
     assert client.written.count(b"data: ") == 1
     assert reply.offer(0, OutputChunk("", (2,)))
     assert client.written.count(b"data: ") == 1
 
 
-async def test_who_writes_to_a_slow_client_waits_until_it_reads(client, reply):
+async def test_a_write_to_a_slow_client_waits_until_it_reads(client, reply):
     client.pause_writing()
     writing = asyncio.create_task(reply.write(0, OutputChunk("one", (1,))))
     await asyncio.sleep(0)
@@ -68,7 +68,7 @@ async def test_who_writes_to_a_slow_client_waits_until_it_reads(client, reply):
 
 
 class OneTooSlow:
-    """Two choices end; the client does not take the end of the first one within its budget."""
+    """Two choices end. The client does not read the end of the first one in time."""
 
     def __init__(self) -> None:
         self._all_ended = asyncio.Event()
@@ -87,7 +87,7 @@ class OneTooSlow:
         self._all_ended.set()
 
 
-async def test_an_answer_that_has_ended_does_not_end_again():
+async def test_an_ended_response_does_not_end_again():
     http = HttpClient()
     body = msgspec.json.encode({"prompt": "x", "n": 2, "stream": True})
     request = http.request(body)
@@ -123,7 +123,8 @@ def _tokens(*spelt: bytes) -> Sequence[TokenReport]:
     ids=["plain", "a space before", "BOS", "BOS that was sent", "bytes", "unlike"],
 )
 def test_offsets_are_those_of_the_text(text, prompt, answer, offsets):
-    """Seen failing: behind a space that the tokenizer puts before a text all were one too many."""
+    """Seen failing: all offsets were one too large, because the tokenizer puts a space before a
+    text."""
     tokens = TextTokens()
     first = tokens.logprobs(_tokens(*prompt), PromptReport(text, _tokens(*prompt)))
     second = tokens.logprobs(_tokens(*answer))

@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI's own client uses it."""
+"""/v1/responses with OpenAI's own client."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ TOOLS: list[Any] = [
 
 
 async def _asked(talking: Api, text: str, **fields: Any) -> tuple[Any, str]:
-    """The response that `text` becomes, and the prompt."""
+    """Return the response for `text`, and the prompt."""
     asked = talking.client.responses.create(model=talking.model, **fields)
     submit, response = await talking.answered(asked, text)
     return response, talking.text(submit.token_ids)
 
 
-async def test_a_text_is_answered(talking):
+async def test_a_text_gets_a_response(talking):
     response, prompt = await _asked(
         talking, "hello you", input="hi", instructions="Be kind.", max_output_tokens=50
     )
@@ -35,7 +35,7 @@ async def test_a_text_is_answered(talking):
     assert usage.output_tokens_details.reasoning_tokens == 0
 
 
-async def test_what_was_thought_said_and_called_are_items_that_can_be_sent_back(talking):
+async def test_reasoning_text_and_calls_are_items_that_can_be_sent_back(talking):
     response, prompt = await _asked(
         talking, f"<think>hm</think>Well.\n{CALL}", input="hi", tools=TOOLS
     )
@@ -53,12 +53,12 @@ async def test_what_was_thought_said_and_called_are_items_that_can_be_sent_back(
     response, prompt = await _asked(talking, "It is 42.", input=again, tools=TOOLS)
     said = prompt.partition("[assistant]")[2]
     assert said.index("hm</think>") < said.index("Well.") < said.index('"a": 27')
-    assert said.count("[assistant]") == 1  # the one that is asked for
+    assert said.count("[assistant]") == 1  # the requested one
     assert f"({call.call_id})" in said
     assert response.output_text == "It is 42."
 
 
-async def test_a_stream_is_what_openais_client_makes_a_response_of(talking):
+async def test_openais_client_makes_the_response_from_a_stream(talking):
     kinds = []
     text = f"<think>hm</think>Well.\n{CALL}</s>"
     _, response = await talking.say_one_by_one(text, _streamed(talking, kinds))
@@ -86,7 +86,7 @@ async def _streamed(talking: Api, kinds: list[str]) -> Any:
         return await events.get_final_response()
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(talking):
+async def test_a_response_at_its_length_limit_is_incomplete(talking):
     asked = talking.post(RESPONSES, input="hi")
     reported = (await talking.answered(asked, "hello", reason=FINISH_REASON_LENGTH))[1].json
     assert reported["status"] == "incomplete"
@@ -94,7 +94,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete(talking):
     assert reported["output"][0]["status"] == "incomplete"
 
 
-async def test_an_answer_can_have_a_form_or_be_a_call(talking):
+async def test_a_response_can_follow_a_schema_or_be_a_call(talking):
     schema = {"type": "object"}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     for fields, guided in (
@@ -106,7 +106,7 @@ async def test_an_answer_can_have_a_form_or_be_a_call(talking):
         assert reported == guided if guided else reported["maxItems"] == 1
 
 
-async def test_what_goes_wrong_in_a_stream_is_an_event(talking):
+async def test_an_error_in_a_stream_is_an_event(talking):
     asking = asyncio.create_task(talking.post(RESPONSES, input="hi", stream=True))
     number = (await talking.node.submitted()).number
     node = talking.node
@@ -141,12 +141,12 @@ WRONG = [
 ]
 
 
-async def test_what_cannot_be_is_refused_by_name(talking):
+async def test_invalid_fields_are_rejected_by_name(talking):
     for fields, param in WRONG:
         await talking.refuses(param, RESPONSES, **fields)
 
 
-async def test_hints_of_responses_are_ignored_and_named(talking):
+async def test_ignored_hints_of_responses_are_reported_by_name(talking):
     """Seen failing: 400."""
     hints = {
         "reasoning": {"effort": "high"},
@@ -160,7 +160,7 @@ async def test_hints_of_responses_are_ignored_and_named(talking):
     assert named == {"reasoning.effort", "text.verbosity", "truncation", "max_tool_calls"}
 
 
-async def test_errors_name_the_field_that_responses_have(talking, api):
+async def test_errors_name_the_field_of_this_api(talking, api):
     """Seen failing: messages[1].tool_calls, which no client of this endpoint has sent."""
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a'}
     submit, _ = await talking.ask(RESPONSES, "hello", instructions="x", input=[call])

@@ -1,5 +1,5 @@
-"""Requests as `vllm bench serve` sends them, with every field and header that it sets, and of the
-answers what it reads. Taken from its source; docs/load.md has the command."""
+"""Requests with every field and header of `vllm bench serve`, and the response fields that it
+reads. They follow its source. docs/load.md has the command."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CONVERSATION = {
     "messages": [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}],
     "max_completion_tokens": 8,
 }
-# --temperature and the like go over what the tool sends anyway
+# --temperature and similar options are sent in addition
 EXTRA = {"temperature": 0.0, "top_p": 0.9, "top_k": 10, "min_p": 0.0, "frequency_penalty": 0.1}
 
 
@@ -36,9 +36,9 @@ async def answered(api: Api, path: str, **fields: Any) -> Response:
 
 
 def tokens_and_usage(response: Response) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Separate token events from the usage event as the tool does.
+    """Separate token events from the usage event like the tool.
 
-    An event with choices contains tokens, one without is the end.
+    An event with choices contains tokens. One without choices is the end.
     """
     assert response.status == 200
     chosen = [event["choices"][0] for event in response.events if event.get("choices")]
@@ -48,7 +48,7 @@ def tokens_and_usage(response: Response) -> tuple[list[dict[str, Any]], dict[str
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, EXTRA], ids=["plain", "eos", "extra"])
 @pytest.mark.parametrize("path, asked", [(COMPLETIONS, COMPLETION), (CHAT, CONVERSATION)])
-async def test_its_requests_are_answered(api, path, asked, more):
+async def test_requests_of_the_tool_are_answered(api, path, asked, more):
     chosen, usage = tokens_and_usage(await answered(api, path, **asked, **more))
     texts = [
         choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in chosen
@@ -57,7 +57,7 @@ async def test_its_requests_are_answered(api, path, asked, more):
     assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 0
 
 
-async def test_it_finds_out_the_model_and_reads_metrics(api):
+async def test_the_tool_detects_the_model_and_reads_metrics(api):
     (first,) = (await get(api.router.http_port, "/v1/models")).json["data"]
     assert first["id"] == first["root"] == api.model
     assert (await get(api.router.http_port, "/metrics")).status == 200

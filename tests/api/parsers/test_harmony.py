@@ -1,4 +1,5 @@
-"""A model that writes harmony, held to calls and to forms: with its own channels, and thought."""
+"""A model with the harmony format under constraints of calls and schemas: its channels and
+reasoning."""
 
 import asyncio
 import json
@@ -41,13 +42,14 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _shape_of(talking: Api, **fields: Any) -> str:
-    """The format that the answer to a conversation is held to, as something like an expression."""
+    """Return the grammar of the response to a conversation, similar to a regex."""
     guide = await talking.guide_of(CHAT, messages=HELLO, **fields)
     return _shape(json.loads(guide.structural_tag)["format"], talking)
 
 
 def _said(answer: Response, stream: bool) -> tuple[list[Any], list[Any]]:
-    """The choices of an answer, or of its events, and the messages or parts of one in them."""
+    """Return the choices of a response, or of its events, and the messages or parts of one of
+    them."""
     if stream:
         choices = [event["choices"][0] for event in answer.events]
         return choices, [one["delta"] for one in choices]
@@ -60,7 +62,7 @@ def _joined(messages: list[Any], field: str) -> str:
 
 
 def _shape(form: Mapping[str, Any], talking: Api) -> str:
-    """A tag's format as something like an expression, with tokens as they are spelt."""
+    """Return a tag's grammar, similar to a regex, with tokens in their spelling."""
     match form:
         case {"type": "sequence", "elements": elements}:
             return "".join(_shape(each, talking) for each in elements)
@@ -132,12 +134,12 @@ SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
-async def test_an_answer_is_held_to_its_channels(talking, fields, shape):
+async def test_a_response_is_constrained_to_its_channels(talking, fields, shape):
     assert await _shape_of(talking, tools=[ADD, SUB], **fields) == shape
 
 
 @STREAM
-async def test_calls_that_must_be_made_are_heard_behind_the_thought(talking, stream):
+async def test_required_calls_are_parsed_behind_the_reasoning(talking, stream):
     fields = {"tools": [ADD, SUB], "tool_choice": "required", "stream": stream}
     asked = talking.post(CHAT, messages=HELLO, **fields)
     _, answer = await talking.say_one_by_one(CALLS, asked)
@@ -150,7 +152,7 @@ async def test_calls_that_must_be_made_are_heard_behind_the_thought(talking, str
 
 
 @STREAM
-async def test_markers_that_are_spelt_with_other_tokens_are_text(talking, stream):
+async def test_markers_spelt_with_other_tokens_are_text(talking, stream):
     spelt = "".join((*MARKERS, *ENDS))
     quoted = json.dumps({"q": spelt})
     fields = {"stop": ["sure~", "|>h!"], "logprobs": True, "max_tokens": 1000}
@@ -185,7 +187,7 @@ async def test_markers_that_are_spelt_with_other_tokens_are_text(talking, stream
     assert choices[-1]["stop_reason"] == "sure~"
 
 
-async def test_a_form_is_of_the_content_and_not_of_the_thought(talking):
+async def test_a_schema_applies_to_the_content_and_not_to_the_reasoning(talking):
     text = f'{THOUGHT}<|channel|>final<|message|>{{"sum": 42}}<|return|>'
     choice, prompt = await talking.chat(text, response_format=FORMAT)
     assert prompt.endswith("<|start|>assistant")
@@ -211,13 +213,13 @@ async def test_a_form_is_of_the_content_and_not_of_the_thought(talking):
     ],
     ids=["beside another", "no more than one call"],
 )
-async def test_calls_of_strict_tools_are_held_to_their_form(talking, tools, fields, shape):
-    """Leave tools without a grammar if no header can hold their name."""
+async def test_calls_of_strict_tools_follow_their_schema(talking, tools, fields, shape):
+    """Tools whose name no header can contain have no grammar."""
     strict = tool("add", parameters=PARAMETERS, strict=True)
     assert await _shape_of(talking, tools=[strict, tool("a b"), *tools], **fields) == shape
 
 
-async def test_what_need_not_call_is_free_if_the_router_is_told_so(calling):
+async def test_optional_calls_are_unconstrained_if_the_router_is_configured_so(calling):
     async with api_for(calling, tool_arguments="free") as talking:
         for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
             submit, _ = await talking.ask(CHAT, messages=HELLO, tools=[ADD], **fields)
@@ -226,12 +228,9 @@ async def test_what_need_not_call_is_free_if_the_router_is_told_so(calling):
         assert [each.function.name for each in choice.message.tool_calls] == ["add", "sub"]
 
 
-async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(talking):
-    """Constrain a response from its first token if no header begins it.
-
-    This holds for a prompt without a template, for a continued turn, and for a structural tag,
-    which itself says where text is free.
-    """
+async def test_a_response_without_a_header_is_constrained_from_its_start(talking):
+    """This applies to a prompt without a template, to a continued turn, and to a structural tag,
+    which itself defines where text is free."""
     said = [*HELLO, {"role": "assistant", "content": "{"}]
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     for path, fields in (
@@ -244,7 +243,7 @@ async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(talki
         assert json.loads(getattr(guide, guide.WhichOneof("form"))) == wanted
 
 
-async def test_a_name_that_no_header_can_have_is_refused_where_it_must_be_called(talking):
+async def test_a_required_call_with_a_name_that_no_header_can_contain_is_rejected(talking):
     odd = tool("a b")
     for choice in ("required", odd):
         answer = await talking.post(CHAT, messages=HELLO, tools=[ADD, odd], tool_choice=choice)
@@ -252,7 +251,7 @@ async def test_a_name_that_no_header_can_have_is_refused_where_it_must_be_called
         assert "does not allow the name 'a b'" in answer.error["message"]
 
 
-async def test_markers_that_are_text_hold_nothing_so_calls_are_json(tmp_path):
+async def test_markers_that_are_text_constrain_nothing_so_calls_are_json(tmp_path):
     fields = {"messages": HELLO, "tools": [SUB], "tool_choice": "required"}
     async with api_for(calling_model(tmp_path, TEMPLATE, markers=())) as talking:
         submit, answer = await talking.ask(CHAT, '[{"name": "sub", "parameters": {}}]', **fields)
@@ -261,7 +260,7 @@ async def test_markers_that_are_text_hold_nothing_so_calls_are_json(tmp_path):
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "sub"
 
 
-async def test_over_grpc_a_form_is_of_the_content_too(talking):
+async def test_over_grpc_a_schema_applies_to_the_content_too(talking):
     asked = talking.grpc.chat(sampling={"guide": {"regex": "[0-9]+"}})
     submit = await talking.complete(f"{THOUGHT}<|channel|>final<|message|>42<|return|>")
     form = json.loads(submit.sampling.guide.structural_tag)["format"]

@@ -1,4 +1,4 @@
-"""A character of an answer costs a parser the same, however many came before it."""
+"""A character of a response costs a parser the same, however many preceded it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ LONGEST = 32  # characters of a marker
 
 
 def _begins(markers: tuple[str, ...]) -> Iterator[str]:
-    """Yield texts that bring a grammar to each of its states."""
+    """Yield texts that lead a grammar to each of its states."""
     yield from ("", *markers)
     for begin in ("", *markers[:1]):
         yield from (begin + "".join(markers[1:2]), begin + "f" + "".join(markers[1:2]))
@@ -41,8 +41,8 @@ def _begins(markers: tuple[str, ...]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name):
-    """Bound the pending text, because each character scans it again. 40,000 spaces took 2.3 s."""
+def test_pending_text_is_no_longer_than_the_start_of_a_marker(name):
+    """Each character scans the pending text again. 40,000 spaces took 2.3 s."""
     grammar, markers = GRAMMARS[name]
     for begin in _begins(markers):
         for unit in (*UNITS, *markers, *(marker[:-1] for marker in markers)):
@@ -57,7 +57,7 @@ def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name):
 
 
 def test_a_grammar_that_has_ended_keeps_no_text():
-    """Harmony's ends where a message is not followed by another."""
+    """Harmony's grammar ends where no other message follows."""
     sources: list[ParserSource] = []
 
     def grammar(source: ParserSource) -> Steps[None]:
@@ -71,7 +71,7 @@ def test_a_grammar_that_has_ended_keeps_no_text():
 
 
 def test_the_arguments_of_a_call_are_joined_once():
-    """Not with each of their parts: of a whole answer all are heard at once."""
+    """Not with each of their parts: a response that is not streamed has all parts at once."""
 
     class Parts(str):
         def __radd__(self, other: str) -> str:
@@ -88,7 +88,7 @@ def test_the_arguments_of_a_call_are_joined_once():
     assert (heard.content, [call.arguments for call in heard.calls]) == ("yz", ["xxxx"])
 
 
-def test_a_brace_that_begins_no_call_is_told_once():
+def test_a_brace_that_starts_no_call_is_reported_once():
     parser = GrammarParser(lambda source: formats.mistral(source, TOOLS))
     said = [*parser.push('[TOOL_CALLS]{"a": 1}', ()), *parser.finish()]
     assert "".join(each.text for each in said if isinstance(each, ContentEvent)) == '{"a": 1}'

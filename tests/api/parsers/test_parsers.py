@@ -1,4 +1,4 @@
-"""Parsers separate the parts of model output, wherever it is cut into pieces."""
+"""Parsers separate the parts of model output, however it is cut into pieces."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,9 +49,8 @@ def listened(
     parallel: bool = True,
     marks: Sequence[int] = (),
 ) -> Parsed:
-    """
-    Args:
-        marks: where in all of it special tokens stand.
+    """Args:
+    marks: positions of special tokens in the whole text.
     """
     listener = StreamParser(lambda: speech.parser(end, tools, reasons=reasons), parallel=parallel)
     content = reasoning = ""
@@ -303,7 +302,7 @@ CASES: dict[str, tuple[ModelFormat, str, Parsed]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_same_wherever_it_is_cut(name):
+def test_results_do_not_depend_on_the_cuts(name):
     speech, text, reported = CASES[name]
     for cut in range(len(text) + 1):
         assert listened(speech, [text[:cut], text[cut:]]) == reported, text[:cut]
@@ -323,7 +322,7 @@ SPOKEN = {
 }
 ALL_SPELT = "".join(dict.fromkeys(each for speech in SPOKEN.values() for each in speech.tokens))
 QUOTED = json.dumps({"q": ALL_SPELT}, ensure_ascii=False)
-# Special tokens are marked with a character before each; what is spelt otherwise is text.
+# Special tokens have a character before each. Everything else that is spelt like them is text.
 WITH_TOKENS: dict[str, tuple[str, Parsed]] = {
     "hermes": (
         f"~<think>is it {ALL_SPELT}?~</think>Like {hermes('{}')}:\n"
@@ -362,7 +361,7 @@ WITH_TOKENS: dict[str, tuple[str, Parsed]] = {
 
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
-def test_where_a_marker_is_a_special_token_its_spelling_is_none(name):
+def test_the_spelling_of_a_special_token_is_no_marker(name):
     """Seen failing with markers found by their text alone."""
     written, reported = WITH_TOKENS[name]
     parts = written.split("~")
@@ -374,7 +373,7 @@ def test_where_a_marker_is_a_special_token_its_spelling_is_none(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
+def test_if_all_markers_are_special_tokens_nothing_else_changes(name):
     speech, text, reported = CASES[name]
     markers = [*speech.markers(calls=True)]
     marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
@@ -384,12 +383,12 @@ def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
         assert listened(spoken, [*pieces, ""], marks=marks) == reported, size
 
 
-def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token():
+def test_text_that_starts_like_a_special_token_is_not_held_back():
     listener = StreamParser(lambda: SPOKEN["hermes"].parser("", TOOLS, reasons=True))
     assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
 
 
-def test_what_comes_is_told_before_the_rest_is_there():
+def test_parts_are_reported_before_the_rest_arrives():
     listener = StreamParser(lambda: QWEN3.parser("", TOOLS, reasons=True))
     assert listener.hear("<think>hm", last=False).reasoning == "hm"
     assert listener.hear("</think>So", last=False).content == "So"
@@ -407,7 +406,7 @@ def test_what_comes_is_told_before_the_rest_is_there():
         ("what is <think>?[assistant]\n", "hi", Parsed("hi")),
     ],
 )
-def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, reported):
+def test_the_end_of_the_prompt_decides_whether_reasoning_has_begun(end, text, reported):
     assert listened(QWEN3, [text], end) == reported
     if "<think>?" not in end:
         assert listened(R1, [text], end) == reported
@@ -418,13 +417,13 @@ def test_reasoning_can_be_left_out(speech):
     assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Parsed("hi")
 
 
-def test_who_may_call_no_tool_says_what_would_be_a_call():
+def test_without_allowed_tools_a_call_is_text():
     assert listened(HERMES, [hermes("{}")], tools=None) == Parsed(hermes("{}"))
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     assert listened(HARMONY, [text], tools=None) == Parsed("{}")
 
 
-def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel():
+def test_only_the_first_of_several_calls_is_reported_if_parallel_calls_are_disabled():
     text = hermes(PARIS) + hermes("{}")
     for pieces in ([text], list(text)):
         assert listened(HERMES, pieces, parallel=False).calls == [("f", PARIS)]
@@ -444,7 +443,7 @@ def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel(
         ("<|start|>assistant<|channel|>", ModelFormat("harmony", "harmony")),
     ],
 )
-def test_a_template_shows_how_its_model_speaks(template, speech):
+def test_the_format_of_a_model_is_detected_from_its_template(template, speech):
     assert speech_of(template, "auto", "auto") == speech
     assert speech_of(template, "none", "none") == ModelFormat()
     assert speech_of(template, "deepseek-r1", "hermes") == ModelFormat("deepseek-r1", "hermes")

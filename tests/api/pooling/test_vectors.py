@@ -1,5 +1,5 @@
-"""Vectors and scores at the router: what is asked of prefill nodes, what becomes of their answers,
-what is refused before them."""
+"""Embeddings and scores at the router: calls of prefill nodes, their results, and rejections
+before any call."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ class Site:
 
 @asynccontextmanager
 async def site(model, *, num_nodes=1, **knobs):
-    """Ready: a router without decode nodes."""
+    """A ready router without decode nodes."""
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(StubPoolingNode()) for _ in range(num_nodes)]
         addresses = [node.address for node in nodes]
@@ -62,7 +62,7 @@ async def site(model, *, num_nodes=1, **knobs):
         await client.wait_until_serving()
         for node in nodes:
             await eventually(lambda node=node: node.num_described)
-        # What they have said has come to the router once it has asked them all again.
+        # Their reports have arrived at the router when it has asked all of them again.
         await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)
         yield Site(nodes, router, client)
 
@@ -83,13 +83,13 @@ async def test_a_model_without_decode_nodes_generates_nothing(rig):
     assert info["is_generation"] is False
 
 
-async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_order(rig):
+async def test_every_input_format_becomes_token_ids_and_vectors_are_in_order(rig):
     reported = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
     lengths = [1 + len(ids(text)) for text in ("the fox", "dog")]
     assert [each["embedding"][0] for each in reported["data"]] == lengths
     total = sum(lengths)
     assert reported["usage"] == {"prompt_tokens": total, "total_tokens": total}
-    empty = await rig.post(EMBEDDINGS, input="")  # it has the token that every text starts with
+    empty = await rig.post(EMBEDDINGS, input="")  # it has the token that starts every text
     assert empty.json["usage"]["prompt_tokens"] == 1
     for given in ([5, 6, 7], [[5, 6, 7]]):
         (only,) = (await rig.post(EMBEDDINGS, input=given)).json["data"]
@@ -99,7 +99,7 @@ async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_ord
     assert {(call.pool, call.normalize) for call in rig.calls} == {(POOL_LAST, True)}
 
 
-async def test_a_checkpoint_says_how_its_embeddings_are_made(model):
+async def test_a_checkpoint_configures_its_pooling(model):
     (model / "1_Pooling").mkdir()
     modules = [
         {"path": "", "type": "sentence_transformers.models.Transformer"},
@@ -138,7 +138,7 @@ async def test_a_classifier_scores_pairs_and_a_generator_compares_embeddings(mod
     async with site(model) as rig:
         rig.nodes[0].vector = lambda token_ids: [len(token_ids) - 4.0]
         reported = (await rig.post("/v1/rerank", return_documents=False, **fields)).json
-        # This tokenizer joins the texts of a pair as they are, without the token that begins one.
+        # This tokenizer joins the texts of a pair unchanged, without the token that starts one.
         expected = [1 / (1 + math.exp(4.0 - n)) for n in (4, 3, 2)]
         assert [each["index"] for each in reported["results"]] == [1, 2, 0]
         found = [each["relevance_score"] for each in reported["results"]]
@@ -156,7 +156,7 @@ async def test_a_classifier_scores_pairs_and_a_generator_compares_embeddings(mod
         assert "2 classes" in refused.error["message"]
 
 
-async def test_a_reranker_is_asked_in_words_for_a_yes_or_a_no(tmp_path, model):
+async def test_a_reranker_is_prompted_for_yes_or_no(tmp_path, model):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     yes, no = 318, 319
     vocabulary = json.loads(tokenizer.to_str())
@@ -194,7 +194,7 @@ async def test_labels_are_scored_after_texts_or_after_token_ids(rig):
     assert {(call.pool, *call.label_token_ids) for call in rig.calls} == {(POOL_TOKENS, 1, 2)}
 
 
-async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
+async def test_many_inputs_are_sent_to_all_nodes_in_several_calls(model):
     async with site(model, num_nodes=2) as rig:
         inputs = [[number % 250 + 2] * (number % 9 + 1) for number in range(300)]
         reported = (await rig.post(EMBEDDINGS, input=inputs)).json
@@ -206,7 +206,7 @@ async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_orders_prefill_nodes_where_no_decode_node_takes_part(name):
+def test_every_policy_orders_prefill_nodes_for_calls_without_a_decode_node(name):
     nobody = DecodeChoice("", (PrefillChoice("a"), PrefillChoice("b")))
     load = NodeLoad()
     policy = make_policy(name, load, NodeBacklogs(load), PrefixIndex())
@@ -217,7 +217,7 @@ def test_every_policy_orders_prefill_nodes_where_no_decode_node_takes_part(name)
 @pytest.mark.parametrize(
     "error", [NodeUnavailable("drains"), Overloaded("full"), EngineDied("gone")]
 )
-async def test_a_node_that_cannot_is_left_for_another(model, error):
+async def test_a_node_that_fails_is_replaced_by_another(model, error):
     async with site(model, num_nodes=2) as rig:
         first, second = rig.nodes
         first.fails = error
@@ -237,7 +237,7 @@ async def test_a_node_that_cannot_is_left_for_another(model, error):
         (NodeUnavailable("drains"), 503),
     ],
 )
-async def test_what_all_nodes_refuse_is_told(model, error, status):
+async def test_an_error_of_all_nodes_is_returned(model, error, status):
     async with site(model, num_nodes=2) as rig:
         for node in rig.nodes:
             node.fails = error
@@ -247,7 +247,7 @@ async def test_what_all_nodes_refuse_is_told(model, error, status):
         assert not rig.router.admission.num_live
 
 
-async def test_a_client_that_leaves_takes_its_calls_with_it(rig):
+async def test_a_client_that_disconnects_cancels_its_calls(rig):
     (node,) = rig.nodes
     node.pooling.clear()
     asking = asyncio.create_task(rig.post(EMBEDDINGS, input=[5]))
@@ -280,7 +280,7 @@ WRONG = [
 ]
 
 
-async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(rig):
+async def test_invalid_input_is_rejected_by_name_before_a_node_gets_it(rig):
     for path, fields, said in WRONG:
         answer = await rig.post(path, **fields)
         assert answer.status in (400, 404)
@@ -288,14 +288,14 @@ async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(rig):
         assert not rig.calls
 
 
-async def test_a_router_without_prefill_nodes_says_that_it_has_none(node, router):
+async def test_a_router_without_prefill_nodes_reports_it(node, router):
     for path, fields in ((EMBEDDINGS, {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})):
         refused = await post(router.http_port, path, fields)
         assert refused.status == 400
         assert "and this router has none" in refused.error["message"]
 
 
-async def test_what_was_pooled_is_counted(rig):
+async def test_pooled_inputs_are_counted(rig):
     await rig.post(EMBEDDINGS, input=[[5, 6], [7]])
     text = (await get(rig.router.http_port, "/metrics")).body.decode()
     assert 'baton_requests_total{outcome="pooled"} 1.0' in text

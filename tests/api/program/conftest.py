@@ -1,4 +1,4 @@
-"""Routers as processes of their own."""
+"""Routers as separate processes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.programs import Program
 
 @pytest.fixture
 def start(model: Path) -> Iterator[Callable[..., Program]]:
-    """Start a router on any ports, with these further flags."""
+    """Start a router on free ports, with these additional flags."""
     started: list[Program] = []
 
     def start(

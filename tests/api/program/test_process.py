@@ -1,4 +1,4 @@
-"""The router as a process: what it imports, how it starts, how it ends."""
+"""The router as a process: its imports, its start and its end."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ from tests.support.stub_decode_node import StubDecodeNode
 
 @asynccontextmanager
 async def client_of(router: Program) -> AsyncIterator[Client]:
-    """A client of a router that is ready."""
+    """Return a client of a router that is ready."""
     async with rpc.make_channel(router.address()) as channel:
         client = Client(channel)
         await client.wait_until_serving()
@@ -44,10 +44,9 @@ async def test_a_router_serves_and_ends_with_exit_code_0(start, number):
         assert " label=named outcome=stop tokens=1" in router.output
 
 
-async def test_an_operator_ends_a_router_which_is_then_waited_for_as_after_a_signal(
-    start, tmp_path
-):
-    """With the operators' key, though others on this host may ask what it knows without."""
+async def test_an_operator_can_end_a_router_which_drains_as_after_a_signal(start, tmp_path):
+    """This requires the operators' key, although other callers on this host may query the router
+    without one."""
     secret = tmp_path / "secret"
     secret.write_text(new_secret())
     (key,) = operator_keys(parse(secret.read_text(), "the test", "operator"))
@@ -93,7 +92,7 @@ async def test_metrics_count_requests_and_tokens(start):
         assert line in lines
 
 
-async def test_a_live_router_has_mapped_no_torch(start):
+async def test_a_running_router_has_not_loaded_torch(start):
     async with StubDecodeNode() as node:
         router = start(decode=node.address, forked=False)
         async with client_of(router) as client:
@@ -105,7 +104,7 @@ async def test_a_live_router_has_mapped_no_torch(start):
         assert "libtorch" not in mapped
 
 
-async def test_a_second_signal_does_not_wait_for_live_requests(start):
+async def test_a_second_signal_does_not_wait_for_active_requests(start):
     async with StubDecodeNode() as node:
         router = start(decode=node.address, forked=False)
         async with client_of(router) as client:
@@ -119,9 +118,10 @@ async def test_a_second_signal_does_not_wait_for_live_requests(start):
 
 
 @pytest.mark.parametrize("flag", ["--port", "--http-port"])
-def test_a_port_that_is_taken_is_one_clear_line(start, flag):
+def test_a_port_in_use_is_one_clear_line(start, flag):
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # others might share it
+        # other processes might share it
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         router = start(flag, str(taken.getsockname()[1]))
@@ -131,7 +131,7 @@ def test_a_port_that_is_taken_is_one_clear_line(start, flag):
     assert "Traceback" not in router.output
 
 
-async def test_http_clients_are_served_to_the_end_at_sigterm(start):
+async def test_http_responses_complete_after_sigterm(start):
     async with StubDecodeNode() as node:
         router = start(decode=node.address)
         async with client_of(router):

@@ -30,7 +30,7 @@ START_S = 180.0
 
 
 class Rig:
-    """A router of two processes that are up, which this one's stub node answers."""
+    """A router of two processes, both up, whose node is this process's stub."""
 
     def __init__(self, start: Callable[..., Program], decode: str = ABSENT) -> None:
         self.program = start("--processes", "2", decode=decode)
@@ -43,7 +43,7 @@ class Rig:
         assert await asyncio.to_thread(self.program.exit_code) == 0
 
     def port(self, field: str) -> int:
-        """address or http, of the line in which a process says where it listens."""
+        """Return the address or http of the line in which a process logs its ports."""
         line = self.program.line_with(" listening ", START_S)
         return int(line.partition(f" {field}=")[2].split()[0].rpartition(":")[2])
 
@@ -83,7 +83,7 @@ async def test_two_processes_serve_one_port_and_end_together(start):
         assert rig.program.output.count(" stopped") == 2
 
 
-async def test_a_process_that_is_killed_is_started_again(start):
+async def test_a_killed_process_is_restarted(start):
     async with StubDecodeNode() as node:
         rig = await asyncio.to_thread(Rig, start, node.address)
         victim, other = rig.pids()
@@ -97,7 +97,7 @@ async def test_a_process_that_is_killed_is_started_again(start):
         await rig.ends()
 
 
-async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all(start):
+async def test_an_operator_restarts_them_in_turn_during_a_request_and_ends_them_all(start):
     async with StubDecodeNode() as node:
         rig = await asyncio.to_thread(Rig, start, node.address)
         before = rig.pids()
@@ -108,7 +108,7 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
             call = client.generate("x")
             submit = await node.submitted()
             await client.stub.Drain(DrainRouterRequest(in_turn=True), timeout=START_S)
-            # Of a process that drains, or its successor: none of the requests.
+            # A draining process or its successor may answer: neither has the request.
             await rig.line_with("router process restarted process=0")
             await rig.line_with(" draining ")
             node.finish(submit.number, [66])
@@ -136,14 +136,14 @@ def test_another_router_on_a_port_of_several_is_one_clear_line(start):
         assert "Traceback" not in other.output
 
 
-def test_what_no_process_can_start_with_is_said_once(start, tmp_path):
+def test_an_error_that_no_process_can_start_with_is_reported_once(start, tmp_path):
     router = start("--processes", "3", model=tmp_path)
     assert router.exit_code() == 2
     lines = router.output.splitlines()
     assert sum(line.startswith("baton serve router:") for line in lines) == 1
 
 
-def test_a_port_that_is_reserved_is_only_for_those_who_share_it():
+def test_a_reserved_port_is_open_only_to_its_sharers():
     with rpc.reserved("127.0.0.1", 0) as port:
         with pytest.raises(ConfigError, match="Address already in use"):
             with rpc.reserved("127.0.0.1", port):
@@ -152,14 +152,14 @@ def test_a_port_that_is_reserved_is_only_for_those_who_share_it():
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
                 stranger.bind(("127.0.0.1", port))
-        with socket.socket() as sharing:  # as gRPC's server and asyncio's do
+        with socket.socket() as sharing:  # like gRPC's server and asyncio's
             sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sharing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sharing.bind(("127.0.0.1", port))
             sharing.listen()
             with socket.create_connection(("127.0.0.1", port)):
                 sharing.accept()[0].close()
-    # That connection lingers, which must not keep the next router out.
+    # That connection lingers, which must not block the next router.
     with rpc.reserved("127.0.0.1", port):
         pass
 
@@ -175,7 +175,7 @@ def _place(directory: Path) -> ProcessSlot:
     return ProcessSlot(0, 2, str(directory), time.monotonic(), again=True)
 
 
-async def test_it_listens_once_a_request_could_be_placed(model, tmp_path, monkeypatch):
+async def test_a_process_listens_when_a_request_could_be_placed(model, tmp_path, monkeypatch):
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 120.0)
     async with StubDecodeNode() as node, asyncio.timeout(110.0):
         config = _config(model, node.address)
@@ -183,7 +183,7 @@ async def test_it_listens_once_a_request_could_be_placed(model, tmp_path, monkey
             assert router.cluster.usable()
 
 
-async def test_it_listens_all_the_same_where_no_node_answers(model, tmp_path, monkeypatch):
+async def test_a_process_listens_nevertheless_if_no_node_answers(model, tmp_path, monkeypatch):
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 0.05)
     config = _config(model, "127.0.0.1:1")
     async with run_router(config, [model_files.load(config.model)], _place(tmp_path)) as router:

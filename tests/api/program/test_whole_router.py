@@ -30,12 +30,12 @@ from tests.support.stub_decode_node import StubDecodeNode, Submission
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 START_S = 180.0
-MANY = 12  # connections: that all of them come to one process of two is one chance in 2000
-LIVE_TOKENS = 8  # of an answer that nobody ends; a shorter one is there at once
+MANY = 12  # connections: all of them reach one of two processes with a probability of one in 2000
+LIVE_TOKENS = 8  # of a response that no one ends. A shorter one arrives at once
 
 
 class Node(StubDecodeNode):
-    """Remembers what it was asked, and ends the short answers at once."""
+    """Records its requests, and ends the short responses at once."""
 
     def __init__(self) -> None:
         self.submits: list[Submission] = []
@@ -48,7 +48,7 @@ class Node(StubDecodeNode):
 
 
 class Whole:
-    """A router of two processes before a stub node, and its clients."""
+    """A router of two processes with a stub node, and its clients."""
 
     def __init__(self, program: Program, node: Node, metrics_port: int) -> None:
         self.program = program
@@ -65,7 +65,7 @@ class Whole:
         return fork_server.programs_below(self.program.pid)
 
     async def until_ready(self) -> None:
-        """Every process can place requests."""
+        """Wait until every process can place requests."""
         async with asyncio.timeout(START_S):
             while True:
                 state = (await self.get("/cluster")).json["router"]
@@ -75,7 +75,7 @@ class Whole:
 
     @asynccontextmanager
     async def live(self, number: int, label: str = "") -> AsyncIterator[None]:
-        """So many requests are under way inside, each on a connection of its own."""
+        """Keep this number of requests active inside the context, each on its own connection."""
         headers = {"x_request_id": label} if label else {}
         body = {"prompt": "x", "max_tokens": LIVE_TOKENS, "stream": True}
         before = len(self.node.submits)
@@ -132,7 +132,7 @@ class Whole:
         return done.pop().result()
 
     async def ended(self, number: int) -> None:
-        """So many answers come to their end; not beside others, whose numbers could be theirs."""
+        """Complete this number of requests. Others at the same time could have the same counts."""
         for _ in range(number):
             answer = await post(self.http_port, "/v1/completions", {"prompt": "x", "max_tokens": 1})
             assert answer.status == 200, answer.body
@@ -169,7 +169,7 @@ async def router(model: Path) -> AsyncIterator[Whole]:
         yield whole
 
 
-async def test_requests_of_every_process_are_listed_whichever_is_asked(router):
+async def test_requests_of_every_process_are_listed_by_any_process(router):
     async with router.live(MANY, label="one-of-many"):
         expected = {submit.request_id for submit in router.node.submits[-MANY:]}
         for answer in await router.get_from_all("/requests"):
@@ -195,7 +195,7 @@ async def test_the_state_of_the_router_is_that_of_all_its_processes(router):
         answers = [answer.json["router"] for answer in await router.get_from_all("/cluster")]
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
-            async with asyncio.timeout(START_S):  # again where one was too busy to be heard in time
+            async with asyncio.timeout(START_S):  # again if one was too busy to respond in time
                 while (
                     said := (await stub.GetCluster(GetClusterRequest())).router
                 ).silent_processes:
@@ -207,7 +207,7 @@ async def test_the_state_of_the_router_is_that_of_all_its_processes(router):
     assert (said.live_requests, said.max_requests, said.processes) == (MANY, 2 * 1024, 2)
 
 
-async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port(router):
+async def test_the_metrics_port_and_the_http_port_report_the_counts_of_all_processes(router):
     before = value(await router.scraped(), "baton_requests_total", outcome="stop")
     await router.ended(MANY)
     at_once = [_families(answer) for answer in await router.get_from_all("/metrics")]
@@ -224,7 +224,7 @@ async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port
         assert value(await router.scraped(), "baton_inflight_requests") == MANY
 
 
-async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_stays(router):
+async def test_a_process_that_does_not_respond_is_reported_and_its_counts_remain(router):
     await router.ended(MANY)
     whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
     stopped = router.pids[0]
@@ -244,7 +244,7 @@ async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_sta
         os.kill(stopped, signal.SIGCONT)
 
 
-async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_replaced(router):
+async def test_no_counter_decreases_and_no_time_restarts_when_a_process_is_replaced(router):
     await router.ended(MANY)
     whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
     victim, killed_at = router.pids[0], time.monotonic()
@@ -263,17 +263,17 @@ async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_repla
     after = value(await router.scraped(), "baton_requests_total", outcome="stop")
     assert after == whole + MANY
     asked_at = time.monotonic()
-    for answer in await router.get_from_all("/cluster"):  # all tell moments on one clock
+    for answer in await router.get_from_all("/cluster"):  # all report times of one clock
         (node,) = answer.json["nodes"]
         assert min(node["seen_s"], answer.json["router"]["uptime_s"]) > asked_at - killed_at
 
 
-async def test_nobody_else_can_open_the_directory_in_which_processes_meet(router):
+async def test_no_other_user_can_open_the_directory_of_the_processes(router):
     assert stat.S_IMODE(router.directory.stat().st_mode) == 0o700
     assert {path.name for path in router.directory.iterdir()} == {"0.sock", "1.sock", "2.sock"}
 
 
-async def test_the_directory_goes_with_the_router(model):
+async def test_the_directory_is_removed_with_the_router(model):
     async with whole_router(model) as router:
         directory = router.directory
         router.program.send(signal.SIGTERM)

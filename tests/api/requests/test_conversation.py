@@ -44,7 +44,7 @@ def test_tools_reach_the_template():
     assert prompt(CALLING).startswith("null[user]")
 
 
-def test_a_template_without_a_place_for_tools_gets_none():
+def test_a_template_that_ignores_tools_gets_none():
     with pytest.raises(InvalidRequest, match=r"^tools: this model's chat template does not"):
         prompt(PLAIN, tools=[TOOL])
     with pytest.raises(InvalidRequest, match=r"^messages\[1\].tool_calls: this model's chat"):
@@ -62,7 +62,7 @@ def test_a_template_without_a_place_for_tools_gets_none():
         ("{% for key, value in a.items() %}{{ key }}={{ value }}{% endfor %}", "a=1"),
     ],
 )
-def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(printed, expected):
+def test_arguments_of_a_call_have_the_format_that_the_template_needs(printed, expected):
     source = "{% set a = messages[0].tool_calls[0].function.arguments %}" + printed
     assert prompt(source, called('{"a":1}')) == expected
 
@@ -72,8 +72,8 @@ def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(printed,
     ["{", '{"a": 1', "[1]", "no JSON", "[" * 4000 + "]" * 4000, "{" + "[]," * MAX_VALUES],
     ids=["half", "cut off", "a list", "text", "deep", "many values"],
 )
-def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(arguments):
-    """Seen failing: 400, so that an agent whose model wrote a broken call could not continue."""
+def test_arguments_that_are_no_object_reach_the_template_as_written(arguments):
+    """Seen failing: 400, so an agent whose model wrote an invalid call could not continue."""
     given = "{% set a = messages[0].tool_calls[0].function.arguments %}"
     template = ChatTemplate(
         given
@@ -89,25 +89,25 @@ def test_a_call_without_arguments_has_none():
     assert prompt(source, called("")) == "0"
 
 
-def test_who_only_calls_says_nothing_and_who_says_nothing_says_an_empty_text():
+def test_content_may_be_missing_only_in_a_message_with_calls():
     assert prompt("{{ messages[0].content is none }}{{ tool_calls }}", called()) == "True"
     assert prompt("{{ 'x' + messages[0].content }}", ChatTurn("assistant", None)) == "x"
 
 
-def test_the_answer_to_a_call_names_it():
+def test_the_result_of_a_call_names_the_call():
     answer = ChatTurn("tool", "42", name="f", tool_call_id="call-1")
     source = "{% for m in messages %}{{ m.name }} {{ m.tool_call_id }} {{ m.content }}{% endfor %}"
     assert prompt(source, answer) == "f call-1 42"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_what_was_thought_has_the_templates_own_name(name):
+def test_reasoning_has_the_templates_own_field_name(name):
     assert (
         prompt(f"{{{{ messages[0].{name} }}}}", ChatTurn("assistant", "x", reasoning="hm")) == "hm"
     )
 
 
-def test_settings_reach_the_template_and_others_are_refused_with_a_guess():
+def test_template_arguments_are_passed_on_and_unknown_ones_rejected_with_a_suggestion():
     source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
     assert prompt(source, settings={"enable_thinking": False}) == "no"
     expected = r"^chat_template_kwargs: .* no variable 'enable_thinkin' \(did you mean enable_think"
@@ -121,13 +121,13 @@ def test_settings_reach_the_template_and_others_are_refused_with_a_guess():
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "bos_token", "raise_exception", "add_generation_prompt", "range"]
 )
-def test_a_setting_takes_nobodys_place(name):
+def test_a_template_argument_cannot_replace_another_field(name):
     source = "{{ bos_token }}{{ raise_exception }}{{ add_generation_prompt }}{{ range }}{{ tools }}"
     with pytest.raises(InvalidRequest, match=r"no variable"):
         prompt(PLAIN + source, settings={name: "x"})
 
 
-def test_settings_and_tools_count_before_anything_is_rendered():
+def test_template_arguments_and_tools_count_towards_the_limit_before_rendering():
     source = "{{ raise_exception('rendered') }}{{ tools }}{{ x }}"
     with pytest.raises(InvalidRequest, match=r"chat_template_kwargs has 16394 bytes"):
         prompt(source, settings={"x": "y" * (MAX_SETTINGS_BYTES + 2)})
@@ -137,7 +137,7 @@ def test_settings_and_tools_count_before_anything_is_rendered():
         prompt(source + "tool_calls", called('{"a":"%s"}' % ("x" * MAX)))
 
 
-def test_a_conversation_ends_as_it_is_asked_to():
+def test_the_end_of_a_conversation_follows_the_requests_flags():
     turns = USER, ChatTurn("assistant", "ho ")
     assert prompt(OPENING, *turns) == "[user]hi[assistant]ho [assistant]"
     assert prompt(OPENING, *turns, ending=PromptEnding.CLOSED) == "[user]hi[assistant]ho "
@@ -163,7 +163,7 @@ def test_a_last_message_with_an_image_is_continued(parts, expected):
     assert prompt(source, *turns, ending=PromptEnding.CONTINUED) == expected
 
 
-def test_a_template_that_leaves_the_last_message_out_cannot_continue_it():
+def test_a_last_message_that_the_template_omits_cannot_be_continued():
     with pytest.raises(InvalidRequest, match=r"^continue_final_message: "):
         prompt(
             "{{ messages[0].content }}",
@@ -173,7 +173,7 @@ def test_a_template_that_leaves_the_last_message_out_cannot_continue_it():
         )
 
 
-def test_what_a_client_writes_is_no_template():
+def test_a_clients_text_is_not_rendered_as_a_template():
     content = "{{ 7 * 7 }}{% for x in range(9) %}x{% endfor %}"
     assert prompt(PLAIN, ChatTurn("user", content)) == f"[user]{content}"
 
@@ -189,7 +189,7 @@ def test_what_a_client_writes_is_no_template():
         "{{ '%s' % settings.nothing.nothing }}",
     ],
 )
-def test_a_template_reaches_no_further_than_what_it_is_given(source):
+def test_a_template_has_access_only_to_its_arguments(source):
     settings: dict[str, Any] = {"settings": {}} if "settings" in source else {}
     with pytest.raises(InvalidRequest, match=r"^messages: refused by the model's chat template"):
         prompt(source + "{# tool_calls #}", called(), settings=settings)
@@ -234,11 +234,11 @@ def test_a_template_renders(source, expected):
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_that_raises_refuses_the_request(source):
+def test_an_error_raised_by_a_template_rejects_the_request(source):
     with pytest.raises(InvalidRequest, match="messages: refused"):
         render(source)
 
 
-def test_what_is_no_template_is_a_wrong_configuration():
+def test_an_invalid_template_is_a_configuration_error():
     with pytest.raises(ConfigError, match="chat template"):
         render("{% for %}")

@@ -1,4 +1,4 @@
-"""From the salt that a client gives to the namespace that the node is told."""
+"""The cache salt of a client, and the resulting namespace at the node."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ BAD = pytest.mark.parametrize(
 
 
 async def submitted(api: Api, path: str, **fields: Any) -> bytes:
-    """The namespace that the node is told."""
+    """Return the namespace that the node receives."""
     submit, _ = await api.ask(path, **PROMPTS[path], **fields)
     return submit.namespace
 
@@ -39,7 +39,7 @@ async def asked(client: Client, node: StubDecodeNode, **fields: Any) -> bytes:
 
 
 @BOTH
-async def test_a_salt_is_a_namespace_and_none_is_the_shared_one(api, path):
+async def test_a_salt_gives_a_namespace_and_no_salt_the_shared_one(api, path):
     for salt in ("a", "b", " a", LONG, "\0"):
         namespace = await submitted(api, path, cache_salt=salt)
         assert namespace == namespace_of(salt) and len(namespace) == IDENTITY_BYTES
@@ -47,7 +47,7 @@ async def test_a_salt_is_a_namespace_and_none_is_the_shared_one(api, path):
     assert await submitted(api, path, cache_salt=None) == b""
 
 
-async def test_it_is_the_same_one_over_grpc(client, node):
+async def test_the_namespace_is_the_same_over_grpc(client, node):
     assert await asked(client, node, cache_salt="a") == namespace_of("a")
     assert await asked(client, node) == b""
     for salt in ("", LONG + "x"):
@@ -56,7 +56,7 @@ async def test_it_is_the_same_one_over_grpc(client, node):
         assert str(error.details()).startswith("cache_salt ")
 
 
-async def test_all_choices_of_all_prompts_are_in_it(api):
+async def test_all_choices_of_all_prompts_have_the_namespace(api):
     fields = {"prompt": ["x", "y"], "n": 2, "cache_salt": "a"}
     asking = asyncio.create_task(api.post(COMPLETIONS, **fields))
     namespaces = [(await api.complete()).namespace for _ in range(4)]
@@ -66,19 +66,19 @@ async def test_all_choices_of_all_prompts_are_in_it(api):
 
 @BOTH
 @BAD
-async def test_a_salt_that_keeps_nothing_apart_or_is_too_long_is_refused(api, path, salt, sentence):
+async def test_an_empty_or_too_long_salt_is_rejected(api, path, salt, sentence):
     answer = await api.post(path, **PROMPTS[path], cache_salt=salt)
     assert (answer.status, answer.error["param"]) == (400, "cache_salt")
     assert answer.error["message"] == sentence
 
 
 @pytest.mark.parametrize("salt", [b"7", b'["a"]', b'"\\ud800"', b'"\xff"'])
-async def test_a_salt_that_is_no_text_is_refused(api, salt):
+async def test_a_salt_must_be_text(api, salt):
     body = b'{"prompt":"x","cache_salt":' + salt + b"}"
     assert (await post(api.router.http_port, COMPLETIONS, body)).status == 400
 
 
-async def test_what_was_cached_can_be_left_out_of_usage(model):
+async def test_cached_tokens_can_be_left_out_of_the_usage(model):
     async with api_for(model, hide_cached_tokens=True) as api:
         for path, prompt in PROMPTS.items():
             _, answer = await api.answered(api.post(path, **prompt), cached_tokens=1)

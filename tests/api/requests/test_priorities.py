@@ -35,7 +35,9 @@ def _client(priority: int | None) -> Client:
         (5, -10, -20, -20),
     ],
 )
-def test_a_request_has_what_it_asks_for_up_to_what_it_may(highest, of_key, asked, given):
+def test_a_request_has_the_requested_priority_up_to_its_clients_limit(
+    highest, of_key, asked, given
+):
     assert PriorityLimits(highest).decide(asked, _client(of_key)) == given
     turned = PriorityLimits(highest, low_values_first=True)
     assert turned.decide(-asked if asked else asked, _client(of_key)) == given
@@ -44,7 +46,7 @@ def test_a_request_has_what_it_asks_for_up_to_what_it_may(highest, of_key, asked
 @pytest.mark.parametrize(
     "highest, of_key, asked", [(0, None, 1), (0, None, -101), (5, None, 6), (5, -10, -9)]
 )
-def test_more_than_it_may_is_refused(highest, of_key, asked):
+def test_a_priority_over_the_limit_is_rejected(highest, of_key, asked):
     ends = highest if of_key is None else of_key
     with pytest.raises(InvalidRequest, match=rf"priority must be in \[-100, {ends}\], got {asked}"):
         PriorityLimits(highest).decide(asked, _client(of_key))
@@ -58,7 +60,7 @@ async def _submitted(node: StubDecodeNode) -> Submission:
     return submit
 
 
-async def test_over_grpc_a_client_may_say_that_it_can_wait_and_nothing_else(client, node):
+async def test_over_grpc_a_client_may_only_lower_its_priority(client, node):
     for fields, priority in (({}, 0), ({"priority": -3}, -3)):
         call = client.generate("x", **fields)
         assert (await _submitted(node)).priority == priority
@@ -79,7 +81,7 @@ _BODIES = {
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_over_http_every_dialect_has_it(model, path):
+async def test_every_http_api_has_the_priority(model, path):
     clients = ClientsConfig(priority=9, low_priority_values_first=True)
     async with served(model, clients=clients) as (_, node, router):
         for asked, priority in ((None, 9), (-9, 9), (4, -4)):
@@ -93,7 +95,8 @@ async def test_over_http_every_dialect_has_it(model, path):
 
 
 async def test_nodes_know_clients_by_a_number_and_their_weight(model, tmp_path):
-    """Two choices of one client have the same number; every router makes the same of a name."""
+    """Two choices of one client have the same number, and every router computes the same from a
+    name."""
     file = write(tmp_path / "keys", entry("alice", weight=2.0), entry("bob"))
     clients = ClientsConfig(api_keys=file)
     body = {"prompt": "x", "n": 2}
@@ -113,7 +116,7 @@ async def test_nodes_know_clients_by_a_number_and_their_weight(model, tmp_path):
     assert (twice, once) == (2.0, 1.0)
 
 
-async def test_a_key_may_be_more_or_less_urgent_than_others(model, tmp_path):
+async def test_a_key_may_have_another_priority(model, tmp_path):
     file = write(tmp_path / "keys", entry("alice", priority=5), entry("bob", priority=-5))
     clients = ClientsConfig(api_keys=file)
     async with served(model, clients=clients) as (_, node, router):

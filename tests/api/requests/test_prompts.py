@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Encoder:
-    """Counts what it is asked to encode."""
+    """Counts the texts that it encodes."""
 
     def __init__(self, exceeds: bool = False) -> None:
         self.num_encoded = 0
@@ -58,7 +58,7 @@ class Encoder:
 
 
 class Untouchable(Sequence[int]):
-    """Has a length, and nothing that anybody may look at."""
+    """Has a length, and no content that may be accessed."""
 
     def __len__(self) -> int:
         return 10_000_000
@@ -83,7 +83,7 @@ async def test_a_text_of_too_many_bytes_is_not_encoded(character, num):
     assert len(await prompts(encoder).checked(TextPrompt(character * (num - 1)), CLIENT)) == 7
 
 
-async def test_a_text_that_is_found_too_long_in_pieces_is_not_encoded_whole():
+async def test_a_text_that_is_too_long_by_its_first_pieces_is_not_encoded_completely():
     encoder = Encoder(exceeds=True)
     with pytest.raises(InvalidRequest, match=f"text has more than {CONTEXT} tokens"):
         await prompts(encoder).checked(TextPrompt("x" * (4 * CONTEXT + 1)), CLIENT)
@@ -98,7 +98,7 @@ async def test_messages_of_too_many_bytes_are_not_rendered():
         )
 
 
-async def test_rendering_ends_where_the_prompt_is_too_long():
+async def test_rendering_stops_where_the_prompt_is_too_long():
     template = (
         "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
         "{{ raise_exception('rendered to the end') }}"
@@ -109,12 +109,12 @@ async def test_rendering_ends_where_the_prompt_is_too_long():
     assert encoder.num_encoded == 0
 
 
-async def test_of_too_many_token_ids_none_is_looked_at():
+async def test_too_many_token_ids_are_rejected_without_reading_them():
     with pytest.raises(InvalidRequest, match="token_ids has 10000000 tokens"):
         await prompts(Encoder()).checked(TokenIdsPrompt(Untouchable()), CLIENT)
 
 
-async def test_a_choice_that_goes_away_leaves_the_encoding_to_another():
+async def test_a_cancelled_choice_leaves_the_encoding_to_another():
     encoder = Encoder()
     encoder.may_go_on.clear()
     given = GenerationFields(n=2)
@@ -130,7 +130,7 @@ async def test_a_choice_that_goes_away_leaves_the_encoding_to_another():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
-async def test_pieces_never_say_too_long_of_what_fits(make, kind):
+async def test_encoding_in_pieces_never_rejects_a_text_that_fits(make, kind):
     tokenizer = make()  # type: ignore[operator]
     subject = RouterTokenizer(tokenizer.to_str().encode())
     text = (KINDS[kind] * 140_000)[:140_000]
@@ -139,7 +139,7 @@ async def test_pieces_never_say_too_long_of_what_fits(make, kind):
     assert await subject.surely_exceeds(text, num_tokens - 1000)
 
 
-def test_a_token_has_as_many_bytes_as_its_text():
+def test_a_token_has_at_most_as_many_bytes_as_its_text():
     byte_level, pieces = byte_level_tokenizer(), sentencepiece_like_tokenizer()
     byte_level.add_tokens(["<" + "ö" * 30 + ">"])
     pieces.add_tokens(["<" + "ö" * 30 + ">"])
@@ -164,7 +164,7 @@ async def test_a_short_text_does_not_wait_behind_long_ones():
 
 
 class SlowWithLong:
-    """A tokenizer that takes as long with a long text as the test wants."""
+    """A tokenizer whose time for a long text the test controls."""
 
     def __init__(self, inner: Any) -> None:
         self.may_go_on = asyncio.Event()
@@ -181,7 +181,7 @@ class SlowWithLong:
         return await self._inner.async_encode_batch_fast(texts, **how)
 
 
-async def test_many_tokens_are_decoded_as_few_are():
+async def test_many_tokens_are_decoded_like_few():
     tokenizer = byte_level_tokenizer()
     subject = RouterTokenizer(tokenizer.to_str().encode())
     ids = tokenizer.encode(WORDS * 200, add_special_tokens=False).ids
@@ -190,7 +190,7 @@ async def test_many_tokens_are_decoded_as_few_are():
 
 
 class Remembering(Encoder):
-    """Keeps the text that it is asked to encode."""
+    """Records the text that it encodes."""
 
     text = ""
 
@@ -199,7 +199,7 @@ class Remembering(Encoder):
         return await super().encode(text, add_special_tokens=add_special_tokens)
 
 
-async def test_a_template_that_heeds_who_speaks_is_told():
+async def test_a_template_that_uses_names_of_speakers_gets_them():
     encoder = Remembering()
     template = (
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
@@ -210,7 +210,7 @@ async def test_a_template_that_heeds_who_speaks_is_told():
     assert encoder.text == "user ada: hi;assistant: ho;"
 
 
-async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt():
+async def test_names_of_speakers_count_towards_the_limit_of_a_prompt():
     named = ChatPrompt([ChatTurn("user", "hi", "x" * LIMITS.text_bytes)])
     with pytest.raises(InvalidRequest, match="bytes of text"):
         await prompts(Encoder(), "{{ messages[0].content }}").encode(named, CLIENT)

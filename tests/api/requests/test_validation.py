@@ -1,4 +1,4 @@
-"""Bad input is refused with a sentence that names the field."""
+"""Invalid input is rejected with a sentence that names the field."""
 
 import asyncio
 import math
@@ -46,7 +46,7 @@ def messages(*turns: tuple[str, str]) -> ChatMessages:
 
 
 async def parsed(**fields: Any) -> SamplingParams:
-    """The sampling of a gRPC request with these fields, which is valid."""
+    """Return the sampling options of a valid gRPC request with these fields."""
     request = from_request(GenerateRequest(**fields))
     return (await parse(request, "r", prompts(), LIMITS, CLIENT)).spec.sampling
 
@@ -69,7 +69,7 @@ async def parsed(**fields: Any) -> SamplingParams:
         ({"messages": messages(("tool", "x"))}, "messages: refused by .*: no tools here"),
     ],
 )
-async def test_a_bad_prompt_is_refused(fields, sentence):
+async def test_an_invalid_prompt_is_rejected(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         await parsed(**fields)
 
@@ -93,7 +93,7 @@ async def test_a_bad_prompt_is_refused(fields, sentence):
         ({"stop_token_ids": [1, VOCABULARY_SIZE]}, r"sampling.stop_token_ids\[1\]"),
     ],
 )
-async def test_bad_sampling_is_refused(fields, sentence):
+async def test_invalid_sampling_is_rejected(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         await parsed(text="x", sampling=Sampling(**fields))
 
@@ -119,13 +119,13 @@ class Counted(RouterTokenizer):
 
 
 def answers(num: int = 128, **fields: Any) -> Sequence[GenerateParams]:
-    """The answers to one request over HTTP."""
+    """Return the generations of one request over HTTP."""
     given = GenerationFields(n=num, seed=5, **fields)
     return choices(given, [PromptIds([5, 6, 7])], samplings(given, 8), echo=True)
 
 
-async def test_answers_to_one_request_are_checked_once(monkeypatch):
-    """They differ in id and seed alone: 64 KB of bad_words with n = 128 took 11.9 s."""
+async def test_all_generations_of_one_request_are_validated_once(monkeypatch):
+    """They differ only in id and seed. 64 KB of bad_words with n = 128 took 11.9 s."""
     checked, compiled = [], []
     check, compile_ = validation.sampling.check, validation.Automaton
     monkeypatch.setattr(validation.sampling, "check", lambda p: (checked.append(p), check(p)))
@@ -142,7 +142,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch):
     assert [job.spec.sampling.seed for job in jobs] == [each.sampling.seed for each in wanted]
     assert len({job.spec.sampling.seed for job in jobs}) == 128
     first = jobs[0]
-    for job in jobs:  # nothing is copied that need not be
+    for job in jobs:  # nothing is copied unnecessarily
         assert job.spec.token_ids is first.spec.token_ids and job.stops is first.stops
         assert job.spec.sampling.bad_word_ids is first.spec.sampling.bad_word_ids
         assert job.spec.sampling.guide is first.spec.sampling.guide and job.echo is first.echo
@@ -158,7 +158,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch):
     ],
     ids=["characters", "tokens", "expression", "length"],
 )
-async def test_what_is_refused_costs_no_more_for_many_answers(fields, sentence, num_words):
+async def test_a_rejection_costs_no_more_for_many_generations(fields, sentence, num_words):
     tokenizer = Counted()
     shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in answers(**fields))
@@ -168,7 +168,7 @@ async def test_what_is_refused_costs_no_more_for_many_answers(fields, sentence, 
     assert tokenizer.num_words == num_words
 
 
-async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers():
+async def test_a_rejected_prompt_is_encoded_once_for_many_generations():
     tokenizer = Counted()
     shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     given = GenerationFields(n=128)
@@ -190,13 +190,13 @@ async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers():
         ("allowed_token_ids", [5] * 4097),
     ],
 )
-def test_a_list_of_a_body_that_is_too_long_is_not_copied_for_each_answer(field, value):
+def test_too_long_a_list_is_not_copied_for_each_generation(field, value):
     with pytest.raises(InvalidRequest, match=f"sampling.{field} has {len(value)} "):
         answers(**{field: value})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_budget_that_is_no_time_is_refused(timeout_s):
+def test_an_invalid_timeout_is_rejected(timeout_s):
     with pytest.raises(InvalidRequest, match="timeout_s"):
         budget_s(from_request(GenerateRequest(timeout_s=timeout_s)).timeout_s, 600.0)
 
@@ -208,36 +208,36 @@ def test_a_budget_that_is_no_time_is_refused(timeout_s):
         ({"stop": ["x"] * 17}, "sampling.stop has 17 strings, 16 allowed"),
     ],
 )
-def test_lists_that_are_too_long_are_refused_before_they_are_copied(fields, sentence):
+def test_too_long_lists_are_rejected_before_they_are_copied(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         from_request(GenerateRequest(text="x", sampling=Sampling(**fields)))
 
 
-def test_a_budget_is_the_shorter_of_the_clients_and_the_routers():
+def test_the_timeout_is_the_shorter_of_the_clients_and_the_routers():
     assert budget_s(from_request(GenerateRequest()).timeout_s, 600.0) == 600.0
     assert budget_s(5.0, 600.0) == 5.0
     assert budget_s(900.0, 600.0) == 600.0
 
 
-def test_a_request_id_of_any_length_is_not_carried():
+def test_a_request_id_has_a_length_limit():
     with pytest.raises(InvalidRequest, match="request_id has 257"):
         check_label("x" * 257)
 
 
-async def test_messages_without_a_template_are_refused():
+async def test_messages_without_a_template_are_rejected():
     request = TokenizeRequest(messages=messages(("user", "x")))
     with pytest.raises(InvalidRequest, match="no chat template"):
         await prompts(None).encode(from_prompt(request), CLIENT)
 
 
 @pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44)])
-async def test_max_tokens_is_by_default_what_fits(asked, expected):
+async def test_the_default_of_max_tokens_is_the_remaining_context(asked, expected):
     sampling = await parsed(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
     assert sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
-async def test_more_tokens_than_fit_are_refused_where_the_client_set_them(field):
+async def test_too_large_max_tokens_of_a_client_is_rejected(field):
     sentence = (
         rf"^sampling\.{field} is too large: 45\. This model's maximum context length is 64 tokens "
         r"and your request has 20 input tokens \(45 > 64 - 20\)\.$"
@@ -251,7 +251,7 @@ async def test_the_longest_prompt_leaves_room_for_one_token():
     assert (await parsed(token_ids=longest)).max_tokens == 1
 
 
-async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept():
+async def test_an_unset_seed_is_random_and_a_set_one_is_kept():
     assert len({(await parsed(text="x")).seed for _ in range(8)}) == 8
     assert (await parsed(text="x", sampling=Sampling(seed=0))).seed == 0
 
@@ -278,7 +278,7 @@ async def test_a_tokenizer_saved_with_truncation_still_encodes_everything():
     assert len(ids) < 32
 
 
-def test_what_is_no_tokenizer_is_a_wrong_configuration():
+def test_an_invalid_tokenizer_is_a_configuration_error():
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         RouterTokenizer(b"{}")
 
@@ -293,7 +293,7 @@ async def test_texts_of_any_length_are_encoded_alike(num_characters):
         assert await subject.encode(text, add_special_tokens=special) == expected
 
 
-def test_a_router_gives_no_longer_budget_than_nodes_take():
+def test_a_router_sends_no_longer_timeout_than_nodes_accept():
     assert RouterConfig(model="m", request_timeout_s=MAX_BUDGET_S).request_timeout_s == MAX_BUDGET_S
     for too_long in (MAX_BUDGET_S + 1, math.inf):
         with pytest.raises(ValueError, match="request_timeout_s"):

@@ -1,4 +1,4 @@
-"""Short texts go first, long ones not never, and not more wait than there is room for."""
+"""Short texts go first, long ones do not starve, and the waiting text is limited."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from common.errors import Overloaded
 
 
 class Queue:
-    """One place, which is taken; notes who has had it after that, in order."""
+    """One slot, which is in use. Records the order of its later users."""
 
     def __init__(self, max_waiting_bytes: int = 10_000_000) -> None:
         self.queue = LengthBatcher(1, max_waiting_bytes=max_waiting_bytes)
@@ -30,7 +30,7 @@ class Queue:
         return task
 
 
-async def test_the_shortest_that_waits_is_next():
+async def test_the_shortest_waiting_text_is_next():
     queue = await Queue().taken()
     waits = [await queue.wait(name, size) for name, size in (("c", 900), ("a", 20), ("b", 300))]
     assert queue.had == []
@@ -39,7 +39,7 @@ async def test_the_shortest_that_waits_is_next():
     assert queue.had == ["a", "b", "c"]
 
 
-async def test_a_long_text_is_not_passed_for_ever():
+async def test_a_long_text_does_not_starve():
     queue = await Queue().taken()
     long = await queue.wait("long", 1_000_000, arrived=0.0)
     soon = await queue.wait("soon", 1_000, arrived=1.0)
@@ -49,7 +49,7 @@ async def test_a_long_text_is_not_passed_for_ever():
     assert queue.had == ["soon", "long", "late"]
 
 
-async def test_more_text_than_may_wait_is_refused_and_takes_nothing():
+async def test_text_over_the_limit_is_rejected_without_effect():
     queue = await Queue(max_waiting_bytes=1000).taken()
     first = await queue.wait("first", 900)
     with pytest.raises(Overloaded, match="900 bytes of text wait to be tokenized, 1000 allowed"):
@@ -62,7 +62,7 @@ async def test_more_text_than_may_wait_is_refused_and_takes_nothing():
     assert queue.had == ["second", "first", "third"]
 
 
-async def test_who_goes_away_waits_no_more():
+async def test_a_cancelled_text_waits_no_longer():
     queue = await Queue(max_waiting_bytes=1000).taken()
     gone = await queue.wait("gone", 1000)
     gone.cancel()
@@ -73,7 +73,7 @@ async def test_who_goes_away_waits_no_more():
     assert queue.had == ["stays"]
 
 
-async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next():
+async def test_a_turn_granted_during_a_cancel_goes_to_the_next():
     queue = await Queue().taken()
     gone, next_ = await queue.wait("gone", 1), await queue.wait("next", 2)
     queue.queue.release()

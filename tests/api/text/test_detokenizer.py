@@ -1,4 +1,4 @@
-"""Text comes out as it would from one decode of all tokens, however they arrive."""
+"""Text equals one decode of all tokens, however they arrive."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def test_any_tokens_in_any_split_give_the_text_of_one_decode(runs):
 
 
 @given(st.lists(st.sampled_from(sorted(range(150, 256))), max_size=300))
-def test_a_long_run_of_bytes_that_are_no_text_comes_out_whole(tokens):
+def test_a_long_run_of_invalid_bytes_is_decoded_completely(tokens):
     detokenizer = Detokenizer(BYTE_LEVEL)
     text = "".join(detokenizer.push([token]) for token in tokens) + detokenizer.flush()
     assert text == BYTE_LEVEL.decode(tokens)
@@ -32,13 +32,13 @@ def test_a_long_run_of_bytes_that_are_no_text_comes_out_whole(tokens):
 
 @pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), sentencepiece_like_tokenizer()])
 @pytest.mark.parametrize("text", ["größer 日本語 🙂 x", "🙂🙂🙂🙂", "é", "a\u0301 👩‍👩‍👧 "])
-def test_no_piece_of_text_ever_has_half_a_character(tokenizer, text):
+def test_no_piece_of_text_has_a_partial_character(tokenizer, text):
     decoder = RouterTokenizer(tokenizer.to_str().encode())  # type: ignore[attr-defined]
     tokens = tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
     detokenizer = Detokenizer(decoder)
     pieces = [detokenizer.push([token]) for token in tokens]
     assert "".join(pieces) == text
-    # Seen failing with the rstrip in push removed.
+    # Seen failing without the rstrip in push.
     assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -51,26 +51,26 @@ def test_whole_text_comes_back_without_a_broken_character(text):
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_character_that_never_gets_complete_comes_out_at_the_end_as_decode_shows_it():
+def test_an_incomplete_character_appears_at_the_end_as_in_a_decode():
     tokens = byte_level_tokenizer().encode("x🙈", add_special_tokens=False).ids
     detokenizer = Detokenizer(BYTE_LEVEL)
     assert detokenizer.push(tokens[:-1]) == "x"
     assert detokenizer.flush() == BYTE_LEVEL.decode(tokens[:-1])[1:] == "\ufffd"
 
 
-def test_text_before_half_a_character_is_not_held_back():
+def test_text_before_a_partial_character_is_not_held_back():
     tokens = byte_level_tokenizer().encode("over🙈", add_special_tokens=False).ids
     assert Detokenizer(BYTE_LEVEL).push(tokens[:-1]) == "over"
 
 
-def test_an_answer_keeps_the_space_between_it_and_its_prompt():
+def test_a_response_keeps_the_space_between_it_and_its_prompt():
     hello_world = sentencepiece_like_tokenizer().encode("Hello world", add_special_tokens=False)
     detokenizer = Detokenizer(SENTENCEPIECE, SENTENCEPIECE.some_text)
     assert "".join(detokenizer.push([i]) for i in hello_world.ids) == " Hello world"
 
 
 @given(token_runs)
-def test_marks_are_told_with_the_places_at_which_they_begin(runs):
+def test_marks_are_reported_with_their_start_positions(runs):
     marks = {1: "</s>", 40: "<ü>"}
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
     text = "".join(detokenizer.push(run) for run in runs) + detokenizer.flush()
@@ -87,7 +87,7 @@ def test_marks_are_told_with_the_places_at_which_they_begin(runs):
     assert list(detokenizer.marks) == at
 
 
-def test_text_behind_a_mark_keeps_its_space():
+def test_text_after_a_mark_keeps_its_space():
     hello = sentencepiece_like_tokenizer().encode("Hello", add_special_tokens=False).ids
     detokenizer = Detokenizer(SENTENCEPIECE, SENTENCEPIECE.some_text, {0: "<unk>"})
     assert detokenizer.push([*hello, 0, *hello]) == " Hello<unk> Hello"
@@ -106,7 +106,7 @@ class CountingDecoder(RouterTokenizer):
 
 
 @pytest.mark.parametrize("token", [0, 200, 280], ids=["special", "no text", "text"])
-def test_the_cost_of_a_token_does_not_grow_with_the_answer(token):
+def test_the_cost_of_a_token_does_not_grow_with_the_response(token):
     decoder = CountingDecoder()
     detokenizer = Detokenizer(decoder)
     for _ in range(4000):

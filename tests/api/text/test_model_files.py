@@ -1,4 +1,4 @@
-"""A model directory is read without network, and what is missing is named."""
+"""A model directory is read without network access, and missing files are reported by name."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_a_directory_gives_limits_and_special_tokens(tmp_path):
     assert (files.eos_token_ids, files.chat_template) == ((1,), None)
 
 
-def test_generation_config_says_which_tokens_end_an_answer(tmp_path):
+def test_generation_config_gives_the_end_tokens(tmp_path):
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     assert load(str(tmp_path)).eos_token_ids == (1, 7)
@@ -36,7 +36,7 @@ def test_generation_config_says_which_tokens_end_an_answer(tmp_path):
         ([{"name": "tool", "template": "c"}], None, None),
     ],
 )
-def test_the_chat_template_is_found_where_models_keep_it(tmp_path, config, file, expected):
+def test_the_chat_template_is_found_in_all_usual_places(tmp_path, config, file, expected):
     write_model(tmp_path, chat_template=config)
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
@@ -44,7 +44,7 @@ def test_the_chat_template_is_found_where_models_keep_it(tmp_path, config, file,
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
-def test_a_missing_file_is_named(tmp_path, missing):
+def test_a_missing_file_is_reported_by_name(tmp_path, missing):
     write_model(tmp_path)
     (tmp_path / missing).unlink()
     with pytest.raises(ConfigError, match=missing):
@@ -59,13 +59,13 @@ def test_a_missing_file_is_named(tmp_path, missing):
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
-def test_a_wrong_value_is_named(tmp_path, fields, named):
+def test_a_wrong_value_is_reported_by_name(tmp_path, fields, named):
     edit(write_model(tmp_path) / "config.json", **fields)
     with pytest.raises(ConfigError, match=named):
         load(str(tmp_path))
 
 
-def test_broken_json_is_named(tmp_path):
+def test_invalid_json_is_reported_by_name(tmp_path):
     (write_model(tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
         load(str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_directory_that_does_not_exist_is_no_hub_id(tmp_path):
         load(str(tmp_path / "absent"))
 
 
-def test_a_hub_id_that_is_not_to_be_had_is_named(monkeypatch):
+def test_a_hub_id_that_is_not_available_is_reported_by_name(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         ConfigError, match="nobody/nothing is not a directory and cannot be downloaded"

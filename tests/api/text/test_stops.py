@@ -1,4 +1,4 @@
-"""Stop strings and expressions cut the text at what is complete first, in any split."""
+"""Stop strings and regexes cut the text at the first complete match, in any split."""
 
 import random
 import re
@@ -38,7 +38,7 @@ def expressions(*patterns: str, stops: tuple[str, ...] = ()) -> StopConditions:
 
 
 def fed(finder: StopConditions, pieces: Iterable[str]) -> tuple[str, bool]:
-    """The text that comes out of these pieces, and whether a stop has cut it."""
+    """Return the text from these pieces, and whether a stop has cut it."""
     out = ""
     for piece in pieces:
         decided, stopped = finder.push(piece)
@@ -49,7 +49,7 @@ def fed(finder: StopConditions, pieces: Iterable[str]) -> tuple[str, bool]:
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The meaning, one character at a time over the whole text."""
+    """Compute the definition, one character at a time over the whole text."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
@@ -63,7 +63,7 @@ def test_any_split_gives_the_text_before_the_first_complete_stop(pieces, stops):
 
 
 @given(texts, some_stops)
-def test_only_what_may_be_the_start_of_a_stop_is_held_back(pieces, stops):
+def test_only_a_possible_start_of_a_stop_is_held_back(pieces, stops):
     finder = strings(stops)
     text = out = ""
     for piece in pieces:
@@ -116,8 +116,8 @@ EXPRESSIONS = [
 
 
 @given(st.lists(st.text("ab\n", max_size=8), max_size=5), st.sampled_from(EXPRESSIONS))
-def test_an_expression_finds_what_python_finds(pieces, pattern):
-    """Find the earliest end of a match, and the longest match that ends there."""
+def test_a_regex_finds_what_python_finds(pieces, pattern):
+    """The earliest end of a match, and the longest match that ends there."""
     text, compiled = "".join(pieces), re.compile(pattern)
     found = next(
         (
@@ -134,7 +134,7 @@ def test_an_expression_finds_what_python_finds(pieces, pattern):
     assert not stopped or ((stops.found and compiled.fullmatch(stops.found)) or "^" in pattern)
 
 
-def test_strings_and_expressions_stand_beside_each_other():
+def test_strings_and_regexes_can_be_combined():
     stops = expressions(r"\d+\.", "[!?]{2}", stops=("END",))
     assert stops.push("1 EN? 12") == ("1 EN? ", False)
     assert stops.push("3.") == ("", True)
@@ -142,7 +142,7 @@ def test_strings_and_expressions_stand_beside_each_other():
 
 
 @given(st.integers(0, 2000), st.integers(2, MAX_HELD_CHARACTERS), st.integers(1, 700))
-def test_no_match_is_missed_for_others_that_began_before_it(num_before, length, size):
+def test_no_match_is_missed_because_of_others_that_started_before_it(num_before, length, size):
     text = "a" + "x" * num_before + "a" + "x" * (length - 2) + "b"
     found = []
     for pieces in ([text], [text[start : start + size] for start in range(0, len(text), size)]):
@@ -164,12 +164,12 @@ def test_no_more_text_is_held_back_than_promised():
         text += "ax"[bool(text)]
         out += stops.push(text[-1])[0]
         assert len(text) - len(out) <= MAX_HELD_CHARACTERS
-    assert stops.push("ax--b")[1]  # one that has begun behind the first
+    assert stops.push("ax--b")[1]  # one that has started after the first
     assert stops.found == "ax--b"
 
 
-def test_a_text_that_no_longer_matches_is_released():
-    """Though another match may have begun: of those that have ended, no more than half is held."""
+def test_text_that_no_longer_matches_is_released():
+    """Even if another match may have started: of those that have ended, at most half is held."""
     stops = expressions("a{250}b")
     text = out = ""
     for _ in range(2000):
@@ -197,12 +197,12 @@ def test_a_text_that_no_longer_matches_is_released():
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_expression_that_can_be_looked_for_is_refused(text, said):
+def test_an_invalid_or_unsupported_regex_is_rejected(text, said):
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         Automaton([text])
 
 
-def test_all_expressions_of_a_request_share_one_limit():
+def test_all_regexes_of_a_request_share_one_limit():
     Automaton(["a{100}", "b{156}"])
     with pytest.raises(InvalidRequest, match=r"^\[1\]: it is too long"):
         Automaton(["a{100}", "b{157}"])
@@ -211,7 +211,7 @@ def test_all_expressions_of_a_request_share_one_limit():
 
 
 COSTLY = [
-    "(?:(?:a+)+)+Z",  # over which Python's own engine would never end
+    "(?:(?:a+)+)+Z",  # with which Python's own engine would take forever
     "((a*)*b*)*Z",
     "a{250}Z",
     "(?:a|b)*a[ab]{250}Z",
@@ -223,8 +223,9 @@ COSTLY = [
 
 
 @pytest.mark.parametrize("pattern", COSTLY, ids=lambda pattern: pattern[:20])
-def test_a_character_costs_few_steps_whatever_the_expression(pattern, monkeypatch):
-    """Steps of the automaton forwards and backwards, each of as many lookups as it has bytes."""
+def test_a_character_costs_few_steps_with_any_regex(pattern, monkeypatch):
+    """The steps of the automaton, forwards and backwards, each with as many lookups as it has
+    bytes."""
     num_steps = 0
 
     def counted(steps: Callable[[Automaton, int, str], int]) -> Any:
@@ -245,8 +246,8 @@ def test_a_character_costs_few_steps_whatever_the_expression(pattern, monkeypatc
     assert num_steps <= 5 * 2 * num_characters
 
 
-def test_the_set_of_a_repetition_is_made_once():
-    """It was copied with it: 1,020 characters took seconds and 171 MiB."""
+def test_the_character_set_of_a_repetition_is_made_once():
+    """It was copied for each repetition: 1,020 characters took seconds and 171 MiB."""
     tracemalloc.start()
     try:
         Automaton(["[" + "".join(chr(300 + 2 * n) for n in range(1010)) + "]{250}"])
@@ -255,9 +256,8 @@ def test_the_set_of_a_repetition_is_made_once():
         tracemalloc.stop()
 
 
-def test_stop_strings_cost_nothing_before_a_text_has_begun_them(monkeypatch):
-    """Delay the preparation of stop strings. 16 strings for each of 128 choices took 1.5 s to
-    prepare."""
+def test_stop_strings_cost_nothing_before_a_text_contains_their_start(monkeypatch):
+    """They are prepared late. 16 strings for each of 128 choices took 1.5 s to prepare."""
     made = 0
     initialise = stops_module._Prefix.__init__
 
