@@ -1,4 +1,4 @@
-"""Reads a report as a strict browser would, and refuses what a report must not have."""
+"""Reads a report like a strict browser, and rejects content that a report must not have."""
 
 import re
 from html.parser import HTMLParser
@@ -34,7 +34,7 @@ class _Reader(HTMLParser):
 
 
 class Page:
-    """A report that is whole: every tag closed, every plot well-formed, nothing from outside."""
+    """Check a report: every tag closed, every plot well-formed, no external content."""
 
     def __init__(self, file: Path) -> None:
         source = file.read_text()

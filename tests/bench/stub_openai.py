@@ -1,6 +1,7 @@
-"""An OpenAI server for tests of clients: answers as a script says, and notes when it wrote what.
+"""An OpenAI server for tests of clients: it sends a scripted response, and records the times of its
+writes.
 
-In the test's own process and on its event loop, so that both ends read the same clock.
+It runs in the test's process and event loop, so both ends read the same clock.
 """
 
 import asyncio
@@ -16,22 +17,22 @@ MODEL = {"id": "stub", "max_model_len": 10_000}
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One answer. `chunks` are numbers of tokens; each is sent `gap_s` after the one before."""
+    """One response. `chunks` are numbers of tokens. Each is sent `gap_s` after the previous one."""
 
     chunks: Sequence[int] = (1, 1, 1)
     first_s: float = 0.0
     gap_s: float = 0.0
     status: int = 200
-    error: str = ""  # sent in place of the last chunk, as servers do in mid-stream
+    error: str = ""  # sent instead of the last chunk, as servers do in mid-stream
     cut: bool = False  # the connection ends after the chunks, without [DONE]
-    closes: bool = False  # the connection, after the whole answer, and says so before
+    closes: bool = False  # the connection, after the whole response, as announced in a header
     usage: bool = True
     usage_in_chunks: bool = False
 
 
 @dataclass(slots=True)
 class Seen:
-    """One request that the stub got."""
+    """One request that the stub received."""
 
     path: str
     headers: dict[str, str]
@@ -57,7 +58,7 @@ class StubOpenAi:
             while await self._answer(reader, writer):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # asyncio's own callback would make an error of a cancelled connection
+            pass  # asyncio's own callback would report a cancelled connection as an error
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -68,7 +69,7 @@ class StubOpenAi:
         await asyncio.gather(*self._tasks)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Returns whether the connection goes on."""
+        """Return whether the connection is kept."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
         method, path, _ = first.split(" ")
@@ -124,7 +125,8 @@ class StubOpenAi:
 
 
 async def until(at: float) -> None:
-    """Returns when time.perf_counter() has reached it, and never before, as one sleep may."""
+    """Return when time.perf_counter() has reached `when`, and never before, unlike a single
+    sleep."""
     left = at - time.perf_counter()
     while left > 0:
         await asyncio.sleep(left)
@@ -150,9 +152,8 @@ def _whole(status: int, content: dict[str, Any]) -> bytes:
 
 @asynccontextmanager
 async def stub_openai(script: Callable[[int], Script]) -> AsyncIterator[StubOpenAi]:
-    """
-    Args:
-        script: what the answer to each request is, by its number.
+    """Args:
+    script: the response to each request, by its number.
     """
     stub = StubOpenAi(script)
     server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)

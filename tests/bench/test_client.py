@@ -1,4 +1,4 @@
-"""The client of `baton bench`: what it makes of every kind of answer, against a stub server."""
+"""The client of `baton bench`: its outcome for every kind of response of a stub server."""
 
 import time
 from contextlib import asynccontextmanager
@@ -25,14 +25,14 @@ async def _client(url, **options):
 
 
 async def _ask(script, **options):
-    """The outcome of one request that was due now, and what the server saw of it."""
+    """Return the outcome of one request that was due now, and the server's record of it."""
     async with stub_openai(lambda _: script) as stub, _client(stub.url, **options) as client:
         start = time.perf_counter()
         outcome = await client.ask(JOB, start, 0.0)
         return outcome, stub.seen[0], start
 
 
-async def test_every_event_is_noted_with_its_time_and_usage_counts_the_tokens():
+async def test_every_event_has_its_time_and_usage_counts_the_tokens():
     script = Script(chunks=(1, 2, 3), first_s=0.05, gap_s=0.03)
     outcome, seen, start = await _ask(script)
     assert outcome.error == ""
@@ -45,18 +45,18 @@ async def test_every_event_is_noted_with_its_time_and_usage_counts_the_tokens():
     assert outcome.e2e >= outcome.chunks[-1]
 
 
-async def test_servers_that_count_in_every_event_are_believed():
+async def test_usage_in_every_event_is_used():
     outcome, _, _ = await _ask(Script(chunks=(2, 1, 3), usage_in_chunks=True, gap_s=0.01))
     assert outcome.chunk_tokens == [2, 1, 3]
     assert outcome.per_token == pytest.approx((outcome.chunks[2] - outcome.chunks[0]) / 4)
 
 
-async def test_without_usage_an_event_is_one_token_and_that_is_said():
+async def test_without_usage_an_event_counts_as_one_token_and_the_outcome_says_so():
     outcome, _, _ = await _ask(Script(chunks=(2, 3), usage=False))
     assert (outcome.output_tokens, outcome.usage_reported, outcome.error) == (2, False, "")
 
 
-async def test_the_role_that_opens_a_chat_is_no_token():
+async def test_the_role_that_starts_a_chat_is_no_token():
     outcome, seen, _ = await _ask(Script(chunks=(1, 1), first_s=0.05), send="chat")
     assert seen.path == "/v1/chat/completions"
     assert [message["role"] for message in seen.body["messages"]] == ["user"]
@@ -64,7 +64,7 @@ async def test_the_role_that_opens_a_chat_is_no_token():
     assert outcome.ttft >= 0.05
 
 
-async def test_what_is_sent_is_what_was_asked_for():
+async def test_the_request_has_the_requested_fields():
     options = {"extra": {"top_k": 3}, "api_key": "secret"}
     _, seen, _ = await _ask(Script(), **options)
     assert seen.path == "/v1/completions"
@@ -85,14 +85,14 @@ async def test_what_is_sent_is_what_was_asked_for():
         (Script(chunks=()), "no tokens", "without a token"),
     ],
 )
-async def test_what_goes_wrong_is_an_outcome_with_its_kind(script, kind, detail):
+async def test_a_failure_is_an_outcome_with_its_kind(script, kind, detail):
     outcome, _, _ = await _ask(script)
     assert outcome.error == kind
     assert detail in outcome.detail
 
 
-async def test_an_answer_that_takes_too_long_is_a_timeout():
-    """On a busy machine, even before the server has seen the request."""
+async def test_a_response_that_takes_too_long_is_a_timeout():
+    """On a busy machine, even before the server has received the request."""
     slow = Script(first_s=60.0)
     async with stub_openai(lambda _: slow) as stub, _client(stub.url, timeout_s=0.05) as client:
         outcome = await client.ask(JOB, time.perf_counter(), 0.0)
@@ -116,7 +116,7 @@ async def test_connections_are_kept_and_replaced_after_a_failure():
         assert stub.connections == 3
 
 
-async def test_a_server_that_has_gone_is_an_outcome():
+async def test_a_lost_server_is_an_outcome():
     async with stub_openai(lambda _: Script()) as stub, _client(stub.url) as client:
         gone = OpenAiClient("http://127.0.0.1:1", send="ids", timeout_s=60.0)
         outcome = await gone.ask(JOB, time.perf_counter(), 0.0)
@@ -137,7 +137,7 @@ async def test_a_server_that_has_gone_is_an_outcome():
         ("http://[::1]:9/", "http://[::1]:9"),
     ],
 )
-def test_urls_may_be_written_as_people_write_them(url, base):
+def test_urls_may_have_every_usual_form(url, base):
     assert base_url(url) == base
 
 

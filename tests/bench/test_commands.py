@@ -1,4 +1,4 @@
-"""`baton bench` as a user calls it, against stub servers and, once, whole systems."""
+"""`baton bench` as a user calls it, with stub servers, and once with whole systems."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ WAIT_S = 500.0  # systems start and are measured on a busy machine
 
 
 class Bench:
-    """One `baton bench ...` in a directory of its own."""
+    """One `baton bench ...` in its own directory."""
 
     def __init__(self, directory, arguments):
         self._output, self._errors = directory / "stdout", directory / "stderr"
@@ -40,7 +40,7 @@ class Bench:
         return self._errors.read_text()
 
     async def ended(self):
-        """Return its exit code, and what the last line of standard output says."""
+        """Return its exit code and the JSON of the last line of standard output."""
         code = await asyncio.to_thread(self.process.wait, WAIT_S)
         assert "Traceback" not in self.errors, self.errors
         lines = self._output.read_text().splitlines()
@@ -64,7 +64,7 @@ async def bench(tmp_path):
 LOAD = ("load", "--prompt-tokens=20", "--output-tokens=3", "--warm-up=2", "--json=raw.json")
 
 
-async def test_load_reports_what_the_server_did(bench, tmp_path):
+async def test_load_reports_the_behaviour_of_the_server(bench, tmp_path):
     script = Script(chunks=(1, 1, 1), first_s=0.02, gap_s=0.01)
     async with stub_openai(lambda _: script) as stub:
         flags = ("--rate=20,40", "--requests=12", "--goodput=ttft=30,itl=30")
@@ -110,7 +110,7 @@ async def test_a_trace_sets_lengths_and_times(bench, tmp_path):
     assert all(outcome["sent"] >= outcome["due"] for outcome in raw["outcomes"])
 
 
-async def test_a_server_that_dies_in_mid_run_is_errors_in_a_report(bench, tmp_path):
+async def test_a_server_that_fails_during_a_run_causes_errors_in_the_report(bench, tmp_path):
     async with stub_openai(lambda n: Script() if n < 6 else Script(cut=True)) as stub:
         run = bench(*LOAD, "--concurrency=2", "--requests=10", f"--url={stub.url}")
         code, said = await run.ended()
@@ -121,7 +121,7 @@ async def test_a_server_that_dies_in_mid_run_is_errors_in_a_report(bench, tmp_pa
     assert "6 x cut off" in run.errors
 
 
-async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
+async def test_an_interrupted_run_reports_its_results_so_far(bench, tmp_path):
     enough = asyncio.Event()
 
     def script(number):
@@ -159,7 +159,7 @@ async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
         (("break-even", "--model=/", "--load=2"), "--load"),
     ],
 )
-def test_wrong_input_is_one_line(capsys, arguments, words):
+def test_invalid_input_is_reported_in_one_line(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     said = capsys.readouterr()
@@ -168,14 +168,14 @@ def test_wrong_input_is_one_line(capsys, arguments, words):
     assert words in said.err
 
 
-async def test_a_server_that_is_not_there_is_one_line(bench):
+async def test_an_unreachable_server_is_reported_in_one_line(bench):
     run = bench("load", "--rate=1", "--url=http://127.0.0.1:1")
     assert await run.ended() == (1, None)
     (line,) = run.errors.splitlines()
     assert line == "baton bench load: http://127.0.0.1:1/v1/models: Connection refused"
 
 
-async def test_a_load_that_the_model_cannot_take_is_refused(bench):
+async def test_a_load_over_the_limits_of_the_model_is_rejected(bench):
     async with stub_openai(lambda _: Script()) as stub:
         run = bench("load", "--rate=1", "--prompt-tokens=20000", f"--url={stub.url}")
         assert await run.ended() == (2, None)
@@ -185,14 +185,14 @@ async def test_a_load_that_the_model_cannot_take_is_refused(bench):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Flags of a bench that starts systems."""
+    """Return flags of a benchmark that starts systems."""
     model = tmp_path / "model"
     write(model)
     return (f"--model={model}", "--device=cpu", "--repeats=1", "--engine.cache.num-pages=64")
 
 
 @pytest.mark.long  # without nodes: tests/bench/test_comparisons.py
-async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
+async def test_compare_measures_systems_that_it_starts_and_stops(bench, tiny, tmp_path):
     work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
     run = bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")
     code, said = await run.ended()
@@ -248,14 +248,14 @@ async def test_break_even_sweeps_three_systems_with_the_same_probes(
 
 
 @pytest.mark.long
-async def test_break_even_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
+async def test_break_even_measures_systems_that_it_starts_and_stops(bench, tiny, tmp_path):
     run = bench("break-even", *tiny, *SWEEP, "--json=raw.json")
     code, said = await run.ended()
     assert code == 0, run.errors
     _assert_swept(said, tmp_path)
 
 
-async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tiny):
+async def test_an_interrupt_during_the_start_of_a_system_leaves_no_process(bench, tiny):
     run = bench("compare", *tiny, "--rate=1")
     async with asyncio.timeout(WAIT_S):
         while "starting colocated" not in run.errors:  # noqa: ASYNC110  (it is another process)
@@ -269,6 +269,6 @@ async def test_interrupted_while_a_system_starts_it_leaves_no_process(bench, tin
 
 
 def _programs(pid):
-    """Every process below `pid`."""
+    """Return every process below `pid`."""
     below = fork_server.programs_below(pid)
     return [*below, *(each for child in below for each in _programs(child))]

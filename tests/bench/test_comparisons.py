@@ -49,8 +49,8 @@ def _add(session, system, x, repeat, outcomes, complete=True):
 def _break_even(
     ttft, *, repeats=3, lengths=(64, 128, 256, 512), objectives=None, gap=None, shared_cores=None
 ):
-    """Findings where the probes' TTFT is what `ttft(system, length, repeat)` says, and the others'
-    ITL without probes what `gap(system)` says."""
+    """Return findings in which the probes' TTFT is `ttft(system, length, repeat)`, and the ITL
+    of other streams without probes is `gap(system)`."""
     session = _session(objectives)
     for repeat in range(repeats):
         for arm in (COLOCATED, REMOTE, LOCAL):
@@ -70,7 +70,8 @@ def _break_even(
 
 
 def _hop(system, length, repeat):
-    """0.1 s of hop, then twice as fast as colocated: even at 200 tokens; against local at 100."""
+    """A hop of 0.1 s, then twice as fast as colocated. Break-even is at 200 tokens, and at 100
+    relative to local."""
     return {
         "colocated": length / 1000,
         "disaggregated": 0.1 + length / 2000,
@@ -78,7 +79,7 @@ def _hop(system, length, repeat):
     }[system] * (1 + 0.001 * repeat)
 
 
-def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
+def test_the_break_even_is_between_the_lengths_around_it(tmp_path):
     found = _break_even(_hop)
     said = found.summary["break_even"]
     assert (said["not_yet_at"], said["everywhere_from"]) == (128.0, 256.0)
@@ -87,7 +88,7 @@ def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
     assert found.summary["local_prefill_max_tokens"]["advice"] == 64
     assert "from about 20" in found.page.lead[0]
     assert "--local-prefill-max-tokens=64 if TTFT p50 of probes matters" in found.page.lead[-1]
-    # The other streams are as fast on all, so handing over never helps them.
+    # The other streams are as fast on all systems, so a hand-off never helps them.
     assert (
         "--local-prefill-max-tokens of at least 512 if ITL p99 of the others" in found.page.lead[-1]
     )
@@ -97,7 +98,7 @@ def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
     assert "128" in page.cells and "1 prefill + 1 decode" in page.text
 
 
-def test_on_a_cpu_it_says_that_prefill_and_decode_share_the_cores_and_what_that_costs():
+def test_on_a_cpu_the_report_says_that_prefill_and_decode_share_cores_and_the_cost():
     found = _break_even(
         _hop, gap=lambda system: 0.03 if system == "disaggregated" else 0.02, shared_cores=2
     )
@@ -109,30 +110,30 @@ def test_on_a_cpu_it_says_that_prefill_and_decode_share_the_cores_and_what_that_
     assert not any("share" in sentence for sentence in on_devices.page.lead)
 
 
-def test_a_break_even_without_any_quiet_run_still_says_that_the_cores_are_shared():
+def test_without_a_quiet_run_the_report_still_says_that_cores_are_shared():
     found = _break_even(_hop, shared_cores=2)
     assert "share the 2 cores" in found.page.lead[1]
     assert "Without probes" not in found.page.lead[1]
 
 
-def test_never_is_an_answer():
+def test_break_even_may_be_never():
     found = _break_even(lambda system, length, repeat: 0.2 if system == "disaggregated" else 0.1)
     assert found.summary["break_even"]["tokens"] is None
     assert "never in the range of 64 to 512 tokens" in found.page.lead[0]
     assert found.summary["local_prefill_max_tokens"]["advice"] == 512
 
 
-def test_always_is_an_answer():
+def test_break_even_may_be_at_every_length():
     found = _break_even(lambda system, length, repeat: 0.1 if system == "disaggregated" else 0.2)
     assert "from the shortest measured length of 64 tokens" in found.page.lead[0]
     assert found.summary["local_prefill_max_tokens"]["advice"] == 0
 
 
-def test_a_break_even_by_goodput_counts_a_run_without_one_good_request():
-    def ttft(system, length, repeat):  # colocated keeps no objective from 256 tokens on
+def test_break_even_by_goodput_counts_runs_without_a_good_request():
+    def ttft(system, length, repeat):  # colocated meets no objective from 256 tokens on
         return 5.0 if system != "disaggregated" and length >= 256 else 0.1
 
-    limits = {"ttft": 1.0, "itl": 0.01}  # which the other streams never keep
+    limits = {"ttft": 1.0, "itl": 0.01}  # which the other streams never meet
     found = _break_even(ttft, objectives=limits)
     said = found.summary["break_even"]
     assert (said["by"], said["everywhere_from"]) == ("goodput", 256.0)
@@ -144,7 +145,7 @@ def test_two_repeats_give_no_confidence():
     assert "too few repeats" in found.page.lead[0]
 
 
-def test_a_break_even_that_was_interrupted_uses_what_there_is_for_all():
+def test_an_interrupted_break_even_uses_the_results_that_all_systems_have():
     session = _session()
     for arm in (COLOCATED, REMOTE):
         for length, ttft in ((64, 0.2 if arm is REMOTE else 0.1), (128, 0.1)):
@@ -159,7 +160,8 @@ def test_a_break_even_that_was_interrupted_uses_what_there_is_for_all():
 
 
 def _compared(slow_itl, repeats=3):
-    """Findings where long prefills make gaps of `slow_itl(repeat)` on the colocated system."""
+    """Return findings in which long prefills cause gaps of `slow_itl(repeat)` on the colocated
+    system."""
     session = _session({"ttft": 1.0})
     for repeat in range(repeats):
         for arm in (COLOCATED, REMOTE):
@@ -171,7 +173,7 @@ def _compared(slow_itl, repeats=3):
     return compare_report.findings(session, ABOUT, setting)
 
 
-def test_a_comparison_says_better_where_repeats_agree(tmp_path):
+def test_a_comparison_says_better_if_repeats_agree(tmp_path):
     found = _compared(lambda repeat: 0.1 + 0.001 * repeat)
     (row,) = found.summary["rows"]
     under = row["itl_p99_under_long"]
@@ -184,7 +186,7 @@ def test_a_comparison_says_better_where_repeats_agree(tmp_path):
     assert f"{under['disaggregated']:.3g} ({under['disaggregated']:.3g} to" in page.text
 
 
-def test_a_comparison_says_undecided_where_they_do_not():
+def test_a_comparison_says_undecided_if_repeats_disagree():
     found = _compared(lambda repeat: (0.1, 0.005, 0.02)[repeat])
     (row,) = found.summary["rows"]
     assert row["itl_p99_under_long"]["to_colocated"]["verdict"] == "undecided"

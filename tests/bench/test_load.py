@@ -19,7 +19,7 @@ JOBS = [WorkloadRequest((number,), 1) for number in range(1, 100)]
 
 
 class Server:
-    """Answers each job after `takes_s`; knows how many were under way at once."""
+    """Answers each job after `takes_s`. Records the largest number of concurrent jobs."""
 
     def __init__(self, takes_s):
         self.takes_s = takes_s
@@ -49,21 +49,21 @@ def _outcome(due=0.0, sent=None, chunks=(), ended=None, **fields):
     return RequestOutcome(due=due, sent=sent, chunks=list(chunks), ended=ended, **values)
 
 
-async def test_a_closed_loop_keeps_so_many_under_way_and_no_more():
+async def test_a_closed_loop_keeps_its_number_of_requests_running():
     server = Server(0.01)
     run = await _run(lambda load: load.closed_loop(iter(JOBS), concurrency=3, requests=10), server)
     assert (len(run.outcomes), run.begun, server.most) == (10, 10, 3)
     assert sorted(job.prompt for job in server.asked) == [(n,) for n in range(1, 11)]
 
 
-async def test_a_closed_loop_ends_with_its_time():
+async def test_a_closed_loop_ends_at_its_time():
     server = Server(0.01)
     jobs = itertools.cycle(JOBS)
     run = await _run(lambda load: load.closed_loop(jobs, concurrency=2, duration_s=0.5), server)
     assert 2 <= len(run.outcomes) <= 100
 
 
-async def test_an_open_loop_does_not_wait_for_answers():
+async def test_an_open_loop_does_not_wait_for_responses():
     all_under_way = asyncio.Barrier(4)
 
     async def ask(job, start, due):
@@ -89,7 +89,7 @@ async def test_no_request_is_sent_before_it_is_due():
     assert min(outcome.late for outcome in load.run.outcomes) >= 0
 
 
-async def test_what_a_bound_holds_back_is_late_and_its_latency_counts_from_when_it_was_due():
+async def test_a_request_delayed_by_the_concurrency_limit_is_late_and_its_latency_starts_when_due():
     async def ask(job, start, due):
         sent = time.perf_counter() - start
         await until_time(start + sent + 0.05)
@@ -102,13 +102,13 @@ async def test_what_a_bound_holds_back_is_late_and_its_latency_counts_from_when_
     _, second, third = load.run.outcomes
     assert second.late >= 0.05
     assert third.late >= 0.1
-    assert third.ttft >= 0.15  # not the 0.05 that the server took
+    assert third.ttft >= 0.15  # not the 0.05 of the server
     stats = summary(load.run, Objectives())
     assert stats["late"] >= 2
     assert "late" in [warned.kind for warned in warnings("run", load.run, stats)]
 
 
-async def test_an_interrupted_load_keeps_what_it_has():
+async def test_an_interrupted_load_keeps_its_results_so_far():
     answered = asyncio.Event()
 
     async def ask(job, start, due):
@@ -132,17 +132,17 @@ async def test_an_interrupted_load_keeps_what_it_has():
     assert (stats["completed"], stats["cancelled"], stats["complete"]) == (1, 1, False)
 
 
-def test_poisson_arrivals_have_their_rate_and_are_the_same_for_a_seed():
+def test_poisson_arrivals_have_their_rate_and_depend_only_on_the_seed():
     times = list(until(poisson(50.0, 3), count=5000, duration_s=None))
     assert times == list(until(poisson(50.0, 3), count=5000, duration_s=None))
     assert times != list(until(poisson(50.0, 4), count=5000, duration_s=None))
     gaps = np.diff(times)
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.06)
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as much as its mean
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as its mean
     assert max(until(poisson(50.0, 3), count=None, duration_s=2.0)) < 2.0
 
 
-def test_a_summary_is_the_law_of_its_outcomes():
+def test_a_summary_follows_from_its_outcomes():
     run = LoadRun(ended=9.0, begun=4)
     run.outcomes = [
         _outcome(0.0, chunks=(1.0, 1.5, 2.5), output_tokens=5),  # 4 tokens after the first: 0.375
@@ -170,7 +170,7 @@ def test_a_summary_is_the_law_of_its_outcomes():
     assert stats["tokens_per_chunk"] == pytest.approx(11 / 6, abs=0.01)
 
 
-def test_percentiles_come_with_their_count():
+def test_percentiles_have_their_number_of_samples():
     assert distribution([]) == dict.fromkeys(("mean", "p50", "p90", "p99", "max")) | {"n": 0}
     hundred_and_one = distribution(float(n) for n in range(101))
     assert [hundred_and_one[p] for p in ("n", "p50", "p90", "p99", "max")] == [101, 50, 90, 99, 100]
@@ -185,7 +185,7 @@ def test_gaps_under_a_prefill_are_those_that_overlap_it():
     assert gaps_during([reader], []) == []
 
 
-def test_a_client_that_is_the_limit_says_so():
+def test_a_client_that_is_the_bottleneck_is_reported():
     run = LoadRun(outcomes=[_outcome(chunks=(1.0,), output_tokens=1)], begun=1, ended=1.0)
     run.client_cpu, run.client_lag = 0.95, distribution([0.0])
     (warned,) = warnings("x", run, summary(run, Objectives()))
@@ -200,7 +200,7 @@ def test_a_client_that_is_the_limit_says_so():
     assert warnings("x", run, summary(run, Objectives())) == []
 
 
-def test_prompts_are_the_same_for_a_seed_and_share_nothing_but_their_groups_prefix():
+def test_prompts_depend_on_the_seed_and_share_only_the_prefix_of_their_group():
     work = Workload(Lengths.parse("40-60"), Lengths.fixed(7), prefix_groups=3, prefix_tokens=20)
     jobs = list(itertools.islice(work.jobs(1), 60))
     assert jobs == list(itertools.islice(work.jobs(1), 60))
@@ -213,7 +213,7 @@ def test_prompts_are_the_same_for_a_seed_and_share_nothing_but_their_groups_pref
     assert not other & {job.prompt[:20] for job in jobs}
 
 
-def test_a_mixture_has_its_shares_and_names_the_long_ones():
+def test_a_mixture_has_its_shares_and_marks_the_long_prompts():
     work = Workload(Lengths.parse("mix:8=3,64=1"), Lengths.fixed(1), long_tokens=64)
     jobs = list(itertools.islice(work.jobs(5), 2000))
     assert {len(job.prompt) for job in jobs} == {8, 64}
@@ -221,7 +221,7 @@ def test_a_mixture_has_its_shares_and_names_the_long_ones():
     assert all((job.group == "long") == (len(job.prompt) == 64) for job in jobs)
 
 
-def test_a_lognormal_has_its_median_and_its_end():
+def test_a_lognormal_has_its_median_and_its_maximum():
     lengths = Lengths.parse("lognormal:100,0.5,300")
     rng = np.random.default_rng(0)
     drawn = [lengths.draw(rng) for _ in range(4000)]
@@ -232,18 +232,18 @@ def test_a_lognormal_has_its_median_and_its_end():
 @pytest.mark.parametrize(
     "text", ["", "0", "-3", "9-3", "x", "mix:", "mix:3", "mix:0=1", "lognormal:3", "mix:3=-1"]
 )
-def test_what_is_no_length_is_refused(text):
+def test_an_invalid_length_is_rejected(text):
     with pytest.raises(InvalidInput):
         Lengths.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=x", "speed=1", "ttft=0", "ttft=1,,"])
-def test_what_is_no_objective_is_refused(text):
+def test_an_invalid_objective_is_rejected(text):
     with pytest.raises(InvalidInput):
         Objectives.parse(text)
 
 
-def test_a_trace_has_its_own_times_and_shares_the_blocks_it_names(tmp_path):
+def test_a_trace_has_its_own_times_and_shared_blocks(tmp_path):
     file = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]},
@@ -264,7 +264,7 @@ def test_a_trace_has_its_own_times_and_shares_the_blocks_it_names(tmp_path):
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"input_length": 3}', '{"input_length": 0, "output_length": 1}']
 )
-def test_a_wrong_line_of_a_trace_is_named(tmp_path, line):
+def test_an_invalid_line_of_a_trace_is_reported_by_number(tmp_path, line):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"input_length": 3, "output_length": 1}\n' + line)
     with pytest.raises(InvalidInput, match="line 2"):

@@ -1,4 +1,4 @@
-"""The report: plots that show what they are given, a page that needs nothing else."""
+"""The report: correct plots, and a page without external content."""
 
 from xml.etree import ElementTree
 
@@ -19,7 +19,7 @@ def _places(svg):
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_points_stand_in_the_picture_in_the_order_of_their_values(log):
+def test_points_are_in_the_order_of_their_values(log):
     series = Series("a", [1.0, 10.0, 100.0], [0.5, 2.0, 90.0])
     places = _places(_drawn(series, log_x=log, log_y=log))
     assert [x for x, _ in places] == sorted(x for x, _ in places)
@@ -27,7 +27,7 @@ def test_points_stand_in_the_picture_in_the_order_of_their_values(log):
     assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y in places)
 
 
-def test_a_logarithmic_axis_makes_equal_ratios_equal_distances():
+def test_a_logarithmic_axis_shows_equal_ratios_as_equal_distances():
     places = _places(_drawn(Series("a", [1.0, 4.0, 16.0], [1.0, 1.0, 1.0]), log_x=True))
     (a, _), (b, _), (c, _) = places
     assert b - a == pytest.approx(c - b, abs=0.2)
@@ -49,25 +49,25 @@ def test_any_values_can_be_drawn(xs, ys, log):
     assert len(svg.findall("circle")) <= len(xs)
 
 
-def test_zero_has_a_place_on_a_logarithmic_axis_below_all_others():
-    # Seen failing: a median of 0 ms, of tokens that came two at a time, was not to be seen.
+def test_zero_is_below_all_others_on_a_logarithmic_axis():
+    # Seen failing: a median of 0 ms, of tokens that arrived in pairs, was invisible.
     svg = _drawn(Series("p50", [1.0, 2.0, 3.0], [0.0, 0.5, 80.0]), log_y=True)
     heights = [y for _, y in _places(svg)]
     assert heights == sorted(heights, reverse=True) and len(set(heights)) == 3
     assert "0" in [text.text for text in svg.findall("text")]
 
 
-def test_a_single_point_stands_in_the_middle():
+def test_a_single_point_is_in_the_middle():
     ((x, _),) = _places(_drawn(Series("a", [4.0], [3.0])))  # seen failing: on the edge
     assert WIDTH / 3 < x < 2 * WIDTH / 3
 
 
-def test_a_table_for_a_terminal_has_its_columns_one_below_the_other():
+def test_a_table_for_a_terminal_is_aligned():
     lines = ReportTable("t", ["load", "n"], [["4 requests/s", "7"], ["x", "1,234"]]).lines()
     assert lines == ["load              n", "4 requests/s      7", "x             1,234"]
 
 
-def test_a_huge_spread_leaves_the_points_their_room():
+def test_a_huge_spread_leaves_space_for_the_points():
     series = Series("a", [1.0, 2.0], [1.0, 1.5], low=[1e-9, None], high=[1e9, None])
     (_, first), (_, second) = _places(_drawn(series, log_y=True))
     assert first - second > HEIGHT / 10
@@ -81,7 +81,7 @@ def test_numbers_are_short(value, text):
     assert number(value) == text
 
 
-def test_a_page_is_whole_and_escapes_what_servers_say(tmp_path):
+def test_a_page_is_complete_and_escapes_the_text_of_servers(tmp_path):
     evil = "<script>alert(1)</script>"
     report = Report(
         title=evil,

@@ -35,16 +35,16 @@ def test_pairs_without_a_value_are_left_out():
     assert ratio([(None, None)]) is None
 
 
-def test_a_crossing_is_where_all_longer_ones_are_below():
+def test_the_break_even_is_where_all_longer_prompts_are_better():
     xs = [64.0, 128.0, 256.0, 512.0]
     found = crossing(xs, [0.5, 0.1, -0.1, -0.4])
     assert (found.below, found.first) == (128.0, 256.0)
     assert found.at == pytest.approx(128 * math.sqrt(2))
-    # Better once, by chance, and then not: only what stays better counts.
+    # Better once by chance: only a lasting improvement counts.
     assert crossing(xs, [0.5, -0.1, 0.1, -0.4]).first == 512.0
 
 
-def test_never_and_everywhere_are_answers():
+def test_never_and_everywhere_are_possible():
     xs = [64.0, 128.0]
     never = crossing(xs, [-0.3, 0.2])
     assert (never.at, never.below, never.everywhere) == (None, 128.0, False)
@@ -52,7 +52,7 @@ def test_never_and_everywhere_are_answers():
     assert (everywhere.at, everywhere.below, everywhere.everywhere) == (64.0, None, True)
 
 
-def test_confidence_falls_where_repeats_disagree():
+def test_confidence_decreases_if_repeats_disagree():
     xs = [64.0, 128.0, 256.0]
     agreed = confidence(xs, np.array([[0.5, 0.2, -0.5], [0.51, 0.21, -0.49], [0.5, 0.2, -0.5]]))
     assert (agreed.same, agreed.never) == (1.0, 0.0)
@@ -63,7 +63,7 @@ def test_confidence_falls_where_repeats_disagree():
     assert confidence(xs, np.array([[0.5, 0.2, -0.5]] * 2)) is None
 
 
-def test_systems_take_turns_so_that_drift_hits_all_alike():
+def test_systems_alternate_so_that_drift_affects_all_alike():
     a, b = ComparedSystem("a", 0, 2), ComparedSystem("b", 1, 1)
     assert abba((a, b), 3) == [(a, [0]), (b, [0, 1]), (a, [1, 2]), (b, [2])]
     assert abba((a, b), 1) == [(a, [0]), (b, [0])]

@@ -14,7 +14,7 @@ def options(file=None):
     return argparse.Namespace(api_key_file=file)
 
 
-def test_what_is_printed_can_be_appended_to_the_file(capsys, tmp_path):
+def test_the_output_can_be_appended_to_the_file(capsys, tmp_path):
     file = tmp_path / "keys.yaml"
     shown = []
     for arguments in (
@@ -43,7 +43,7 @@ def test_what_is_printed_can_be_appended_to_the_file(capsys, tmp_path):
         ([], "NAME"),
     ],
 )
-def test_a_wrong_value_is_one_line_and_no_key(capsys, arguments, words):
+def test_an_invalid_value_prints_one_line_and_no_key(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         api_key.main(arguments)
     said = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_a_wrong_value_is_one_line_and_no_key(capsys, arguments, words):
     assert api_keys.PREFIX not in said.err
 
 
-def test_commands_take_a_key_from_a_file_before_the_environment(monkeypatch, tmp_path):
+def test_commands_read_a_key_from_a_file_before_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
     assert client.credentials(options()) == ()
     monkeypatch.setenv(client.KEY_VARIABLE, "one")
@@ -64,7 +64,7 @@ def test_commands_take_a_key_from_a_file_before_the_environment(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("content", ["", "two words", "zwölf", "a\x00b"])
-def test_what_is_no_key_is_not_sent(tmp_path, content):
+def test_an_invalid_key_is_not_sent(tmp_path, content):
     file = tmp_path / "key"
     file.write_text(content)
     with pytest.raises(ConfigError, match="holds no API key"):
@@ -73,7 +73,7 @@ def test_what_is_no_key_is_not_sent(tmp_path, content):
         client.credentials(options(tmp_path / "none"))
 
 
-def test_a_key_on_the_command_line_is_not_taken(capsys):
+def test_a_key_on_the_command_line_is_rejected(capsys):
     from cli import generate
 
     with pytest.raises(SystemExit):

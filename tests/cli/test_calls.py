@@ -1,4 +1,4 @@
-"""The operators' commands that are one call: the process called, the request, and the output."""
+"""Operator commands that are one call: the process called, the request, and the output."""
 
 import argparse
 import json

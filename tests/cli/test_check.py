@@ -1,4 +1,4 @@
-"""`baton check` says of a configuration whether it would run here."""
+"""`baton check` reports whether a configuration would run on this machine."""
 
 import json
 import os
@@ -29,7 +29,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def check(capsys, monkeypatch):
-    """The program in this process, which has loaded what a node loads: that takes it seconds."""
+    """Run the command in this process, which has loaded the modules of a node. Loading takes
+    seconds."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments):
@@ -44,7 +45,7 @@ def check(capsys, monkeypatch):
     return run
 
 
-def test_the_demo_model_runs_here(model):
+def test_the_demo_model_runs_on_this_machine(model):
     flags = (f"--model={model}", "--device=cpu", "--port=0")
     wide = {**os.environ, "COLUMNS": "200"}
     done = fork_server.run("cli.check", *flags, environment=wide)
@@ -53,7 +54,7 @@ def test_the_demo_model_runs_here(model):
     assert "fails" not in done.stdout
 
 
-def test_json_has_the_findings_and_help_has_the_own_flags(check, model):
+def test_json_has_the_findings_and_help_has_the_commands_flags(check, model):
     code, text, _ = check(f"--model={model}", "--device=cpu", "--port=0", "--json")
     assert code == 0
     assert {finding["verdict"] for finding in json.loads(text)} <= {"ok", "note"}
@@ -61,7 +62,7 @@ def test_json_has_the_findings_and_help_has_the_own_flags(check, model):
     assert code == 0 and "--role" in text and "--policy" in text
 
 
-def test_it_says_by_what_callers_are_known(check, model, tmp_path):
+def test_the_report_has_the_authentication_of_callers(check, model, tmp_path):
     base = (f"--model={model}", "--device=cpu", "--port=0")
     code, table, _ = check(*base, "--host=0.0.0.0")
     assert code == 1 and "is reachable from other hosts" in table
@@ -71,7 +72,7 @@ def test_it_says_by_what_callers_are_known(check, model, tmp_path):
     assert code == 0 and "by the cluster secret" in table
 
 
-def test_a_router_that_only_checks_nodes_is_known_to_nobody(check, model, tmp_path):
+def test_a_router_that_authenticates_only_nodes_has_unauthenticated_callers(check, model, tmp_path):
     tls = Authority().write(tmp_path)
     base = ("--role=router", f"--model={model}", "--decode=a:1", "--port=0", "--http-port=0")
     checks = (*base, "--host=0.0.0.0", f"--node-tls.ca={tls.ca}")
@@ -81,7 +82,7 @@ def test_a_router_that_only_checks_nodes_is_known_to_nobody(check, model, tmp_pa
     assert code == 0 and "by their certificates" in table
 
 
-def test_it_starts_nothing_and_leaves_the_port_free(check, model):
+def test_check_starts_no_process_and_leaves_the_port_free(check, model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -100,13 +101,13 @@ def test_it_starts_nothing_and_leaves_the_port_free(check, model):
         (["--engine.context-length=9000"], "9000"),
     ],
 )
-def test_what_the_machine_or_the_model_cannot_give_fails(check, model, flags, words):
+def test_requirements_that_the_machine_or_the_model_cannot_meet_fail(check, model, flags, words):
     code, table, _ = check(f"--model={model}", "--device=cpu", "--port=0", *flags)
     assert code == 1
     assert words in table
 
 
-def test_it_counts_the_memory_of_a_draft_model(check, model, tmp_path):
+def test_the_memory_of_a_draft_model_is_included(check, model, tmp_path):
     base = (f"--model={model}", "--device=cpu", "--port=0", "--json")
     method = "--engine.speculative.method=draft_model"
     reported = []
@@ -133,7 +134,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(check, model, tmp_
         assert name in table
 
 
-def test_it_tells_how_weights_are_stored_and_what_becomes_of_them(check, model, tmp_path):
+def test_the_report_has_the_stored_and_the_used_format_of_weights(check, model, tmp_path):
     quantised, _ = requantised(model, tmp_path, FORMATS["awq"])
     for served, words in (
         (model, "not quantised, as stored"),
@@ -155,7 +156,7 @@ def test_an_encode_node_is_checked_without_the_decoder(check, model, tmp_path):
     code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=8388608")
     assert code == 0 and "encode node" in table and "qwen2_5_vl" in table
     assert re.search(r"8\.\d* MiB of pages", table), table
-    assert "compiled operations" not in table  # which are the decoder's
+    assert "compiled operations" not in table  # which belong to the decoder
     code, table, _ = check(*base, f"--model={model}")
     assert code == 1 and "no image encoder" in table
     code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=1")
@@ -164,7 +165,7 @@ def test_an_encode_node_is_checked_without_the_decoder(check, model, tmp_path):
     assert code == 1 and "not supported on encode nodes" in table
 
 
-def test_which_way_a_model_is_computed_is_told_and_why(check, model, tmp_path):
+def test_the_report_has_the_backend_of_a_model_and_the_reason(check, model, tmp_path):
     _, table, _ = check(f"--model={model}", "--device=cpu", "--port=0")
     assert "natively" in table
     code, table, _ = check(f"--model={make_tiny(tmp_path, 'gpt2')}", "--device=cpu", "--port=0")
@@ -174,14 +175,14 @@ def test_which_way_a_model_is_computed_is_told_and_why(check, model, tmp_path):
     )
 
 
-def test_a_class_that_is_not_served_is_told_with_its_reason(check, tmp_path):
+def test_an_unsupported_class_is_reported_with_its_reason(check, tmp_path):
     tiny_config("mamba").save_pretrained(tmp_path)
     code, table, _ = check(f"--model={tmp_path}", "--device=cpu", "--port=0")
     assert code == 1
     assert "mamba is not supported: layer types linear_attention" in " ".join(table.split())
 
 
-def test_a_wrong_configuration_is_one_line_and_code_2(check, model):
+def test_an_invalid_configuration_is_one_line_and_code_2(check, model):
     code, table, errors = check(f"--model={model}", "--engine.cache.page-size=3")
     assert (code, table) == (2, "")
     assert len(errors.splitlines()) == 1
@@ -193,7 +194,7 @@ def test_a_router_needs_a_decode_node(check, model):
     assert "--decode" in table
 
 
-def test_it_tells_whom_a_certificate_is_for_and_when_it_ends(check, model, tmp_path):
+def test_the_report_has_the_subject_and_the_end_of_a_certificate(check, model, tmp_path):
     end = datetime(2101, 1, 1, tzinfo=UTC)
     config = Authority().write(tmp_path, "baton-node", not_after=end, roles=["node"])
     common = (f"--model={model}", "--port=0", f"--tls-cert={config.cert}", "--device=cpu")
@@ -206,7 +207,7 @@ def test_it_tells_whom_a_certificate_is_for_and_when_it_ends(check, model, tmp_p
     assert "holds no PEM private key" in table
 
 
-def test_it_tells_when_a_router_with_tls_calls_nodes_without(check, model, tmp_path):
+def test_a_router_with_tls_that_calls_nodes_without_is_reported(check, model, tmp_path):
     soon = datetime.now(UTC) + timedelta(days=3)
     config = Authority().write(tmp_path, not_after=soon, roles=())
     router = ("--role=router", f"--model={model}", "--port=0", "--http-port=0", "--decode=a:1")
@@ -224,7 +225,8 @@ def test_it_tells_when_a_router_with_tls_calls_nodes_without(check, model, tmp_p
 
 @pytest.fixture
 def check_pair(check, model, tmp_path):
-    """Returns the exit code and the JSON of a prefill node and a decode node, by their settings."""
+    """Return the exit code and the JSON for a prefill node and a decode node with these
+    settings."""
 
     def run(prefill, decode, *flags, served=model):
         files = []
@@ -256,7 +258,7 @@ def spans(pair):
     ]
 
 
-def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
+def test_the_memory_of_a_node_with_ranks_is_reported_for_each(check, model):
     flags = (f"--model={model}", "--device=cpu", "--port=0", "--json")
     one, two = (json.loads(check(*flags, f"--engine.parallel.tp={tp}")[1]) for tp in (1, 2))
     assert not [finding for finding in one if finding["what"] == "ranks"]
@@ -265,7 +267,8 @@ def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
     (memory,) = [finding["remark"] for finding in two if finding["what"] == "memory"]
     assert memory.startswith("each rank: ")
     free = [float(re.search(r"in (\S+) GiB", str(found))[1]) for found in (one, two)]
-    assert free[0] / 2 == pytest.approx(free[1], rel=0.3)  # others use memory meanwhile
+    # other processes use memory at the same time
+    assert free[0] / 2 == pytest.approx(free[1], rel=0.3)
     (device,) = [finding["remark"] for finding in two if finding["what"] == "device"]
     assert device.endswith("threads for each rank")
 
@@ -305,7 +308,7 @@ def test_each_rank_of_a_consumer_reads_its_heads_of_a_page(check_pair):
     assert code == 0 and spans(found["pair"]) == [(0, 0, 0, 0), (0, 1, 0, half)]
 
 
-def test_equal_numbers_of_ranks_read_from_each_other_one_by_one(check_pair):
+def test_with_equal_numbers_of_ranks_each_reads_from_one(check_pair):
     code, found = check_pair(ranks(4), ranks(4))  # twice as many as KV heads
     assert code == 0
     assert spans(found["pair"]) == [(rank, rank, 0, 0) for rank in range(4)]
@@ -330,7 +333,7 @@ def test_the_state_of_a_request_is_listed_in_parts(check, check_pair, tmp_path):
     assert len(re.findall(r"state +│ \d+ parts of \d+ pages", text)) == 2
 
 
-def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_path):
+def test_a_model_that_the_ranks_cannot_split_is_reported_with_numbers(check, check_pair, tmp_path):
     code, found = check_pair(ranks(1), ranks(3))
     assert code == 1
     expected = "engine.parallel.tp 3: 3 ranks cannot have equal parts of 2 KV heads"
@@ -355,14 +358,14 @@ def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_pa
         ({**ranks(2), "transfer": {"backend": "tcp"}}, "the prefill node has only nixl"),
     ],
 )
-def test_nodes_that_cannot_pair_are_told_why(check_pair, decode, reported):
+def test_nodes_that_cannot_pair_are_reported_with_the_reason(check_pair, decode, reported):
     prefill = {**ranks(1), "transfer": {"backend": "nixl" if "transfer" in decode else "auto"}}
     code, found = check_pair(prefill, decode)
     assert code == 1
     assert any(reported in remark for remark in remarks(found["pair"]["findings"], "fails"))
 
 
-def test_other_weights_cannot_pair(check_pair, tmp_path):
+def test_nodes_with_other_weights_cannot_pair(check_pair, tmp_path):
     models = [str(make_checkpoint(tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
     code, found = check_pair(*(ranks(1, model=model) for model in models), served=None)
     assert code == 1
@@ -379,7 +382,7 @@ def test_a_pair_needs_two_files(check, model, tmp_path):
     assert code == 2 and "--config" in errors
 
 
-def test_each_stage_has_its_layers_and_is_read_by_them(check_pair, tmp_path):
+def test_each_stage_has_its_layers_and_those_are_read(check_pair, tmp_path):
     served = make_checkpoint(tmp_path / "odd", num_hidden_layers=5)
     stages = {"engine": {"parallel": {"tp": 1, "pp": 2}}}
     code, found = check_pair(stages, ranks(1), served=served)

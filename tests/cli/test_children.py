@@ -1,4 +1,4 @@
-"""Child processes end when asked, when they must, and with their parent."""
+"""Child processes end on request, by force if necessary, and with their parent."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ async def _wrote(child: ChildProcess) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_its_end_is_seen_with_its_code_and_its_last_lines(tmp_path):
+async def test_the_end_of_a_child_is_reported_with_its_code_and_last_lines(tmp_path):
     child = ChildProcess(
         "a", ["sh", "-c", "echo one; echo two >&2; exit 3"], tmp_path / "log" / "a.log"
     )
@@ -36,7 +36,7 @@ async def test_its_end_is_seen_with_its_code_and_its_last_lines(tmp_path):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-async def test_its_log_is_for_this_user_alone(tmp_path, replaces):
+async def test_the_log_of_a_child_is_readable_only_by_its_user(tmp_path, replaces):
     new, old = tmp_path / "log" / "new", tmp_path / "old"
     old.write_text("before\n")
     old.chmod(0o644)
@@ -47,7 +47,7 @@ async def test_its_log_is_for_this_user_alone(tmp_path, replaces):
     assert old.read_text() == ("one\n" if replaces else "before\none\n")
 
 
-def test_the_directory_of_logs_is_for_this_user_alone(tmp_path):
+def test_the_directory_of_logs_is_readable_only_by_its_user(tmp_path):
     logs = tmp_path / "var" / "log"
     logs.mkdir(mode=0o755, parents=True)
     LocalSystem([], logs, None)
@@ -59,7 +59,7 @@ def test_an_unknown_process_has_no_id(tmp_path):
         LocalSystem([], tmp_path / "log", None).pid("router")
 
 
-async def test_stop_asks_first(tmp_path):
+async def test_stop_first_asks_the_child_to_end(tmp_path):
     script = "trap 'kill $!; exit 0' TERM; sleep 60 & echo up; wait"
     child = ChildProcess("a", ["sh", "-c", script], tmp_path / "a")
     await _wrote(child)
@@ -67,22 +67,22 @@ async def test_stop_asks_first(tmp_path):
     assert child.code == 0
 
 
-async def test_stop_kills_what_does_not_listen(tmp_path):
+async def test_stop_kills_a_child_that_does_not_end(tmp_path):
     child = ChildProcess("a", [sys.executable, "-c", STUBBORN], tmp_path / "a")
     await _wrote(child)
     assert await child.stop(0.1) is False
     assert child.code == -signal.SIGKILL
 
 
-async def test_a_signal_to_our_process_group_does_not_reach_it_and_its_cores_are_its_own(tmp_path):
+async def test_a_child_has_its_own_process_group_and_share_of_the_cores(tmp_path):
     child = ChildProcess("a", ["sleep", "60"], tmp_path / "a")
     assert os.getpgid(child.pid) == child.pid != os.getpgrp()
-    assert os.getsid(child.pid) == child.pid  # by which a kernel with autogroup shares cores out
+    assert os.getsid(child.pid) == child.pid  # by which a kernel with autogroup distributes cores
     await child.stop(10.0)
 
 
-def test_it_dies_with_its_parent_however_that_dies(tmp_path):
-    """Seen failing with the prctl call in leash.py removed."""
+def test_a_child_dies_with_its_parent_however_the_parent_ends(tmp_path):
+    """Seen failing without the prctl call in leash.py."""
     code = (
         "import os, pathlib, sys, time; from common.process.children import ChildProcess\n"
         "command = ['sh', '-c', 'echo up; exec sleep 60']\n"
@@ -103,13 +103,13 @@ def test_it_dies_with_its_parent_however_that_dies(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-async def test_a_program_that_is_not_there_is_a_child_that_failed(tmp_path):
+async def test_a_missing_program_is_a_failed_child(tmp_path):
     child = ChildProcess("a", ["/no/such/program"], tmp_path / "a")
     assert await child.ended() == 1
     assert "/no/such/program" in child.last_lines() or "No such file" in child.last_lines()
 
 
-async def test_waiting_for_its_end_can_be_given_up(tmp_path):
+async def test_waiting_for_the_end_of_a_child_can_be_cancelled(tmp_path):
     child = ChildProcess("a", ["sleep", "60"], tmp_path / "a")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):

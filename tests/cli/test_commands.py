@@ -56,7 +56,7 @@ LOCAL = (
 
 
 class _Replaced(BaseException):
-    """The process would be replaced with another command."""
+    """The process would be replaced by another command."""
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def _one_line(done, words):
     assert words in done.stderr
 
 
-def test_without_a_command_it_lists_them(baton):
+def test_without_a_command_the_commands_are_listed(baton):
     done = baton()
     assert (done.returncode, done.stdout) == (2, "")
     assert all(f"  {name} " in done.stderr for name in COMMANDS)
@@ -120,8 +120,8 @@ def test_help_of_a_group_lists_its_commands(baton, group):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "router", "--help"]])
-def test_help_may_be_read_in_part(arguments):
-    """Print help to a closed pipe, such as `head -1`. Seen failing, with a traceback."""
+def test_help_may_be_read_partly(arguments):
+    """Print help to a closed pipe, such as `head -1`. Seen failing with a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as closed:
@@ -167,7 +167,9 @@ def test_every_common_flag_exists():
 
 
 @pytest.mark.parametrize("command", ["up", "check", "bench", "serve prefill", "serve decode"])
-def test_an_installation_for_routers_says_what_a_command_lacks(baton, monkeypatch, command):
+def test_an_installation_for_routers_reports_missing_packages_of_a_command(
+    baton, monkeypatch, command
+):
     lacking = ("torch", "numpy")
     monkeypatch.setattr(main, "find_spec", lambda name: None if name in lacking else name)
     done = baton(*command.split(), "--help")
@@ -219,7 +221,7 @@ def test_arguments_reach_the_process_that_replaces_the_command():
     _one_line(done, "baton serve router: --port: ")
 
 
-def test_commands_that_call_a_router_are_known_here():
+def test_commands_that_call_a_router_are_covered_here():
     assert {*CALLERS, "planner", "completion"} == {n for n in NAMES if n.split()[0] not in LOCAL}
 
 
@@ -248,7 +250,7 @@ def test_a_stopped_router_is_one_sentence_with_the_fix(baton, name, tmp_path, mo
         (["--router-flags", "--policy=slowest"], "slowest"),
     ],
 )
-def test_up_refuses_wrong_flags_before_it_starts_anything(baton, flags, words):
+def test_up_rejects_wrong_flags_before_it_starts_a_process(baton, flags, words):
     _one_line(baton("up", *flags), words)
 
 
@@ -267,17 +269,18 @@ def test_up_refuses_wrong_flags_before_it_starts_anything(baton, flags, words):
         ["planner", "--spare=1"],
     ],
 )
-def test_every_command_says_what_is_wrong_in_one_line(baton, arguments):
+def test_every_command_reports_an_error_in_one_line(baton, arguments):
     _one_line(baton(*arguments), f"baton {arguments[0]}")
 
 
-def test_up_says_which_flag_chooses_another_port(baton, tmp_path):
+def test_up_names_the_flag_that_selects_another_port(baton, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         flags = ("--port", "--http-port", "--prefill-port", "--decode-port")
         for flag in flags:
-            # The others' defaults may be anybody's: they lie where outgoing connections begin.
+            # The default ports of others may be in use: they are in the range of outgoing
+            # connections.
             ports = dict(zip(flags, free_ports(len(flags)), strict=True))
             ports[flag] = taken.getsockname()[1]
             given = [f"{name}={port}" for name, port in ports.items()]
@@ -286,7 +289,7 @@ def test_up_says_which_flag_chooses_another_port(baton, tmp_path):
             assert f"({flag} chooses another)" in done.stderr
 
 
-# Seen failing with a socket for IPv4, which cannot be bound to this address.
+# Seen failing with an IPv4 socket, which cannot be bound to this address.
 def test_a_port_of_an_ipv6_address_is_free_or_busy():
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::1", 0))
@@ -297,7 +300,7 @@ def test_a_port_of_an_ipv6_address_is_free_or_busy():
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_up_starts_nothing_for_a_directory_that_is_no_checkpoint(baton, missing, tmp_path):
+def test_up_starts_no_process_for_a_directory_without_a_checkpoint(baton, missing, tmp_path):
     write(tmp_path / "model")
     (tmp_path / "model" / missing).unlink()
     done = baton("up", "--model", str(tmp_path / "model"), "--var", str(tmp_path / "var"))
@@ -305,7 +308,7 @@ def test_up_starts_nothing_for_a_directory_that_is_no_checkpoint(baton, missing,
     assert not (tmp_path / "var").exists()
 
 
-def test_bench_says_which_server_does_not_answer(baton):
+def test_bench_names_the_server_that_does_not_respond(baton):
     done = baton("bench", "load", "--url=http://127.0.0.1:1/v1", "--rate=1")
     assert done.returncode == 1
     assert "http://127.0.0.1:1/v1/models: " in done.stderr
@@ -328,7 +331,7 @@ def test_generate_has_a_flag_for_every_field_of_sampling():
     assert not sampling.HasField("guide")
 
 
-def test_generate_takes_biases_and_the_form_of_the_answer(capsys):
+def test_generate_accepts_biases_and_output_constraints(capsys):
     flags = ["--logit-bias=5=-2.5", "--logit-bias=7=1", "--regex=a+", "--min-tokens=2"]
     sampling = _generate(*flags).sampling
     assert dict(sampling.logit_bias) == {5: -2.5, 7: 1.0}
@@ -344,7 +347,7 @@ def test_generate_can_send_a_chat_message():
     assert (message.role, message.content) == ("user", "hello")
 
 
-def test_what_is_created_is_printed_as_json_on_request(baton, tmp_path):
+def test_created_objects_are_printed_as_json_on_request(baton, tmp_path):
     key = json.loads(baton("api-key", "alice", "--json").stdout)
     assert key["key"].startswith("baton-") and "alice" in key["entry"]
     assert len(json.loads(baton("cluster-secret", "--json").stdout)["secret"]) >= 43
@@ -353,7 +356,7 @@ def test_what_is_created_is_printed_as_json_on_request(baton, tmp_path):
     assert json.loads(written.stdout) == {"directory": str(directory)}
 
 
-def test_the_demo_model_is_the_same_every_time_and_never_half_written(tmp_path):
+def test_the_demo_model_is_always_the_same_and_never_half_written(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b")
     names = ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"]
@@ -362,12 +365,12 @@ def test_the_demo_model_is_the_same_every_time_and_never_half_written(tmp_path):
     assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "qwen3"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     before = (tmp_path / "a" / "config.json").stat()
-    write(tmp_path / "a")  # it is there already
+    write(tmp_path / "a")  # it exists already
     assert (tmp_path / "a" / "config.json").stat().st_ino == before.st_ino
 
 
 @pytest.mark.parametrize("has_model", [True, False])
-def test_the_demo_model_overwrites_nothing(tmp_path, has_model):
+def test_the_demo_model_overwrites_no_file(tmp_path, has_model):
     mine = tmp_path / ("config.json" if has_model else "mine")
     if has_model:
         write(tmp_path)

@@ -70,7 +70,7 @@ def test_every_command_is_completed(script):
 
 
 def test_commands_without_their_packages_have_no_flags(monkeypatch):
-    """An installation for routers has no torch, and completes the words of all commands."""
+    """An installation for routers has no torch, and still completes the names of all commands."""
     monkeypatch.setattr(completion, "missing", lambda command: list(command.needs))
     text = shtab.complete(completion.whole_parser(), shell="bash")
     assert "_shtab_baton_serve_prefill_option_strings=(-h --help)" in text

@@ -1,5 +1,5 @@
 """Return of a restarted process, as every worker process of every router sees it, and reasons of
-its refusals."""
+its rejections."""
 
 import asyncio
 import ssl
@@ -35,7 +35,7 @@ LATE = {
 
 
 class Router(router_pb2_grpc.RouterServicer):
-    """Tells of itself what it is given, in turn."""
+    """Returns the given cluster states, one after the other."""
 
     def __init__(self, *states: RouterState) -> None:
         self.states = list(states)
@@ -45,9 +45,9 @@ class Router(router_pb2_grpc.RouterServicer):
 
 
 @pytest.mark.parametrize("state", LATE.values(), ids=LATE)
-async def test_a_node_is_back_when_all_processes_use_it(state):
-    """Seen failing with its own word for it: then the other decode node ends before the slowest
-    process of the router has found this one."""
+async def test_a_node_has_returned_when_all_processes_use_it(state):
+    """Seen failing if the node's own report suffices: the other decode node then ends before the
+    slowest process of the router has found this one."""
     router = Router(state, RouterState(in_use=[DECODE, PREFILL]))
     before = ClusterNode(role="decode", address=DECODE, instance_id=9)
     pairs = frozenset({(DECODE, PREFILL)})
@@ -62,7 +62,7 @@ async def _pause(*arguments: str) -> Result:
 
 
 class Guarded(router_pb2_grpc.RouterServicer):
-    """Believes nobody."""
+    """Rejects every caller."""
 
     async def Pause(self, request, context):
         raise Unauthenticated("this API key is unknown to this router")
@@ -89,10 +89,10 @@ class Guarded(router_pb2_grpc.RouterServicer):
         ),
     ],
 )
-async def test_a_command_that_is_not_believed_says_where_its_credentials_came_from(
+async def test_a_rejected_command_reports_the_source_of_its_credentials(
     files, variables, arguments, source, tmp_path, monkeypatch
 ):
-    """Another cluster's secret is in var/secret, or in the environment of this shell."""
+    """The secret of another cluster is in var/secret, or in the environment of this shell."""
     monkeypatch.chdir(tmp_path)
     for name in ("BATON_SECRET", "BATON_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -109,7 +109,7 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
     )
 
 
-async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from(
+async def test_a_node_of_another_cluster_is_reported_with_the_source_of_the_secret(
     tmp_path, monkeypatch
 ):
     monkeypatch.delenv("BATON_SECRET", raising=False)

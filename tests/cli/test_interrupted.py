@@ -1,4 +1,4 @@
-"""Ctrl-C: a command ends with a sentence and 130, whatever it was about."""
+"""Ctrl-C: a command ends with a sentence and 130 at any point."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ async def _baton(directory: Path, *arguments: str, beside: Path = ROOT) -> Async
 
 
 async def _interrupted(process: Process) -> str:
-    """Returns what it had said; of its complaints there is the one."""
+    """Return its output. It has written exactly one line to standard error."""
     process.send_signal(signal.SIGINT)
     async with asyncio.timeout(WAIT_S):
         said, complaints = await process.communicate()
@@ -51,8 +51,8 @@ async def _interrupted(process: Process) -> str:
     return said.decode()
 
 
-async def test_while_it_imports(tmp_path):
-    """Seen failing, with a traceback."""
+async def test_interrupt_during_imports(tmp_path):
+    """Seen failing with a traceback."""
     (tmp_path / "grpc.py").write_text(WAITS)
     async with _baton(tmp_path, "requests", "migrate", "r1", beside=tmp_path) as move:
         assert move.stdout is not None
@@ -62,12 +62,13 @@ async def test_while_it_imports(tmp_path):
 
 
 class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
-    """A router and the only node that it knows, which drains for ever.
+    """A router and its only node, which drains forever.
 
     Attributes:
-        reached: somebody waits, for what is never answered, else for the end of the drain.
+        reached: a caller waits, for a call without an answer or for the end of the drain.
+
     Args:
-        silent: what is never answered.
+        silent: the call that is never answered.
     """
 
     def __init__(self, *, silent: str = "") -> None:
@@ -109,8 +110,8 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
         pytest.param("", True, 3, id="while-it-drains"),
     ],
 )
-async def test_a_roll(tmp_path, silent, drains, said):
-    """Send no further calls after an interrupt of a roll."""
+async def test_interrupt_of_a_rollout(tmp_path, silent, drains, said):
+    """No further calls are sent after the interrupt."""
     cluster = Cluster(silent=silent)
     async with cluster.serving():
         router = f"--router={cluster.address}"

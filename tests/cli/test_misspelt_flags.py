@@ -33,7 +33,9 @@ def _complaint(capsys: pytest.CaptureFixture[str], parse, *arguments: str) -> st
         ),
     ],
 )
-def test_the_nearest_flag_is_named_whosever_it_is(capsys, parse, arguments, program, meant):
+def test_the_most_similar_flag_is_suggested_whether_of_the_command_or_the_node(
+    capsys, parse, arguments, program, meant
+):
     complaint = _complaint(capsys, parse, *arguments)
     assert complaint.startswith(f"{program}: ")
     assert f"did you mean {meant}?" in complaint
@@ -51,17 +53,17 @@ def test_an_old_flag_of_a_command_or_its_nodes_names_the_new_one(capsys):
 @pytest.mark.parametrize(
     "parse, arguments", [(up.parse, ["--seldom"]), (bench.parse, [*COMPARE, "--seldom"])]
 )
-def test_nothing_is_guessed_where_nothing_is_near(capsys, parse, arguments):
+def test_without_a_similar_flag_none_is_suggested(capsys, parse, arguments):
     complaint = _complaint(capsys, parse, *arguments)
     assert "unrecognized arguments: --seldom (--help-all lists all options)" in complaint
 
 
-def test_flags_of_nodes_are_left_for_them():
+def test_flags_of_nodes_are_passed_on():
     flags = ["--engine.cache.page-size", "32", "--config=nodes.yaml", "--log-level=warning"]
     options, left = up.parse(["--decode=2", *flags])
     assert (options.models[0].decode.count, left) == (2, flags)
 
 
-def test_a_word_that_is_no_flag_is_refused_by_a_command_that_starts_no_node(capsys):
+def test_a_word_that_is_no_flag_is_rejected_by_a_command_that_starts_no_node(capsys):
     complaint = _complaint(capsys, bench.parse, "load", "--url=http://x", "8000")
     assert "unrecognized arguments: 8000" in complaint

@@ -1,4 +1,4 @@
-"""Names that Baton's packages share with others', in one environment."""
+"""Names of Baton's packages that other distributions in the environment also have."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ def _baton(*path):
 
 
 def _record(site, name, packages):
-    """The metadata that pip leaves of a distribution with these packages."""
+    """Return the metadata that pip writes for a distribution with these packages."""
     about = site / f"{name.replace('-', '_')}-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -40,7 +40,7 @@ def _record(site, name, packages):
 
 @pytest.fixture
 def site(tmp_path):
-    """Baton as installed from a wheel, as far as its command looks at it."""
+    """Baton as installed from a wheel, as far as its command checks it."""
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f'"""Ours: {package}."""\n')
@@ -55,7 +55,7 @@ def test_an_installed_baton_starts(site):
     assert _baton(site).stdout == "the program\n"
 
 
-def test_a_package_that_has_overwritten_ours_is_named_with_whose_it_is(site):
+def test_an_overwritten_package_is_reported_with_the_other_distribution(site):
     (site / "kernels" / "__init__.py").write_text("# somebody else's\n")
     _record(site, "kernels", ["kernels"])
     said = _baton(site)
@@ -65,7 +65,7 @@ def test_a_package_that_has_overwritten_ours_is_named_with_whose_it_is(site):
     assert "environment of its own" in said.stderr
 
 
-def test_a_package_that_is_found_before_ours_is_named_with_its_place(site, tmp_path_factory):
+def test_a_package_found_before_ours_is_reported_with_its_path(site, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "common").mkdir()
     (other / "common" / "__init__.py").write_text("")
@@ -74,7 +74,7 @@ def test_a_package_that_is_found_before_ours_is_named_with_its_place(site, tmp_p
     assert f"'common' in {other}/common is not Baton's" in said.stderr
 
 
-def test_all_that_is_installed_is_looked_at():
+def test_all_installed_distributions_are_checked():
     with (ROOT / "pyproject.toml").open("rb") as file:
         found = tomllib.load(file)["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {name.removesuffix("*") for name in found} == set(PACKAGES)

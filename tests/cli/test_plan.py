@@ -1,4 +1,4 @@
-"""Which programs `baton up` starts, and what each is told."""
+"""The processes that `baton up` starts, and their flags."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ RECORDS = {
 
 
 def _of(prefill=2, decode=1, *, prefill_ranks=plan.ONE_RANK, decode_ranks=plan.ONE_RANK, **own):
-    """Return WISH with such nodes and fields."""
+    """Return WISH with these numbers of nodes and fields."""
     dp = own.pop("decode_dp", 1)
     model = plan.RequestedModel(
         "m",
@@ -51,7 +51,7 @@ def _configs(wish):
     }
 
 
-def test_every_program_understands_its_flags():
+def test_every_process_accepts_its_flags():
     configs = _configs(WISH)
     assert list(configs) == ["router", "prefill-0", "prefill-1", "decode-0"]
     ports = [config.server.port for config in configs.values()]
@@ -76,12 +76,12 @@ def test_an_ipv6_address_has_brackets_before_its_port():
     assert _configs(dataclasses.replace(WISH, host="::1"))["router"].decode == ("[::1]:50200",)
 
 
-def test_encode_nodes_come_last_and_the_router_knows_them():
+def test_encode_nodes_are_last_and_the_router_knows_them():
     model = dataclasses.replace(WISH.models[0], encode=plan.RequestedNodes(2))
     configs = _configs(dataclasses.replace(WISH, models=(model,)))
     assert list(configs)[-2:] == ["encode-0", "encode-1"]
     assert configs["encode-1"].server.port == plan.ENCODE_PORT + 1
-    assert configs["encode-1"].engine.cache.page_size == 64  # or it would pair with no node
+    assert configs["encode-1"].engine.cache.page_size == 64  # otherwise it would pair with no node
     assert configs["router"].encode == ("127.0.0.1:50400", "127.0.0.1:50401")
 
 
@@ -99,10 +99,10 @@ def test_without_prefill_nodes_decode_nodes_are_colocated():
 
 
 @pytest.mark.parametrize("prefill, decode, threads", [(1, 1, 8), (0, 2, 4), (2, 1, 4), (1, 16, 1)])
-def test_on_a_cpu_the_cores_are_divided_among_the_nodes_of_a_kind(
+def test_on_a_cpu_the_cores_are_divided_among_the_nodes_of_a_role(
     monkeypatch, prefill, decode, threads
 ):
-    # Seen failing with the cores divided among all nodes, and with every node having all of them.
+    # Seen failing with the cores divided among all nodes, and if every node has all of them.
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     configs = _configs(_of(prefill, decode))
     del configs["router"]
@@ -110,8 +110,8 @@ def test_on_a_cpu_the_cores_are_divided_among_the_nodes_of_a_kind(
 
 
 @pytest.mark.parametrize("own", [None, "active"])
-def test_threads_of_engines_that_lend_each_other_cores_sleep_at_once(monkeypatch, own):
-    # Seen failing where every node was told so, and where the user's own word was overwritten.
+def test_idle_threads_of_engines_that_share_cores_sleep_at_once(monkeypatch, own):
+    # Seen failing if every node has the setting, and if it overwrites the user's.
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
@@ -121,13 +121,13 @@ def test_threads_of_engines_that_lend_each_other_cores_sleep_at_once(monkeypatch
             assert node.environment.get("OMP_WAIT_POLICY") == expected
 
 
-def test_the_users_own_flag_wins_over_the_plans():
+def test_the_users_own_flag_overrides_the_plans():
     configs = _configs(dataclasses.replace(WISH, node_flags=("--engine.threads=7",)))
     assert configs["prefill-0"].engine.threads == 7
 
 
 @pytest.mark.parametrize("devices, expected", [(1, ["0", "0", "0"]), (2, ["0", "1", "0"])])
-def test_cuda_devices_go_round_the_nodes(monkeypatch, devices, expected):
+def test_cuda_devices_are_assigned_to_nodes_in_turn(monkeypatch, devices, expected):
     monkeypatch.setattr(plan, "cuda_devices", lambda: devices)
     configs = _configs(dataclasses.replace(WISH, device="auto"))
     used = [configs[name].engine.device for name in ("prefill-0", "prefill-1", "decode-0")]
@@ -155,19 +155,19 @@ def test_each_rank_has_a_cuda_device(
     assert {engine.cache.memory_fraction for engine in engines} == {fraction}
 
 
-def test_a_node_with_more_ranks_than_cuda_devices_is_refused(monkeypatch):
+def test_a_node_with_more_ranks_than_cuda_devices_is_rejected(monkeypatch):
     monkeypatch.setattr(plan, "cuda_devices", lambda: 3)
     with pytest.raises(ConfigError, match=r"of 4 ranks needs as many CUDA devices.* has 3"):
         plan.programs(_of(device="auto", decode_ranks=NodeShape(4)))
 
 
-def test_cuda_without_a_device_is_refused(monkeypatch):
+def test_cuda_without_a_device_is_rejected(monkeypatch):
     monkeypatch.setattr(plan, "cuda_devices", lambda: 0)
     with pytest.raises(ConfigError, match="no CUDA device"):
         plan.programs(dataclasses.replace(WISH, device="cuda"))
 
 
-def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
+def test_tls_is_used_everywhere_and_clients_need_no_certificate():
     files = {"cert": Path("c"), "key": Path("k"), "ca": Path("a"), "server_name": "name"}
     configs = _configs(dataclasses.replace(WISH, tls=TlsConfig(**files)))
     router = configs.pop("router")
@@ -176,7 +176,7 @@ def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
     assert {config.server.tls for config in configs.values()} == {TlsConfig(**files)}
 
 
-def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path):
+def test_nodes_of_a_group_share_a_directory_and_have_their_own_ranks(tmp_path):
     wish = _of(1, 2, decode_dp=2, groups=tmp_path)
     configs = _configs(wish)
     nodes = [configs[f"decode-{number}"].engine.parallel for number in range(4)]
@@ -191,7 +191,7 @@ def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path
 
 
 def test_all_nodes_have_the_draft_model():
-    """Flags of the user come last, so that they win."""
+    """Flags of the user are last, so they override others."""
     _, flags = up_options.parse(
         ["--draft-model=D", "--engine.speculative.num-speculative-tokens=3"]
     )
@@ -206,7 +206,7 @@ def test_all_nodes_have_the_draft_model():
         )
 
 
-def test_several_models_have_nodes_of_their_own_and_one_router(tmp_path):
+def test_several_models_have_their_own_nodes_and_one_router(tmp_path):
     models = (
         plan.RequestedModel("m", plan.RequestedNodes(1), plan.RequestedNodes(2, dp=2), "big"),
         plan.RequestedModel("n", plan.RequestedNodes(0), plan.RequestedNodes(1)),
@@ -254,7 +254,7 @@ def test_counts_of_up_are_for_all_models_or_in_their_order(flags, expected):
         (["--model=a", "--model=b", "--prefill=0", "--decode=0", "--decode=1"], "one of them 1"),
     ],
 )
-def test_wrong_models_of_up_are_refused(flags, words, capsys):
+def test_wrong_models_of_up_are_rejected(flags, words, capsys):
     with pytest.raises(SystemExit):
         up_options.parse(flags)
     assert words in capsys.readouterr().err

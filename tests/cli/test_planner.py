@@ -43,7 +43,7 @@ from protos.router_pb2 import (
 
 RULES = PlannerRules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
 EVERY_S = 2.0
-# However busy the machine is.
+# For any load of this machine.
 PATIENT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -58,11 +58,11 @@ def node(number: int, role: str, pressure: float = 0.0, **figures: object) -> No
 
 
 def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[ClusterSnapshot]:
-    """These nodes, for so long."""
+    """Return this state of nodes, seen for this duration."""
     return [ClusterSnapshot(since + EVERY_S * n, nodes) for n in range(int(seconds / EVERY_S) + 1)]
 
 
-def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_it():
+def test_an_overloaded_role_gets_a_node_from_the_role_with_spare_capacity():
     nodes = (
         node(1, "prefill", 1.5),
         node(2, "decode", 0.3),
@@ -71,13 +71,13 @@ def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_i
     )
     decision = decide(seen(40.0, *nodes), RULES)
     assert isinstance(decision, SwitchRoleAction)
-    assert (decision.address, decision.role) == ("4:1", "prefill")  # it has the least to move
+    assert (decision.address, decision.role) == ("4:1", "prefill")  # it has the least to migrate
     assert decision.because == (
         "prefill nodes have 1.50 of their maximum load, decode nodes would have 0.30 with one fewer"
     )
 
 
-def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does():
+def test_no_decision_is_made_before_the_last_one_has_shown_its_effect():
     nodes = node(1, "prefill", 3.0), node(2, "decode"), node(3, "decode")
     for changed in ({"instance": 9}, {"role": "prefill"}):
         before = replace(nodes[2], **changed)  # type: ignore[arg-type]
@@ -91,9 +91,9 @@ def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does():
 
 
 @pytest.mark.parametrize("state", ["unreachable", "unhealthy"])
-def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state):
-    """A list of addresses may name one for ever that nobody starts again. Until it has been gone
-    for long it may be back. Seen failing where every node has to be ready."""
+def test_a_lost_node_does_not_block_decisions_forever(state):
+    """A list of addresses may name a node that is never restarted. For a limited time it may
+    return. Seen failing if every node must be ready."""
     nodes = node(1, "prefill", 3.0), node(2, "decode"), node(3, "decode")
     gone = node(4, "decode", state=state)
     history = seen(60.0, *nodes, replace(gone, state="ready"))
@@ -103,7 +103,7 @@ def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state):
     assert isinstance(decision, SwitchRoleAction) and decision.address in ("2:1", "3:1")
 
 
-def test_what_is_there_for_a_moment_changes_nothing():
+def test_a_momentary_load_changes_nothing():
     calm = (node(1, "prefill"), node(2, "decode", 0.1), node(3, "decode", 0.1))
     burst = (node(1, "prefill", 50.0), *calm[1:])
     history = [*seen(40.0, *calm), ClusterSnapshot(42.0, burst), ClusterSnapshot(44.0, burst)]
@@ -111,27 +111,27 @@ def test_what_is_there_for_a_moment_changes_nothing():
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
-def test_where_nobody_can_be_spared_there_should_be_more(decodes):
+def test_if_no_node_can_change_its_role_more_nodes_are_requested(decodes):
     nodes = (node(1, "prefill", 2.0), *(node(2 + n, "decode", 0.5) for n in range(decodes)))
     decision = decide(seen(40.0, *nodes), RULES)
     assert isinstance(decision, AddNodeAction) and decision.role == "prefill"
 
 
-def test_the_role_that_has_more_to_do_is_helped_first():
+def test_the_role_with_the_higher_pressure_is_helped_first():
     nodes = node(1, "prefill", 1.1), node(2, "prefill", 1.1), node(3, "decode", 1.9)
     decision = decide(seen(40.0, *nodes), RULES)
     assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
-def test_a_node_that_nobody_has_needed_for_long_is_to_go():
+def test_a_node_that_has_been_idle_for_long_may_be_removed():
     nodes = node(1, "prefill", 0.1), node(2, "decode", 0.3), node(3, "decode", 0.1)
     assert isinstance(decide(seen(58.0, *nodes), RULES), NoAction)
     decision = decide(seen(60.0, *nodes), RULES)
     assert isinstance(decision, RemoveNodeAction) and decision.address == "3:1"
 
 
-def test_a_prefill_node_that_computes_without_a_pause_is_not_spared():
-    """Nothing waits, which says nothing of how much it has to do."""
+def test_a_prefill_node_that_computes_continuously_keeps_its_role():
+    """Its queue is empty, which does not show how busy it is."""
 
     def look(at: float) -> ClusterSnapshot:
         busy = {"token_s": 0.001, "prompt_tokens": int(at * 800)}
@@ -142,7 +142,7 @@ def test_a_prefill_node_that_computes_without_a_pause_is_not_spared():
     assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
-def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_once():
+def test_pressure_of_decode_nodes_comes_from_waiting_and_from_running_requests():
     full = node(1, "decode", 0.5, running=4, waiting=4)
     others = node(2, "prefill"), node(3, "prefill")
     assert isinstance(decide(seen(40.0, *others, full), RULES), SwitchRoleAction)
@@ -152,7 +152,7 @@ def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_o
     assert isinstance(decide(seen(40.0, *others, many), few), SwitchRoleAction)
 
 
-def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one():
+def test_a_queue_of_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one():
     waits = node(2, "decode", 0.5, running=1, coming=9, waiting=5), node(3, "decode")
     rules = replace(RULES, limits=PressureThresholds(running=4))
     decision = decide(seen(40.0, node(1, "prefill", 5.0), *waits), rules)
@@ -162,7 +162,7 @@ def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_
     assert isinstance(decide(seen(40.0, full, *idle), rules), SwitchRoleAction)
 
 
-def test_what_a_router_says_is_read_as_it_is_meant():
+def test_a_routers_report_is_parsed_correctly():
     said = ClusterNode(
         role="decode",
         address="a:1",
@@ -178,15 +178,15 @@ def test_what_a_router_says_is_read_as_it_is_meant():
 
 
 def _decodes(*loads: tuple[int, float]) -> list[NodeFigures]:
-    """By their running requests, and what they have to do."""
+    """Return decode nodes with these running requests and pressures."""
     return [
         node(n, "decode", pressure, running=running)
         for n, (running, pressure) in enumerate(loads, 2)
     ]
 
 
-def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_room():
-    # Long before the cluster has settled: no node changes.
+def test_a_request_migrates_from_an_overloaded_decode_node_to_one_with_capacity():
+    # Long before the cluster has settled: no node changes its role.
     nodes = node(1, "prefill", 0.5), *_decodes((8, 1.2), (5, 0.9), (2, 0.3))
     assert decide(seen(12.0, *nodes), RULES) == ShiftCapacityAction(
         "2:1", "4:1", "it has 1.20 of its maximum load, the target 0.30"
@@ -197,18 +197,18 @@ def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_roo
 @pytest.mark.parametrize(
     "loads",
     [
-        [(8, 1.2), (6, 0.8)],  # nobody has room
-        [(8, 0.95), (2, 0.1)],  # nobody has too much
-        [(2, 1.8), (1, 0.2)],  # two large ones: either would be too much there
-        [(3, 1.2), (2, 0.1)],  # they would change places
+        [(8, 1.2), (6, 0.8)],  # no node has capacity
+        [(8, 0.95), (2, 0.1)],  # no node is overloaded
+        [(2, 1.8), (1, 0.2)],  # two large requests: either would overload the target
+        [(3, 1.2), (2, 0.1)],  # the nodes would only swap
     ],
 )
-def test_no_request_is_moved_to_and_fro(loads):
+def test_no_request_migrates_back_and_forth(loads):
     nodes = node(1, "prefill", 0.5), *_decodes(*loads)
     assert not isinstance(decide(seen(12.0, *nodes), RULES), ShiftCapacityAction)
 
 
-def test_what_was_uneven_for_a_moment_or_is_even_again_is_left():
+def test_a_momentary_or_past_imbalance_causes_no_migration():
     even = node(1, "prefill", 0.5), *_decodes((5, 0.6), (5, 0.6))
     uneven = node(1, "prefill", 0.5), *_decodes((8, 1.2), (2, 0.2))
     for before, last in ((even, uneven), (uneven, even)):
@@ -216,7 +216,7 @@ def test_what_was_uneven_for_a_moment_or_is_even_again_is_left():
         assert isinstance(decide(history, RULES), WaitAction)
 
 
-# A cluster whose nodes share what there is to do: pressures follow from loads, and from decisions.
+# A cluster whose nodes share the load: pressures follow from loads and from decisions.
 
 LOADS = st.floats(0.0, 6.0)
 
@@ -244,7 +244,7 @@ def _lived(
         load = dict(zip(("prefill", "decode"), loads[number // looks_each], strict=True))
         counts = {role: list(nodes.values()).count(role) for role in load}
         reported = [node(n, role, load[role] / counts[role]) for n, role in sorted(nodes.items())]
-        # A role that is taken is a new instance.
+        # A node with a new role is a new instance.
         reported = [replace(n, instance=10 * n.instance + (n.role == "prefill")) for n in reported]
         history.append(ClusterSnapshot(EVERY_S * number, tuple(reported)))
         history = history[-40:]
@@ -263,7 +263,9 @@ def _lived(
     st.lists(st.tuples(LOADS, LOADS), min_size=1, max_size=5),
     st.integers(1, 30),
 )
-def test_changes_are_apart_and_never_take_the_last_of_a_role(prefill, decode, loads, looks_each):
+def test_role_changes_are_apart_and_never_take_the_last_node_of_a_role(
+    prefill, decode, loads, looks_each
+):
     roles = ["prefill"] * prefill + ["decode"] * decode
     made = _lived(dict(enumerate(roles, 1)), loads, looks_each)
     times = [at for at, _ in made]
@@ -272,7 +274,7 @@ def test_changes_are_apart_and_never_take_the_last_of_a_role(prefill, decode, lo
 
 @PATIENT
 @given(st.integers(1, 4), st.integers(1, 4), LOADS, LOADS)
-def test_under_a_load_that_stays_no_change_is_taken_back(prefill, decode, of_prefill, of_decode):
+def test_under_a_constant_load_no_change_is_reverted(prefill, decode, of_prefill, of_decode):
     roles = ["prefill"] * prefill + ["decode"] * decode
     made = [what for _, what in _lived(dict(enumerate(roles, 1)), [(of_prefill, of_decode)], 150)]
     grown = {each.role for each in made if isinstance(each, SwitchRoleAction | AddNodeAction)}
@@ -287,14 +289,14 @@ def test_under_a_load_that_stays_no_change_is_taken_back(prefill, decode, of_pre
 
 
 class _Fleet:
-    """A router's view of a cluster of one prefill node too few."""
+    """A router's view of a cluster that lacks a prefill node."""
 
     def __init__(self) -> None:
         self.switched: list[tuple[str, str]] = []
         self.moved: list[tuple[str, str]] = []
         self.plans: list[Plan] = []
         self.deaf = False
-        self.busy: dict[str, int] = {}  # by decode node: requests that it runs, of 10 that it may
+        self.busy: dict[str, int] = {}  # by decode node: its running requests, of at most 10
 
     async def look(self, router: str) -> GetClusterResponse:
         pages = {"free": 100}
@@ -334,7 +336,7 @@ class _Fleet:
 
 
 def planner_of(fleet: _Fleet, *flags: str) -> tuple[Planner, PlannerMetrics]:
-    """Return a planner whose clock advances with each look, and its metrics."""
+    """Return a planner whose clock advances with each observation, and its metrics."""
     clock = partial(next, itertools.count(0.0, EVERY_S))
     options, metrics = parse(flags), PlannerMetrics()
     planner = Planner(
@@ -344,7 +346,7 @@ def planner_of(fleet: _Fleet, *flags: str) -> tuple[Planner, PlannerMetrics]:
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_acts_only_if_it_is_told_to(flags):
+async def test_a_planner_acts_only_if_enabled(flags):
     fleet = _Fleet()
     planner, metrics = planner_of(fleet, *flags)
     for _ in range(16):
@@ -362,11 +364,11 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags):
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
+async def test_a_planner_migrates_requests_and_continues_after_a_failed_migration(flags):
     fleet = _Fleet()
     fleet.busy = {"d:1": 12, "d:2": 3}
     planner, metrics = planner_of(fleet, *flags, "--running=10")
-    for _ in range(7):  # of which the last two have seen enough
+    for _ in range(7):  # the last two of which have been observed long enough
         await planner.look()
     assert fleet.moved == ([("d:1", "d:2")] * 2 if flags else [])
     value = metrics.registry.get_sample_value
@@ -375,7 +377,7 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
         assert value("baton_planner_rebalances_total", {"outcome": outcome}) == len(flags)
 
 
-def test_a_planner_sees_only_the_nodes_of_its_model_and_must_name_it():
+def test_a_planner_sees_only_the_nodes_of_its_model_which_must_be_named():
     models = [ModelState(name="a"), ModelState(name="b")]
     nodes = [ClusterNode(role="decode", address=f"{name}:1", served_model=name) for name in "ab"]
     cluster = GetClusterResponse(router=RouterState(models=models), nodes=nodes)
@@ -387,7 +389,7 @@ def test_a_planner_sees_only_the_nodes_of_its_model_and_must_name_it():
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags):
+async def test_a_planner_reports_observations_decisions_and_actions_to_its_router(flags):
     fleet = _Fleet()
     fleet.deaf = True  # until after the decision
     planner, _ = planner_of(fleet, *flags)

@@ -1,4 +1,4 @@
-"""In which order programs are restarted, what becomes of their requests, what speaks against it."""
+"""The order of a rolling restart, the effect on running requests, and reasons against it."""
 
 import pytest
 
@@ -36,35 +36,35 @@ def against(look: GetClusterResponse, known: dict[str, RouterState], *roles: str
     return list(find_objections(every, wanted, known))
 
 
-def test_prefill_nodes_come_first_and_the_router_last():
+def test_prefill_nodes_are_first_and_the_router_last():
     every = turns(WHOLE, routers())
     ports = [turn.address.rpartition(":")[2] for turn in every]
     assert ports == ["100", "101", "200", "201", "50050"]
     assert every[-1].sentence.endswith("1 request to finish here, 2 processes, one at a time")
 
 
-def test_nothing_speaks_against_two_of_each():
+def test_two_nodes_of_each_role_can_be_restarted():
     assert against(WHOLE, routers()) == []
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
-def test_the_only_one_of_its_role_is_named(role):
+def test_the_only_node_of_a_role_is_reported(role):
     look = cluster(node("prefill", 100), node("decode", 200))
     (sentence,) = against(look, routers(processes=1), role)
     assert sentence.startswith(f"{role} ") and "is the only one" in sentence
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "unhealthy", "unreachable"])
-def test_one_that_is_not_ready_keeps_all_others_from_being_drained(state):
+def test_while_a_node_is_not_ready_no_other_is_drained(state):
     look = cluster(*WHOLE.nodes, node("prefill", 102, state))
     assert against(look, routers(), "decode") == [f"prefill 127.0.0.1:102 is {state}"]
 
 
-def test_a_router_that_is_not_ready_does_too():
+def test_while_a_router_is_not_ready_no_node_is_drained():
     assert against(WHOLE, routers(state="not ready")) == [f"router {ROUTER} is not ready"]
 
 
-def test_it_is_told_whether_what_a_decode_node_has_fits_elsewhere():
+def test_the_report_says_whether_a_decode_nodes_requests_fit_elsewhere():
     source = node("decode", 200, queues={"running": 3}, pages={"request": 40, "free": 0})
 
     def remark(target: ClusterNode | None) -> str:
@@ -79,7 +79,7 @@ def test_it_is_told_whether_what_a_decode_node_has_fits_elsewhere():
     assert remark(None) == "3 requests to finish here"
 
 
-def test_who_does_not_answer_is_not_drained():
+def test_a_node_that_does_not_respond_is_not_drained():
     gone = RestartStep("decode", "127.0.0.1:200", "", node("decode", 200, "unreachable"))
     assert not gone.reachable
     look = cluster(node("decode", 200, "unreachable"), node("decode", 201))
@@ -87,7 +87,7 @@ def test_who_does_not_answer_is_not_drained():
     assert of_address(look, "127.0.0.1:201") is not None
 
 
-def test_pairs_are_of_decode_nodes_with_prefill_nodes():
+def test_pairs_consist_of_a_decode_and_a_prefill_node():
     prefill = node("prefill", 100), node("prefill", 101, reads=[100, 200])
     look = cluster(*prefill, node("decode", 200, reads=[100, 201]), node("decode", 201))
     assert paired(look) == {("127.0.0.1:200", "127.0.0.1:100")}

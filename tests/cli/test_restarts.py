@@ -1,4 +1,4 @@
-"""Programs that die are started again, sooner or later, and whoever watches is told."""
+"""Failed processes are restarted after a delay, and the restarts are reported."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ async def _until(condition):
 
 
 class Watched:
-    """A program whose starts are counted; `says` has what was told of it."""
+    """A program whose starts are counted. `says` has the reports about it."""
 
     def __init__(self, tmp_path, command, serves=True):
         self._log, self._command, self._serves = tmp_path / "a.log", command, serves
@@ -36,7 +36,7 @@ class Watched:
             await asyncio.Event().wait()
 
     async def keep(self, until, times):
-        """Until the condition holds."""
+        """Keep it running until the condition holds."""
         keeping = asyncio.ensure_future(
             keep_running(self.children[0], self.start, self.until_serving, self.says.append, times)
         )
@@ -47,7 +47,7 @@ class Watched:
         await asyncio.gather(*(child.stop(10.0) for child in self.children))
 
 
-async def test_what_is_killed_comes_back_and_its_log_keeps_what_it_said(tmp_path):
+async def test_a_killed_process_returns_and_its_log_is_kept(tmp_path):
     watched = Watched(tmp_path, ["sh", "-c", "echo up; exec sleep 60"])
     await _until(watched.children[0].last_lines)
     watched.children[0].send(signal.SIGKILL)
@@ -61,7 +61,7 @@ async def test_what_is_killed_comes_back_and_its_log_keeps_what_it_said(tmp_path
     assert watched.says[1].startswith("a is back after ")
 
 
-async def test_what_dies_again_and_again_is_waited_for_longer_each_time(tmp_path):
+async def test_the_delay_grows_with_repeated_failures(tmp_path):
     watched = Watched(tmp_path, ["sh", "-c", "exit 3"], serves=False)
     times = RestartTimes(first_s=0.01, longest_s=0.04)
     await watched.keep(lambda: len(watched.says) >= 5, times)
@@ -70,7 +70,7 @@ async def test_what_dies_again_and_again_is_waited_for_longer_each_time(tmp_path
     assert all("ended with exit code 3" in line for line in watched.says)
 
 
-async def test_what_has_lived_long_enough_is_not_waited_for_longer(tmp_path):
+async def test_the_delay_is_reset_after_a_long_run(tmp_path):
     watched = Watched(tmp_path, ["sh", "-c", "exit 3"])
     times = RestartTimes(first_s=0.01, steady_s=0.0)
     await watched.keep(lambda: len(watched.children) >= 4, times)

@@ -1,4 +1,4 @@
-"""The sample request of `baton up` while processes of the router learn of the nodes."""
+"""The sample request of `baton up` while the router's processes learn the nodes."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ def failure(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 @dataclass(frozen=True, slots=True)
 class Failing(Sample):
-    """Fails with these codes, one after the other, before it is answered."""
+    """Fails with these codes, one after the other, and then succeeds."""
 
     codes: list[grpc.StatusCode] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ def sample(*codes: grpc.StatusCode) -> Failing:
     return Failing("Hello", "127.0.0.1:1", "http://127.0.0.1:2", None, codes=list(codes))
 
 
-async def test_it_is_sent_again_while_a_process_knows_no_nodes():
+async def test_the_request_is_repeated_while_a_process_knows_no_nodes():
     asked = sample(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE)
     await ask(asked)
     assert not asked.codes

@@ -22,7 +22,7 @@ def _clean_environment(monkeypatch):
 
 
 def _complaint(capsys, record, *arguments):
-    """The one line, without the program's name."""
+    """Return the one line without the program's name."""
     with pytest.raises(SystemExit) as ended:
         read(record, "program", arguments)
     assert ended.value.code == 2
@@ -34,13 +34,13 @@ def _complaint(capsys, record, *arguments):
     return lines[0].removeprefix("program: ")
 
 
-def test_only_the_model_must_be_given():
+def test_only_the_model_is_required():
     config = read(PrefillConfig, "program", ["--model", "some/model"])
     assert config == PrefillConfig(engine={"model": "some/model"})
     assert type(config) is PrefillConfig
 
 
-def test_flags_reach_every_depth():
+def test_flags_exist_for_every_level():
     config = read(
         DecodeConfig,
         "program",
@@ -91,8 +91,8 @@ def test_flags_reach_every_depth():
         ),
     ],
 )
-def test_a_wrong_file_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
-    # Seen failing, with tracebacks, and with 43 million numbers written out.
+def test_an_invalid_file_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
+    # Seen failing with tracebacks, and with 43 million numbers written out.
     file = tmp_path / "node.yaml"
     file.write_text(content)
     said = _complaint(capsys, PrefillConfig, "--config", str(file))
@@ -109,7 +109,7 @@ def test_a_short_name_and_the_long_one_are_the_same_flag():
     assert short == long
 
 
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(monkeypatch, tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(monkeypatch, tmp_path):
     file = tmp_path / "node.yaml"
     file.write_text("engine: {model: of-file, threads: 2, cache: {page_size: 128, num_pages: 5}}")
     monkeypatch.setenv("BATON_ENGINE__THREADS", "3")
@@ -133,7 +133,7 @@ def test_lists_are_repeated_or_joined_by_commas(flags):
 
 
 @pytest.mark.parametrize("value", ["a:1,b:2", '["a:1", "b:2"]'])
-def test_lists_in_the_environment_are_too(monkeypatch, value):
+def test_lists_in_the_environment_are_joined_by_commas(monkeypatch, value):
     monkeypatch.setenv("BATON_PREFILL", value)
     assert read(RouterConfig, "program", ["--model=m"]).prefill == ("a:1", "b:2")
 
@@ -178,7 +178,7 @@ def test_a_misspelled_setting_of_an_encode_node_is_one_line_that_names_it(capsys
     assert said == f"{file}: embeding_bytes: there is no such setting"
 
 
-def test_several_wrong_values_are_told_at_once(capsys):
+def test_several_wrong_values_are_reported_at_once(capsys):
     complaint = _complaint(capsys, DecodeConfig, "--port=x", "--engine.threads=-1")
     assert "--port" in complaint
     assert "--engine.threads" in complaint
@@ -195,22 +195,22 @@ def test_several_wrong_values_are_told_at_once(capsys):
         ("BATON_ENGIN__MODEL", "m", "no component has this setting"),
     ],
 )
-def test_what_a_variable_says_is_blamed_on_it_and_on_no_flag(
+def test_an_error_of_a_variable_names_the_variable_and_no_flag(
     capsys, monkeypatch, variable, value, said
 ):
-    # Seen failing: `--engine.modle: there is no such setting`, and nothing at all for the last one.
+    # Seen failing: `--engine.modle: there is no such setting`, and no error for the last one.
     monkeypatch.setenv(variable, value)
     complaint = _complaint(capsys, DecodeConfig, "--model=m", "--engine.device=cpu")
     assert complaint.startswith(f"{variable}: ") and said in complaint
 
 
-def test_a_flag_is_blamed_where_it_went_before_a_variable(capsys, monkeypatch):
+def test_an_error_of_a_flag_that_overrides_a_variable_names_the_flag(capsys, monkeypatch):
     monkeypatch.setenv("BATON_SERVER__PORT", "7")
     assert _complaint(capsys, DecodeConfig, "--model=m", "--port=x").startswith("--port: ")
 
 
 def test_programs_may_share_an_environment(monkeypatch):
-    monkeypatch.setenv("BATON_ENGINE__THREADS", "3")  # no router has any
+    monkeypatch.setenv("BATON_ENGINE__THREADS", "3")  # no router has this one
     monkeypatch.setenv("BATON_ROUTER_SERVICE_HOST", "10.0.0.1")  # as Kubernetes sets it
     assert read(RouterConfig, "program", ["--model=m"]).model == "m"
 
@@ -279,7 +279,7 @@ def _paths(record, prefix=""):
             yield from _paths(field.annotation, f"{prefix}{name}.")
 
 
-def test_none_is_a_value_like_others_where_it_is_one():
+def test_none_is_a_value_if_the_setting_allows_it():
     asked = ["--model=m", "--quantize=none", "--engine.speculative.method", "none"]
     engine = read(DecodeConfig, "program", asked).engine
     assert (engine.quantize, engine.speculative.method) == ("none", "none")
@@ -296,13 +296,13 @@ def test_help_lists_every_flag_with_its_description(capsys):
     assert "None" not in text
 
 
-def test_help_says_something_of_every_flag_and_shows_no_python(capsys):
+def test_help_describes_every_flag_without_python_notation(capsys):
     for record in (RouterConfig, DecodeConfig):
         with pytest.raises(SystemExit):
             read(record, "program", ["--help-all"])
         text = capsys.readouterr().out
         assert "tuple[" not in text and "()" not in text
-        # What has no description has its default alone, right after its name.
+        # A flag without a description has its default right after its name.
         assert not re.search(r"--\S+ \w+\s+\(default", text)
 
 
@@ -330,11 +330,11 @@ def test_reading_a_configuration_loads_neither_torch_nor_grpc():
         ),
     ],
 )
-def test_half_of_tls_is_refused(capsys, record, flags, sentence):
+def test_an_incomplete_tls_configuration_is_rejected(capsys, record, flags, sentence):
     assert _complaint(capsys, record, "--model=m", *flags).startswith(sentence)
 
 
-def test_a_decode_node_with_a_certificate_checks_the_nodes_that_it_calls(capsys):
+def test_a_decode_node_with_a_certificate_verifies_the_nodes_that_it_calls(capsys):
     flags = ("--model=m", "--tls-cert=c", "--tls-key=k")
     assert _complaint(capsys, DecodeConfig, *flags).startswith("--mode: with --tls-cert it needs")
     assert read(DecodeConfig, "program", [*flags, "--mode=colocated"]).server.tls.cert
@@ -345,7 +345,7 @@ def _to_nodes(*flags):
     return read(RouterConfig, "program", ["--model=m", *flags]).tls_to_nodes
 
 
-def test_a_router_calls_nodes_with_what_it_shows_to_clients_unless_told_otherwise(capsys):
+def test_a_router_shows_nodes_its_certificate_for_clients_by_default(capsys):
     clients = ("--tls-cert=c", "--tls-key=k")
     nodes = ("--node-tls.cert=nc", "--node-tls.key=nk")
     assert _to_nodes() == TlsConfig()

@@ -1,4 +1,4 @@
-"""`baton top`: its frames as text, and the program beside a real router."""
+"""`baton top`: its frames as text, and the program with a real router."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ def node(role, address, at_s, **fields):
 
 
 def cluster(at_s, *more, router=None):
-    """Two nodes and a link; a decode node that makes 400 tokens a second."""
+    """Return two nodes and a link. The decode node generates 400 tokens a second."""
     pages = {"free": 400, "request": 50, "read": 10, "cache": 40}
     return GetClusterResponse(
         router=RouterState(
@@ -85,7 +85,7 @@ def lines(width, height=None, *, answers=(0.0, 2.0), make=cluster, paper=None):
     return console.export_text().splitlines()
 
 
-def test_a_wide_frame_has_everything_in_one_line_for_each_node():
+def test_a_wide_frame_has_one_line_for_each_node():
     shown = lines(150)
     (decode,) = [line for line in shown if line.startswith(DECODE)]
     *_, bar, used, tokens, prompt, steps, handoffs, queue, number = decode.split()
@@ -110,7 +110,7 @@ def test_a_node_of_a_group_shows_its_place_in_the_group():
 
 
 def split(at_s, num_ranks=2):
-    """The cluster with ranks in its decode node."""
+    """Return the cluster with several ranks in its decode node."""
     now = cluster(at_s)
     ranks = [
         RankState(rank=n, pid=30 + n, device="cpu", memory_bytes=(5 + n) << 20, steps_behind=n)
@@ -171,7 +171,7 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert any("transfer 2" in line for line in shown)
     nodes = [line for line in lines(width, paper=500) if line.startswith(("10.", "node ", "  "))]
     assert len(nodes) >= 3
-    assert max(map(len, nodes)) <= width  # and nothing has to be broken for that
+    assert max(map(len, nodes)) <= width  # and no line is broken for this
 
 
 def test_percentiles_rejections_and_errors_of_the_last_minute_have_a_line():
@@ -189,19 +189,19 @@ def test_percentiles_rejections_and_errors_of_the_last_minute_have_a_line():
     ]
 
 
-def test_a_router_process_that_is_silent_is_told_of():
+def test_a_router_process_that_does_not_respond_is_reported():
     some = {"processes": 2, "silent_processes": 1}
     shown = lines(150, make=lambda at_s: cluster(at_s, router=some))
     assert "ready, 1 of 2 router processes silent" in shown[0]
     assert not any("silent" in line for line in lines(150))
 
 
-def test_there_are_no_rates_before_there_is_something_to_compare():
+def test_there_are_no_rates_before_a_second_observation():
     (decode,) = [line for line in lines(150, answers=[1.0]) if line.startswith(DECODE)]
     assert decode.split()[4:8] == ["-"] * 4
 
 
-def test_a_node_that_starts_again_counts_from_zero_and_is_never_shown_going_backwards():
+def test_counters_of_a_restarted_node_start_at_zero_without_negative_rates():
     def again(at_s):
         now = cluster(at_s)
         if at_s == 4.0:
@@ -237,7 +237,7 @@ def test_many_links_become_a_line_for_each_path():
     assert len(shown) <= 24
 
 
-def test_what_a_node_is_called_cannot_command_the_terminal():
+def test_a_node_name_cannot_contain_terminal_commands():
     evil = "\x1b]0;title\x07[bold]x[/bold]"
 
     def named(at_s):
@@ -248,12 +248,12 @@ def test_what_a_node_is_called_cannot_command_the_terminal():
     assert "[bold]x[/bold]" in text
 
 
-# The program ------------------------------------------------------------------------------------
+# The process --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def router(tmp_path):
-    """A router whose nodes are not there."""
+    """A router whose nodes do not exist."""
     from tests.api.models import write_model
 
     flags = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:2", "--http-port=0", "--port=0"]
@@ -281,7 +281,7 @@ def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
     assert said.count("unreachable") == 2
 
 
-# Seen failing with the API key alone: the secret is not sent.
+# Seen failing with only the API key: the secret is not sent.
 def test_an_operator_needs_no_api_key(tmp_path):
     from tests.api.models import write_model
 
@@ -318,7 +318,7 @@ class Screen:
         os.write(self._end, keys)
 
     def until(self, words):
-        """Forgets what was shown up to and with `words`."""
+        """Discard the output up to and including `words`."""
         deadline = time.monotonic() + WAIT_S
         os.set_blocking(self._end, False)
         while words not in self.text:
@@ -347,7 +347,7 @@ def screens():
         screen.close()
 
 
-def test_in_a_terminal_it_lives_through_the_loss_of_its_router_until_q(router, screens):
+def test_in_a_terminal_it_survives_the_loss_of_its_router_until_q(router, screens):
     address = router.address()
     screen = screens("--interval=0.1", f"--router={address}")
     screen.until("unreachable")
@@ -359,7 +359,7 @@ def test_in_a_terminal_it_lives_through_the_loss_of_its_router_until_q(router, s
     screen.until("Retrying. no router responds")
     screen.type(b"q")
     assert screen.program.wait(WAIT_S) == 0
-    screen.until("\x1b[?1049l")  # the terminal shows again what it showed before
+    screen.until("\x1b[?1049l")  # the terminal shows its previous content again
     assert termios.tcgetattr(screen._end)[3] == screen.manners[3]
 
 
@@ -371,7 +371,7 @@ def test_a_signal_ends_it_with_0(router, screens, number):
     assert screen.program.wait(WAIT_S) == 0
 
 
-def test_where_there_is_no_terminal_it_prints_frame_after_frame(router):
+def test_without_a_terminal_it_prints_frame_after_frame(router):
     flags = ["--interval=0.1", f"--router={router.address()}"]
     command = [sys.executable, "-m", "cli.top", *flags]  # its interpreter must end cleanly, too
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -386,7 +386,7 @@ def test_where_there_is_no_terminal_it_prints_frame_after_frame(router):
         assert program.stderr.read() == ""
 
 
-def test_several_models_have_a_line_and_nodes_of_their_own():
+def test_several_models_have_separate_lines_and_nodes():
     models = [
         ModelState(name="large", state="ready", live_requests=1, max_requests=8),
         ModelState(name="small", state="not ready", reason="no decode node", max_requests=8),

@@ -1,4 +1,4 @@
-"""A node's frontend over the stub engine, as a real process."""
+"""A node's frontend with the stub engine, as a real process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeCo
 
 @pytest.fixture
 def start_node() -> Iterator[StartNode]:
-    """Starts nodes; `model` chooses the stub engine's behaviour, `module` its program."""
+    """Return a function that starts nodes. `model` selects the stub engine's behaviour, `module`
+    its program."""
     programs: list[Program] = []
 
     def start(
@@ -45,7 +46,7 @@ def describe(address: str) -> node_pb2.DescribeResponse:
 
 
 def eventually(what: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Polls the outside of a program until `what` is true."""
+    """Poll a process from outside until `what` is true."""
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "still not so"

@@ -1,5 +1,5 @@
-"""The stub node with a thread that never ends, for which the interpreter waits. It has a second for
-its end."""
+"""The stub node with a thread that never ends, which delays the end of the interpreter. The node
+has a second for its end."""
 
 import runpy
 import threading

@@ -1,4 +1,4 @@
-"""A router's end of Serve, for tests: everything the node says, in order."""
+"""A router's end of Serve for tests: all messages of the node, in order."""
 
 import queue
 import threading
@@ -21,7 +21,7 @@ def submit(
     stop_token_ids: "list[int] | None" = None,
     **fields: object,
 ) -> decode_pb2.ToNode:
-    """A Submit; fields: of it, or of its request."""
+    """Return a Submit. fields: of it, or of its request."""
     sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1, stop_token_ids=stop_token_ids)
     of_request = set(request_pb2.Request.DESCRIPTOR.fields_by_name) & {*fields}
     remaining = {"budget_s": budget_s, "queue_s": fields.pop("queue_s", None)}
@@ -36,7 +36,7 @@ def submit(
 
 
 class RouterEnd:
-    """One Serve stream. Use as a context manager: leaving cancels it."""
+    """One Serve stream. Use as a context manager: its exit cancels the stream."""
 
     def __init__(self, address: str, version: int = limits.VERSION) -> None:
         self._channel = grpc.insecure_channel(address)
@@ -48,9 +48,10 @@ class RouterEnd:
         self.tokens: dict[int, list[int]] = {}
         self.groups: dict[int, list[int]] = {}  # numbers of tokens by message
         self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
-        self.version = 0  # as the node told it
+        self.version = 0  # as the node has reported them
         self.statuses: list[decode_pb2.Status] = []
-        self.trials: list[int | None] = []  # who computes alone; 0: another router's; None: nobody
+        # the request that computes alone. 0: another router's. None: none
+        self.trials: list[int | None] = []
         self.num_steps = 0
         self.num_beats = 0
         self.cached_tokens: dict[int, int] = {}
@@ -135,7 +136,7 @@ class RouterEnd:
 
 @contextmanager
 def busy(address: str, num_tokens: int = 100) -> Iterator[RouterEnd]:
-    """A router with one request that generates."""
+    """Return a router with one request that generates."""
     with RouterEnd(address) as router:
         router.send(submit(1, [1, 2], num_tokens))
         router.wait_for(lambda: router.tokens)

@@ -1,8 +1,8 @@
-"""An engine's module that is never done with its imports."""
+"""An engine's module whose import never ends."""
 
 import sys
 import time
 
-sys.stdout.write("importing\n")  # at once, because others write to the same pipe
+sys.stdout.write("importing\n")  # at once, because other processes write to the same pipe
 sys.stdout.flush()
 time.sleep(600)

@@ -1,4 +1,4 @@
-"""The main thread of an engine process, around the loop."""
+"""The main thread of an engine process, around the event loop."""
 
 import threading
 import time
@@ -26,8 +26,8 @@ class _Found(Exception):
 
 
 class _StandsStill:
-    """A role without work for three limits of the watchdog. Then a request arrives, and is never
-    computed, until the process would have been ended."""
+    """A role that is idle for three limits of the watchdog. Then a request arrives, and is not
+    computed until the watchdog would have ended the process."""
 
     def __init__(self, ended: threading.Event, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -65,8 +65,8 @@ class _StandsStill:
         return []
 
 
-# Seen failing without the start of the watchdog, and with `has_work` always False or always True.
-def test_an_engine_that_stands_still_with_work_waiting_is_ended(
+# Seen failing without the start of the watchdog, and if `has_work` is always False or always True.
+def test_an_engine_without_progress_and_with_waiting_work_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()

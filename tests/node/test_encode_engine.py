@@ -1,4 +1,4 @@
-"""The engine of an encode node: what it refuses, and the pages in which it publishes embeddings."""
+"""The engine of an encode node: rejected images, and pages in which it publishes embeddings."""
 
 import threading
 import time
@@ -96,7 +96,7 @@ def rig(loaded: LoadedEncoder) -> Iterator[Rig]:
     rig.encoder.close()
 
 
-def test_pages_have_the_embeddings_and_are_free_when_they_are_read(rig: Rig) -> None:
+def test_pages_have_the_embeddings_and_are_freed_after_the_read(rig: Rig) -> None:
     image = picture(1)
     rig.open(1, image)
     published = rig.next()
@@ -131,7 +131,7 @@ def test_an_image_waits_for_pages(rig: Rig) -> None:
         (picture(5, rows=5, columns=5), None, "pages"),
     ],
 )
-def test_images_that_cannot_be_served_are_refused(
+def test_images_that_cannot_be_served_are_rejected(
     rig: Rig, image: Image, num_pieces: int | None, reason: str
 ) -> None:
     rig.open(1, image, num_pieces)
@@ -141,7 +141,7 @@ def test_images_that_cannot_be_served_are_refused(
     assert not rig.exports.busy and not rig.encoder.num_waiting
 
 
-def test_images_of_other_weights_are_refused(rig: Rig) -> None:
+def test_images_for_other_weights_are_rejected(rig: Rig) -> None:
     """This happens after an update of the weights of prefill nodes."""
     source = Embeddings(picture(6), 8, PIECE)
     rig.exports.opened(OpenedEvent(1, ID, b"other", Remaining(9.0), source))
@@ -156,12 +156,12 @@ def test_a_draining_node_accepts_no_images(rig: Rig) -> None:
     assert isinstance(rig.next(), FailCommand)
 
 
-def test_a_model_without_an_image_encoder_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_an_image_encoder_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="no image encoder"):
         LoadedEncoder.load(config_of(tmp_path))
 
 
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
+def test_several_ranks_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.parallel: 2 ranks is not supported"):
         LoadedEncoder.load(config_of(tmp_path, parallel={"tp": 2}))

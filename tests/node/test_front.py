@@ -1,4 +1,4 @@
-"""The life of a node's two processes: start, health, drain, deaths of either."""
+"""The lifecycle of a node's two processes: start, health, drain, failure of either."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def node_call(address: str, method: str, request: object) -> object:
         return getattr(node_pb2_grpc.NodeStub(channel), method)(request, timeout=60)
 
 
-def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
+def test_describe_names_both_processes_and_the_engines_counters(start_node):
     node = start_node()
     eventually(lambda: describe(node.address()).links)  # its first report has come
     described = describe(node.address())
@@ -49,7 +49,7 @@ def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
     assert describe(start_node().address()).instance_id != described.instance_id
 
 
-def test_describe_has_the_ranks_of_a_node_with_several(start_node):
+def test_describe_lists_the_ranks_of_a_node_with_several(start_node):
     alone = start_node().address()
     eventually(lambda: describe(alone).links)  # its first report has come
     assert not (described := describe(alone)).ranks and not described.links[0].members
@@ -70,7 +70,7 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
     assert members == [(0, 0, "tcp", 2.0), (1, 0, "cma", 1.5)]
 
 
-def test_tokens_that_a_killed_engine_has_computed_are_sent_before_its_end(start_node):
+def test_tokens_computed_by_a_killed_engine_are_sent_before_the_end(start_node):
     address = start_node().address()
     with RouterEnd(address) as router, RouterEnd(address) as other:
         router.send(submit(1, [1], 100_000, stream_interval=1000))
@@ -96,9 +96,9 @@ def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     assert "the engine was killed by SIGKILL" in node.line_with(" ERROR ")
 
 
-# Seen failing where the server process waits for an engine that does not end.
+# Seen failing if the server process waits for an engine that does not end.
 @pytest.mark.parametrize("model", ["crash", "stuck-after-crash"])
-def test_an_engine_exception_is_the_nodes_last_word(start_node, model):
+def test_an_engine_exception_is_the_last_message_of_the_node(start_node, model):
     node = start_node(model)
     engine = describe(node.address()).pids[1]
     with RouterEnd(node.address()) as router:
@@ -110,8 +110,8 @@ def test_an_engine_exception_is_the_nodes_last_word(start_node, model):
     assert "Traceback" in node.output
 
 
-def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(start_node):
-    # Seen failing, by the deadline of the test, without the timer.
+def test_a_frontend_with_a_thread_that_does_not_end_logs_it_and_exits(start_node):
+    # Seen failing without the timer, by the deadline of the test.
     node = start_node("crash", module="tests.node.held_node")
     engine = describe(node.address()).pids[1]
     with RouterEnd(node.address()) as router:
@@ -123,15 +123,15 @@ def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(star
 
 
 @pytest.mark.parametrize("model", ["echo", pytest.param("hang", marks=pytest.mark.long)])
-def test_a_killed_front_takes_its_engine_along(start_node, model):
+def test_a_killed_frontend_ends_its_engine(start_node, model):
     node = start_node(model, ready=False)
     engine = describe(node.address()).pids[1]
     node.send(signal.SIGKILL)
     await_end(engine)
 
 
-def test_a_killed_front_takes_a_stopped_engine_along(start_node):
-    # Seen failing with the prctl call in leash.py removed.
+def test_a_killed_frontend_ends_a_stopped_engine(start_node):
+    # Seen failing without the prctl call in leash.py.
     node = start_node()
     engine = describe(node.address()).pids[1]
     os.kill(engine, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_a_killed_front_takes_a_stopped_engine_along(start_node):
     await_end(engine)
 
 
-# A frontend with an engine for each of the given environments. Engines never finish their imports.
+# A frontend with an engine for each of these environments. Engines never finish their imports.
 FRONT = """
 import asyncio, json, os, sys
 from node.frontend.frontend import EngineProcess
@@ -156,9 +156,9 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 OF_USERS = ({}, {"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"})
 
 
-def test_idle_threads_of_an_engine_soon_sleep_and_a_killed_front_takes_it_along_while_it_imports():
-    """Seen failing with the frontends' environment as it is, with that of the user overwritten, and
-    with the call of prctl after the engine's imports."""
+def test_engines_have_short_idle_spins_and_end_with_their_frontend_during_imports():
+    """Seen failing with the frontend's environment unchanged, with the user's setting
+    overwritten, and with the call of prctl after the engine's imports."""
     bare = {name: value for name, value in os.environ.items() if name not in WAITING}
     command = [sys.executable, "-c", FRONT, json.dumps(OF_USERS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=bare, text=True) as front:
@@ -180,8 +180,8 @@ def test_idle_threads_of_an_engine_soon_sleep_and_a_killed_front_takes_it_along_
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
-def test_a_signal_to_the_whole_group_drains_the_node(start_node, number):
-    # Seen failing where the engine did not ignore these signals.
+def test_a_signal_to_the_whole_process_group_drains_the_node(start_node, number):
+    # Seen failing if the engine does not ignore these signals.
     node = start_node()
     address = node.address()
     engine = describe(address).pids[1]
@@ -200,14 +200,14 @@ def test_a_signal_to_the_whole_group_drains_the_node(start_node, number):
     assert "Traceback" not in node.output
 
 
-def test_a_drain_call_does_the_same(start_node):
+def test_a_drain_call_drains_the_node(start_node):
     node = start_node()
     node_call(node.address(), "Drain", node_pb2.DrainRequest())
     assert node.exit_code() == 0
 
 
-def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
-    # What Kubernetes sends: preStop calls Drain, then comes SIGTERM.
+def test_a_signal_after_a_drain_call_does_not_interrupt_the_drain(start_node):
+    # As in Kubernetes: preStop calls Drain, then SIGTERM arrives.
     node = start_node()
     address = node.address()
     with busy(address) as router:
@@ -220,7 +220,7 @@ def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
     assert "reason=drained" in node.output
 
 
-def test_a_second_signal_ends_the_node_now(start_node):
+def test_a_second_signal_ends_the_node_at_once(start_node):
     node = start_node()
     with busy(node.address(), 1_000_000) as router:
         node.send(signal.SIGINT)
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_the_node_now(start_node):
     assert "second signal" in node.output
 
 
-def test_a_drain_ends_when_its_time_is_over(start_node):
+def test_a_drain_ends_at_its_time_limit(start_node):
     node = start_node(drain_timeout_s=0.3)
     with busy(node.address(), 1_000_000) as router:
         node.send(signal.SIGTERM)
@@ -242,7 +242,7 @@ def test_a_drain_ends_when_its_time_is_over(start_node):
 
 @pytest.mark.parametrize("model", [pytest.param("hang", marks=pytest.mark.long), "loading"])
 def test_a_signal_during_the_start_ends_the_node_at_once(start_node, model):
-    # Seen failing without the blocked signals around the engine's start.
+    # Seen failing if signals are not blocked around the engine's start.
     node = start_node(model, ready=False)
     engine = describe(node.address()).pids[1]
     node.send_to_group(signal.SIGINT)
@@ -250,7 +250,7 @@ def test_a_signal_during_the_start_ends_the_node_at_once(start_node, model):
     assert not runs(engine)
 
 
-def test_an_engine_that_does_not_end_after_a_drain_is_killed_and_told(start_node):
+def test_an_engine_that_does_not_end_after_a_drain_is_killed_and_logged(start_node):
     node = start_node("stuck-at-end")
     engine = describe(node.address()).pids[1]
     node.send(signal.SIGTERM)
@@ -259,7 +259,7 @@ def test_an_engine_that_does_not_end_after_a_drain_is_killed_and_told(start_node
     assert "did not exit cleanly" in node.output
 
 
-def test_a_node_that_starts_is_described_but_serves_nothing(start_node):
+def test_a_starting_node_is_described_but_serves_no_request(start_node):
     node = start_node("hang", ready=False)
     address = node.address()
     described = describe(address)
@@ -273,7 +273,7 @@ def test_a_node_that_starts_is_described_but_serves_nothing(start_node):
     assert caught.value.code() is UNAVAILABLE
 
 
-def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
+def test_a_stopped_engine_is_unhealthy_until_it_continues(start_node):
     node = start_node()
     address = node.address()
     eventually(lambda: health(address) == SERVING)
@@ -286,7 +286,7 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
         beats = router.num_beats
         with RouterEnd(address) as late:
             late.wait_for(lambda: late.statuses)
-            described = describe(address)  # by the frontend: the engine is not asked
+            described = describe(address)  # by the frontend, without the engine
             assert (described.state, described.tokenizer_hash) == ("unhealthy", "1")
             assert not described.queues
             assert (router.num_beats, late.num_beats) == (beats, 0)
@@ -296,7 +296,7 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
     assert dict(describe(address).queues) == {"running": 0}
 
 
-def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tmp_path):
+def test_a_health_port_without_tls_serves_only_health(start_node, tmp_path):
     (port,) = free_ports(1)
     config = Authority().write(tmp_path)
     address = start_node(tls=config, health_port=port).address()
@@ -308,7 +308,7 @@ def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tm
         health(address)
 
 
-def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
+def test_a_stopped_engine_does_not_delay_the_end_of_the_node(start_node):
     node = start_node(drain_timeout_s=0.2)
     engine = describe(node.address()).pids[1]
     os.kill(engine, signal.SIGSTOP)
@@ -317,7 +317,7 @@ def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
     assert not runs(engine)
 
 
-def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(start_node):
+def test_a_configuration_error_found_by_the_engine_is_one_line_and_exit_code_2(start_node):
     node = start_node("bad-config", ready=False)
     assert node.exit_code() == 2
     assert "baton serve decode: engine.model: no such checkpoint\n" in node.output
@@ -325,7 +325,7 @@ def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(sta
 
 
 def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node):
-    # Seen failing with grpc.so_reuseport at its default: the second node served beside the first.
+    # Seen failing with grpc.so_reuseport at its default: the second node served as well.
     flags = ("port", "metrics_port", "health_port")
     ports = dict(zip(flags, free_ports(len(flags)), strict=True))
     first = start_node(**ports)

@@ -1,4 +1,4 @@
-"""Tokens that a node sends several at a time, and the messages that carry them."""
+"""Tokens that a node sends in groups, and their messages."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def sent(rows: TokenRows) -> list[tuple[int, int]]:
     return list(zip(rows.requests, rows.tokens, strict=True))
 
 
-def test_a_group_is_sent_whole_with_what_belongs_to_its_tokens():
+def test_a_group_is_sent_as_a_whole_with_the_data_of_its_tokens():
     held = HeldTokens()
     held.begin(1, 3)
     assert sent(held.take(step({1: [10]}))) == [(1, 10)]
@@ -42,7 +42,7 @@ def test_a_group_is_sent_whole_with_what_belongs_to_its_tokens():
     assert sent(rows) == [(2, 20), (1, 11), (1, 12), (1, 13), (1, 14)]
     assert rows.predicted == [(2, USED), (1, USED), (1, USED)]
     assert not any(held.take(step({1: [15]})))
-    # A router may use a number twice. That must not end the node.
+    # A router may reuse a number. That must not end the node.
     assert sent(held.take(step({}, ended=[1, 1]))) == [(1, 15)]
     assert not any(held.take_all())
 
@@ -58,7 +58,7 @@ def test_all_held_tokens_can_be_sent_before_they_are_due():
     assert sent(held.take(step({1: [14]}))) == [(1, 12), (1, 13), (1, 14)]
 
 
-def test_one_message_never_has_more_tokens_than_may_be_held(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_has_at_most_as_many_tokens_as_may_be_held(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(held_tokens, "MAX_HELD", 10)
     held = HeldTokens()
     for number in range(4):
@@ -76,7 +76,7 @@ def large(num_tokens: int) -> Logprobs:
     return Logprobs(column, 0, b"", b"", bytes(4096 * num_tokens))
 
 
-def test_hidden_states_of_many_requests_are_sent_before_the_tokens_in_messages_of_bounded_size():
+def test_hidden_states_of_many_requests_are_sent_before_the_tokens_in_limited_messages():
     channel = Mock()
     outbox = TokenOutbox(channel)
     requests = np.arange(12, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""The relay of a node's first host and a rank host, with the sockets of ranks played here."""
+"""The relay of a node's first host and a rank host. The test plays the sockets of ranks."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ async def received(sock: PacketSocket, kind: type) -> Any:
 
 
 def step(tensors: Sequence[np.ndarray], block: np.ndarray) -> bytes:
-    """Return the header of a step with these tensors, which are in the block from then on."""
+    """Return the header of a step with these tensors, and write them into the block."""
     start, views = 0, []
     for tensor in tensors:
         block[start : start + tensor.nbytes] = tensor.view(np.uint8).reshape(-1)
@@ -71,7 +71,7 @@ def step(tensors: Sequence[np.ndarray], block: np.ndarray) -> bytes:
 
 
 class PlayedProcess:
-    """The process of ranks that are played here."""
+    """The process of ranks that the test plays."""
 
     returncode = 0
 
@@ -81,14 +81,14 @@ class PlayedProcess:
 
 @dataclass
 class PlayedHost:
-    """The rank host in this process. Its ranks are played here."""
+    """The rank host in this process. The test plays its ranks."""
 
     running: "asyncio.Task[int]"
     made: "asyncio.Queue[PacketSocket]"
     process: PlayedProcess
 
     async def ranks(self, count: int) -> list[PacketSocket]:
-        """Return the ranks' ends, once they are started."""
+        """Return the ranks' ends when they have started."""
         return [await within(self.made.get()) for _ in range(count)]
 
 
@@ -97,8 +97,9 @@ class Rig:
 
     Args:
         hosts: of the node, each with `ranks_per_host` ranks.
+
     Attributes:
-        forks: several ranks of a rank host begin as forks.
+        forks: several ranks of a rank host start as forks.
     """
 
     def __init__(
@@ -134,13 +135,13 @@ class Rig:
         self.stack = contextlib.AsyncExitStack()
 
     async def started(self) -> "Rig":
-        """Send the start of rank 0."""
+        """Send rank 0's start."""
         start = StartRank(min(self.ranks), self.config, "127.0.0.1:1", "info", "text")
         await self.first.send(encoder.encode(start))
         return self
 
     def join(self, join_s: float = PATIENCE_S, **server: Any) -> PlayedHost:
-        """Start a rank host, once. It has ranks when all hosts have joined."""
+        """Start a rank host once. It has ranks when all hosts have joined."""
         config = RankHostConfig.model_validate(
             {"leader": self.address, "join_timeout_s": join_s, "server": server}
         )
@@ -169,13 +170,13 @@ class Rig:
         return RankProcess(process, ours, os.pidfd_open(os.getpid()))
 
     async def call(self, version: str = VERSION) -> Any:
-        """Return the stream of a rank host that is played here, which has joined."""
+        """Return the stream of a rank host that the test plays, which has joined."""
         call = await self.silent_call()
         await call.write(ranks_pb2.HostMessage(join=ranks_pb2.JoinNode(version=version)))
         return call
 
     async def silent_call(self) -> Any:
-        """Return the stream of a rank host that is played here, which has said nothing yet."""
+        """Return the stream of a rank host that the test plays, which has sent nothing yet."""
         channel = rpc.make_channel(self.address)
         self.stack.push_async_callback(channel.close)
         async with asyncio.timeout(PATIENCE_S):
@@ -206,10 +207,10 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., R
         yield made
 
 
-# The way of messages ------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------------
 
 
-async def test_steps_and_jobs_come_in_order_with_their_tensors(make: Callable[..., Rig]) -> None:
+async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[..., Rig]) -> None:
     """Seen failing with parts of steps written at 0, with blocks numbered by parts, and with the
     replies of one rank sent to the next one's socket."""
     rig = await make(ranks_per_host=2).started()
@@ -246,7 +247,9 @@ async def test_steps_and_jobs_come_in_order_with_their_tensors(make: Callable[..
     assert (await received(rig.ranks[3], JobDone)).result == b"of rank 3"
 
 
-async def test_a_rank_that_does_not_read_delays_and_loses_nothing(make: Callable[..., Rig]) -> None:
+async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
+    make: Callable[..., Rig],
+) -> None:
     rig = await make().started()
     (end,) = await rig.join().ranks(1)
     await received(end, StartRank)
@@ -267,10 +270,10 @@ async def test_a_rank_that_does_not_read_delays_and_loses_nothing(make: Callable
     await sending
 
 
-# The end ------------------------------------------------------------------------------------------
+# End ----------------------------------------------------------------------------------------------
 
 
-# Seen failing with the end of file of rank 0 as an end in order.
+# Seen failing if the end of file of rank 0 counts as an orderly end.
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_hosts_know_whether_rank_0_has_failed(
     make: Callable[..., Rig], in_order: bool
@@ -294,7 +297,7 @@ async def test_hosts_know_whether_rank_0_has_failed(
 
 
 async def test_forks_that_fail_to_start_end_the_node(make: Callable[..., Rig]) -> None:
-    """A rank host waits for the first packet of each, which names its process."""
+    """A rank host waits for the first packet of each fork, which names its process."""
     rig = make(ranks_per_host=2)
     rig.forks = False
     await rig.started()
@@ -311,7 +314,7 @@ async def test_forks_that_fail_to_start_end_the_node(make: Callable[..., Rig]) -
 async def test_a_rank_that_ends_ends_the_node(
     make: Callable[..., Rig], code: int, expected: int
 ) -> None:
-    """Seen failing with a rank host that waits when a rank has ended without a word."""
+    """Seen failing if a rank host waits after a rank has ended silently."""
     rig = await make(ranks_per_host=2).started()
     host = rig.join()
     first, second = await host.ranks(2)
@@ -330,7 +333,7 @@ async def test_a_rank_that_ends_ends_the_node(
     assert (await within(first.receive()))[0] == b""
 
 
-async def test_a_rank_host_that_is_lost_ends_the_node_and_the_other_hosts(
+async def test_a_lost_rank_host_ends_the_node_and_the_other_hosts(
     make: Callable[..., Rig],
 ) -> None:
     rig = await make(hosts=3).started()
@@ -344,7 +347,9 @@ async def test_a_rank_host_that_is_lost_ends_the_node_and_the_other_hosts(
     assert await within(rig.relay) == 1
 
 
-async def test_a_node_that_lacks_a_host_ends_by_its_deadline(make: Callable[..., Rig]) -> None:
+async def test_a_node_without_one_of_its_hosts_ends_at_its_deadline(
+    make: Callable[..., Rig],
+) -> None:
     rig = await make(hosts=3, join_s=0.5).started()
     await rig.call()
     failed = await received(rig.first, RankFailed)
@@ -352,13 +357,13 @@ async def test_a_node_that_lacks_a_host_ends_by_its_deadline(make: Callable[...,
     assert await within(rig.relay) == 1
 
 
-async def test_a_rank_host_without_a_leader_ends_by_its_deadline(make: Callable[..., Rig]) -> None:
+async def test_a_rank_host_without_a_leader_ends_at_its_deadline(make: Callable[..., Rig]) -> None:
     rig = make()  # which rank 0 has not started
     with pytest.raises(NodeUnavailable, match=f"no leader at {rig.address} within 0.5 s"):
         await within(rig.join(join_s=0.5).running)
 
 
-async def test_a_host_that_does_not_suit_the_node_says_why(
+async def test_an_incompatible_host_reports_the_reason(
     make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere(network: str, setting: str) -> OwnAddress:
@@ -385,7 +390,9 @@ async def test_a_host_that_does_not_suit_the_node_says_why(
         ),
     ],
 )
-def test_hosts_that_cannot_work_together_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_hosts_that_cannot_work_together_are_rejected(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValidationError, match=reason):
         ParallelConfig.model_validate(settings)
 
@@ -398,13 +405,13 @@ def test_gpus_are_counted_by_host() -> None:
         EngineConfig.model_validate({"model": "m", "device": "cuda:0-3", "parallel": parallel})
 
 
-def test_the_address_of_this_host_in_a_network() -> None:
+def test_the_address_of_this_host_in_a_network_is_found() -> None:
     assert own_address("127.0.0.0/8", "x") == OwnAddress("127.0.0.1", "lo")
     with pytest.raises(ConfigError, match=r"x: no address of this host is in 198\.51\.100\.0/24"):
         own_address("198.51.100.0/24", "x")
 
 
-# Who may join -------------------------------------------------------------------------------------
+# Admission ----------------------------------------------------------------------------------------
 
 
 async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -414,7 +421,7 @@ async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-async def test_one_host_too_many_and_another_version_are_refused(make: Callable[..., Rig]) -> None:
+async def test_an_extra_host_and_another_version_are_rejected(make: Callable[..., Rig]) -> None:
     """Seen failing without the check of the number: the second one gets ranks that do not exist."""
     rig = await make().started()
     refused = grpc.StatusCode.FAILED_PRECONDITION
@@ -428,7 +435,7 @@ async def test_one_host_too_many_and_another_version_are_refused(make: Callable[
     )
     packet = ranks_pb2.RankPacket(rank=1, packet=encoder.encode(RankStarted()))
     await joined.write(ranks_pb2.HostMessage(packet=packet))
-    await received(rig.first, RankStarted)  # the node lives
+    await received(rig.first, RankStarted)  # the node continues
 
 
 @pytest.mark.parametrize(
@@ -441,7 +448,7 @@ async def test_one_host_too_many_and_another_version_are_refused(make: Callable[
         (1, encoder.encode(Ping()), "an invalid message"),
     ],
 )
-async def test_what_no_rank_sends_ends_the_node(
+async def test_an_impossible_message_ends_the_node(
     make: Callable[..., Rig], rank: int, packet: bytes, reason: str
 ) -> None:
     rig = await make().started()
@@ -453,14 +460,14 @@ async def test_what_no_rank_sends_ends_the_node(
     assert await within(rig.relay) == 1
 
 
-async def test_a_stranger_is_refused_and_the_node_lives(
+async def test_an_unauthenticated_host_is_rejected_and_the_node_continues(
     make: Callable[..., Rig], tmp_path: Path
 ) -> None:
     secrets = [tmp_path / "secret", tmp_path / "another"]
     for each in secrets:
         each.write_text(new_secret())
     rig = await make(secret_file=secrets[0]).started()
-    # Nothing is written: grpcio raises for a write that meets the end of its call.
+    # Nothing is written, because grpcio raises for a write that coincides with the end of its call.
     stranger = await rig.silent_call()
     assert (await ended(stranger))[0] is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(ConfigError, match="UNAUTHENTICATED"):
@@ -469,7 +476,7 @@ async def test_a_stranger_is_refused_and_the_node_lives(
     assert (await received(end, StartRank)).rank == 1
 
 
-async def test_a_relay_that_anybody_could_reach_is_not_opened(
+async def test_a_relay_without_authentication_is_not_opened_beyond_loopback(
     make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "own_address", lambda *_: OwnAddress("192.0.2.1", "eth7"))

@@ -1,4 +1,4 @@
-"""The publisher of KV events, read with ZMQ as a router reads it."""
+"""The publisher of KV events, read over ZMQ like by a router."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ def config(directory: Path, **fields: object) -> KvEventsConfig:
 
 
 class Reader:
-    """A subscriber, or an asker for replays. Each wait has a deadline."""
+    """A subscriber, or a client for replays. Each wait has a deadline."""
 
     def __init__(self, kind: int, endpoint: str, topic: str = "", *, bind: bool = False) -> None:
         self._context = zmq.Context()
@@ -57,7 +57,8 @@ async def serving(config: KvEventsConfig):
 
 
 def first_number(publisher: ZmqPublisher, reader: Reader) -> int:
-    """The number of the first batch that arrives: subscriptions arrive some time after connect."""
+    """Return the number of the first batch that arrives: subscriptions take effect some time
+    after connect."""
     number = 0
     while not reader.socket.poll(10):
         publisher.publish(b"early")
@@ -79,7 +80,7 @@ def test_a_subscriber_gets_topic_number_and_payload(tmp_path, connect):
             assert parts[1] == (number + 1).to_bytes(8, "big")
 
 
-async def test_missed_batches_are_replayed_from_a_bounded_buffer(tmp_path):
+async def test_missed_batches_are_replayed_from_a_limited_buffer(tmp_path):
     replay = f"ipc://{tmp_path}/replay"
     async with serving(config(tmp_path, replay_endpoint=replay, buffer_steps=4)) as publisher:
         for number in range(6):
@@ -92,7 +93,7 @@ async def test_missed_batches_are_replayed_from_a_bounded_buffer(tmp_path):
             assert await asyncio.to_thread(reader.ask, 6) == [(6, b"6")]
 
 
-async def test_a_reader_that_does_not_read_costs_a_bounded_number_of_batches(tmp_path):
+async def test_a_subscriber_that_does_not_read_costs_a_limited_number_of_batches(tmp_path):
     payload = bytes(1 << 16)
     replay = f"ipc://{tmp_path}/replay"
     here = config(tmp_path, hwm=4, replay_endpoint=replay, buffer_steps=2000)
@@ -112,7 +113,7 @@ async def test_a_reader_that_does_not_read_costs_a_bounded_number_of_batches(tmp
             publisher.publish(b"last")  # the publisher does not wait for the stuck reader
 
 
-def test_what_cannot_be_published_is_refused_at_start(tmp_path, monkeypatch):
+def test_events_that_cannot_be_published_are_rejected_at_start(tmp_path, monkeypatch):
     def reason(fields: KvEventsConfig) -> str:
         with pytest.raises(ConfigError) as error:
             with publishing(fields):

@@ -1,4 +1,4 @@
-"""The release of pages after other nodes have lost their access."""
+"""The release of pages after other nodes have lost access to them."""
 
 import itertools
 from concurrent.futures import Future
@@ -55,14 +55,14 @@ def turns(steps, count=3):
     return [answer for answer in itertools.islice(steps, count) if answer is not None]
 
 
-# Pages that another node has requested before it lost its access are allocated after that.
-def test_pages_are_released_a_turn_after_others_lost_access_and_when_none_is_used(memory, role):
+# Pages that another node has requested before it lost access are allocated after that.
+def test_pages_are_released_one_turn_after_others_lost_access_and_when_unused(memory, role):
     gauges = {}
     steps = MemoryCommands(memory, gauges).release(("kv_cache",), role)
     assert not turns(steps) and memory.log == ["isolate"]
     memory.isolated.set_result(None)
     assert not turns(steps, 1) and memory.log == ["isolate"]
-    memory.unused = False  # as the role has handled the requests that came before
+    memory.unused = False  # when the role has handled earlier requests
     assert not turns(steps) and memory.log == ["isolate"]
     memory.unused = True
     (answer,) = turns(steps)
@@ -70,7 +70,7 @@ def test_pages_are_released_a_turn_after_others_lost_access_and_when_none_is_use
     assert gauges == {"away_kv_cache": 1.0, "away_weights": 0.0}
 
 
-def test_weights_need_no_isolation_and_no_other_release_meanwhile(memory, role):
+def test_weights_need_no_isolation_and_no_other_release_runs_at_the_same_time(memory, role):
     commands = MemoryCommands(memory, {})
     memory.unused = False
     steps = commands.release(("weights",), role)

@@ -1,4 +1,4 @@
-"""Pair streams between two frontends over real gRPC; the tests speak as both transfer threads."""
+"""Pair streams between two frontends over real gRPC. The tests play both transfer threads."""
 
 import asyncio
 import contextlib
@@ -106,13 +106,13 @@ class Transfer:
         self._connection.close()
 
     async def hear(self, kind: type | UnionType) -> PairInput:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         message = await asyncio.wait_for(self._inbox.get(), 60)
         assert isinstance(message, kind), message
         return message
 
     async def pairings(self, outcome: str, number: int = 1) -> None:
-        """Waits until so many have come to this."""
+        """Wait until this number of pairings has the state."""
         async with asyncio.timeout(60):
             while self.sample("baton_pairings_total", outcome=outcome) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -137,7 +137,8 @@ class Pair:
         self.dialer.dial(frozenset({self.address}))
 
     async def up(self) -> tuple[int, int]:
-        """Streams' numbers at producer and consumer, once both transfer threads know of it."""
+        """Wait until both transfer threads know the stream. Return its numbers at producer and
+        consumer."""
         opened = await self.producer.hear(PairOpened)
         assert opened == PairOpened(opened.stream, CONSUMER, as_consumer=False)
         self.producer.say(PeerHello(opened.stream, PRODUCER))
@@ -160,12 +161,11 @@ async def paired(
     on_named=list,
     refused_s=QUICK.refused_s,
 ):
-    """
-    Args:
-        guard: of the producer.
-        make_channel: of the consumer.
-        hello_s: how long either waits for the other's.
-        on_named: of the producer's PairService.
+    """Args:
+    guard: of the producer.
+    make_channel: of the consumer.
+    hello_s: how long either waits for the other's.
+    on_named: of the producer's PairService.
     """
     producer, consumer = Transfer(), Transfer()
     await producer.start()
@@ -197,7 +197,7 @@ async def pair():
 
 @contextlib.asynccontextmanager
 async def bare_call(address: str):
-    """A consumer without a dialer."""
+    """Start a consumer without a dialer."""
     async with rpc.make_channel(address) as channel:
         call = kvtransfer_pb2_grpc.KvTransferStub(channel).Pair()
         yield call
@@ -217,7 +217,7 @@ async def end_of(call) -> tuple[grpc.StatusCode, str]:
 HELLO = codec.to_proto(CONSUMER, as_consumer=True)
 
 
-async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
+async def test_messages_pass_both_ways_in_order_after_both_have_said_hello(pair):
     pair.connect()
     at_producer, at_consumer = await pair.up()
     upward = [
@@ -243,9 +243,9 @@ async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair)
     assert pair.consumer.sample("baton_pairings_total", outcome="up") == 1
 
 
-async def test_nothing_is_dialled_before_the_transfer_thread_has_said_who_it_is(pair):
+async def test_no_producer_is_dialled_before_the_transfer_thread_has_said_hello(pair):
     pair.dialer.dial(frozenset({pair.address}))
-    async with bare_call(pair.address) as call:  # the producer does answer
+    async with bare_call(pair.address) as call:  # the producer would respond
         await call.write(HELLO)
         opened = await pair.producer.hear(PairOpened)
         assert opened.hello.instance == 7
@@ -255,7 +255,7 @@ async def test_nothing_is_dialled_before_the_transfer_thread_has_said_who_it_is(
     await pair.up()
 
 
-async def test_a_stream_that_was_lost_is_dialled_again_under_new_numbers(pair):
+async def test_a_lost_stream_is_dialled_again_under_new_numbers(pair):
     pair.connect()
     first = await pair.up()
     pair.producer.say(PairEnd(first[0], "silent for 5 beats", refused=False))
@@ -265,7 +265,7 @@ async def test_a_stream_that_was_lost_is_dialled_again_under_new_numbers(pair):
     second = await pair.up()
     assert second[0] > first[0]
     assert second[1] > first[1]
-    # What is still said about the old stream goes nowhere.
+    # Messages for the old stream are dropped.
     pair.producer.say(PairSend(first[0], Heartbeat(9, 9)))
     pair.producer.say(PairSend(second[0], Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(second[1], Heartbeat(1, 0))
@@ -280,7 +280,7 @@ async def test_the_consumer_may_end_a_stream_too(pair):
     await pair.up()
 
 
-async def test_a_refused_pair_is_told_on_both_sides_and_dialled_again_after_a_while(pair, caplog):
+async def test_a_rejected_pair_is_reported_on_both_sides_and_dialled_again_later(pair, caplog):
     pair.connect()
     opened = await pair.producer.hear(PairOpened)
     sentence = "x cannot pair: dtype is 'float32' here and 'bfloat16' there."
@@ -296,7 +296,7 @@ async def test_a_refused_pair_is_told_on_both_sides_and_dialled_again_after_a_wh
     assert pair.consumer.sample("baton_pairings_total", outcome="refused") == 1
 
 
-async def test_a_consumer_that_refuses_waits_as_long(pair):
+async def test_a_consumer_that_rejects_a_pair_waits_as_long(pair):
     pair.connect()
     _, at_consumer = await pair.up()
     refused_at = time.monotonic()
@@ -307,7 +307,7 @@ async def test_a_consumer_that_refuses_waits_as_long(pair):
     assert time.monotonic() - refused_at > 0.8 * QUICK.refused_s
 
 
-async def test_a_consumer_with_other_weights_says_so_when_it_dials_again(pair):
+async def test_a_consumer_with_other_weights_reports_them_when_it_dials_again(pair):
     pair.connect()
     _, at_consumer = await pair.up()
     changed = CONSUMER.with_weights(b"w" * 16)
@@ -318,7 +318,7 @@ async def test_a_consumer_with_other_weights_says_so_when_it_dials_again(pair):
     assert [each.hello for each in heard if isinstance(each, PairOpened)] == [changed]
 
 
-async def test_a_consumer_that_has_something_else_to_say_does_not_wait():
+async def test_a_consumer_with_a_new_hello_does_not_wait():
     async with paired(refused_s=3600.0) as pair:
         pair.connect()
         at_producer = (await pair.producer.hear(PairOpened)).stream
@@ -330,7 +330,7 @@ async def test_a_consumer_that_has_something_else_to_say_does_not_wait():
         assert (await pair.producer.hear(PairOpened)).hello == changed
 
 
-async def test_a_producer_that_is_not_there_yet_is_dialled_until_it_is(pair):
+async def test_a_producer_that_is_not_up_yet_is_dialled_until_it_is(pair):
     pair.consumer.say(LocalHello(CONSUMER))
     pair.dialer.dial(frozenset({"127.0.0.1:9"}))
     await pair.consumer.pairings("failed", 3)
@@ -338,7 +338,7 @@ async def test_a_producer_that_is_not_there_yet_is_dialled_until_it_is(pair):
     await pair.up()
 
 
-async def test_a_producer_that_is_no_longer_in_the_list_is_let_go(pair):
+async def test_a_producer_removed_from_the_list_is_disconnected(pair):
     pair.connect()
     at_producer, at_consumer = await pair.up()
     pair.dialer.dial(frozenset())
@@ -348,7 +348,7 @@ async def test_a_producer_that_is_no_longer_in_the_list_is_let_go(pair):
     await pair.up()
 
 
-async def test_a_producer_that_says_no_hello_is_given_up_and_dialled_again():
+async def test_a_producer_without_a_hello_is_abandoned_and_dialled_again():
     async with paired(hello_s=HELLO_S) as pair:
         pair.connect()
         first = await pair.producer.hear(PairOpened)
@@ -356,12 +356,12 @@ async def test_a_producer_that_says_no_hello_is_given_up_and_dialled_again():
         assert (await pair.producer.hear(PairOpened)).stream > first.stream
 
 
-async def test_a_call_that_says_nothing_is_ended():
+async def test_a_silent_call_is_ended():
     async with paired(hello_s=HELLO_S) as pair, bare_call(pair.address) as call:
         assert await end_of(call) == (Code.DEADLINE_EXCEEDED, "no Hello within 0.3 s")
 
 
-async def test_a_call_that_begins_with_something_else_than_hello_is_ended(pair):
+async def test_a_call_that_starts_without_hello_is_ended(pair):
     async with bare_call(pair.address) as call:
         await call.write(
             kvtransfer_pb2.FromConsumer(heartbeat=kvtransfer_pb2.Heartbeat(sequence=1))
@@ -380,7 +380,7 @@ async def test_a_call_that_begins_with_something_else_than_hello_is_ended(pair):
     ],
     ids=["second Hello", "empty message", "Grant without an id"],
 )
-async def test_what_breaks_the_protocol_ends_the_stream_with_a_sentence(pair, bad):
+async def test_a_protocol_violation_ends_the_stream_with_a_sentence(pair, bad):
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         opened = await pair.producer.hear(PairOpened)
@@ -392,7 +392,7 @@ async def test_what_breaks_the_protocol_ends_the_stream_with_a_sentence(pair, ba
         assert sentence
 
 
-async def test_bytes_that_are_no_message_end_the_stream(pair):
+async def test_an_undecodable_message_ends_the_stream(pair):
     async with rpc.make_channel(pair.address) as channel:
         parse = kvtransfer_pb2.FromProducer.FromString
         call = channel.stream_stream("/baton.v1.KvTransfer/Pair", response_deserializer=parse)()
@@ -403,7 +403,7 @@ async def test_bytes_that_are_no_message_end_the_stream(pair):
         await pair.producer.hear(PairClosed)
 
 
-async def test_a_producer_that_answers_garbage_is_dialled_again():
+async def test_a_producer_with_undecodable_responses_is_dialled_again():
     class Garbage(grpc.GenericRpcHandler):
         def service(self, details):
             async def pair(messages, context):
@@ -433,12 +433,13 @@ async def test_a_producer_that_answers_garbage_is_dialled_again():
     await consumer.stop()
 
 
-# Seen failing with the look at the length taken out of PairService: the stream ends for its tokens.
+# Seen failing without the check of the length in PairService: the stream ends because of its
+# tokens.
 @pytest.mark.parametrize("num_predicted", [0, CONTEXT - 1])
-async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are_looked_at(
+async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are_read(
     pair, num_predicted
 ):
-    # Without sampling: whoever looks at the rest of it ends the stream.
+    # Without sampling: reading the rest of it would end the stream.
     tokens = {"token_ids": bytes(4 * (CONTEXT - num_predicted))}
     prompt = {"request": {**tokens, "prediction": bytes(4 * num_predicted)}}
     long = kvtransfer_pb2.Open(prompt=prompt, id=kvtransfer_pb2.HandoffId(instance=7, attempt=1))
@@ -453,7 +454,7 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
         assert await pair.producer.hear(PairMessage) == PairMessage(stream, Heartbeat(1, 0))
 
 
-async def test_whom_a_consumer_names_with_a_prompt_is_told():
+async def test_nodes_named_by_a_consumer_with_a_prompt_are_reported():
     named = []
     hints = (PrefixHint("10.0.0.1:50100", 64), PrefixHint("node:1", 1 << 31))
     prompts = [
@@ -471,7 +472,7 @@ async def test_whom_a_consumer_names_with_a_prompt_is_told():
 
 
 # Seen failing with the lines of pair streams written by `log.info`: 120.
-async def test_consumers_that_come_and_go_write_few_lines_of_which_the_first_shows(pair, caplog):
+async def test_consumers_that_reconnect_often_write_few_log_lines_including_the_first(pair, caplog):
     caplog.set_level(logging.INFO)
     begin = time.monotonic()
     for _ in range(60):
@@ -486,12 +487,13 @@ async def test_consumers_that_come_and_go_write_few_lines_of_which_the_first_sho
     assert len(lines) <= 2 * 10 * num_intervals
 
 
-async def test_a_starting_or_draining_producer_takes_no_stream_and_keeps_those_it_has(pair):
+async def test_a_starting_or_draining_producer_accepts_no_stream_and_keeps_its_own(pair):
     pair.connect()
     at_producer, at_consumer = await pair.up()
     pair.service.drain()
     async with bare_call(pair.address) as call:
-        # Nothing is written: grpcio makes INTERNAL of a write that meets the end of its call.
+        # Nothing is written: grpcio makes INTERNAL of a write that coincides with the end of its
+        # call.
         assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
     pair.producer.say(PairSend(at_producer, Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
@@ -507,9 +509,9 @@ async def test_the_end_of_the_producer_reaches_its_consumers_after_its_last_mess
     assert closed == PairClosed(at_consumer, "this node has ended: drained")
 
 
-# Seen failing with the status alone to tell it ("Internal error from Core"), with `call.read` in
-# `last_words.heard`, and with a dialer that lets a failed write end the stream.
-async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_engine_has_died():
+# Seen failing with only the status to report it ("Internal error from Core"), with `call.read` in
+# `last_words.heard`, and with a dialer for which a failed write ends the stream.
+async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_engine_has_crashed():
     calls = []
 
     def make_channel(address: str) -> grpc.aio.Channel:
@@ -526,7 +528,7 @@ async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_eng
     async with paired(make_channel=make_channel) as pair:
         pair.connect()
         at_producer, at_consumer = await pair.up()
-        # What grpcio does about a write that fails: from now on the call has this status.
+        # After a failed write, grpcio gives the call this status.
         calls[-1]._cython_call.set_internal_error("a write has failed")
         pair.consumer.say(PairSend(at_consumer, Heartbeat(1, 0)))
         for sequence in (1, 2):
@@ -538,14 +540,14 @@ async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_eng
         assert closed == PairClosed(at_consumer, "this node has ended: killed by SIGKILL", True)
 
 
-async def test_a_status_that_a_failed_write_has_lost_is_told_as_that():
+async def test_a_status_lost_by_a_failed_write_is_reported_as_lost():
     async with paired(hello_s=HELLO_S) as pair, bare_call(pair.address) as call:
         call._cython_call.set_internal_error("a write has failed")
         code, sentence = await end_of(call)
         assert code is Code.INTERNAL and "its status was lost" in sentence
 
 
-async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
+async def test_the_end_of_a_transfer_thread_is_an_error_of_its_node(pair):
     pair.producer.die()
     with pytest.raises(EngineFault, match="transfer thread"):
         await asyncio.wait_for(pair.producer.running, 60)
@@ -554,8 +556,8 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
         assert (await end_of(call))[0] is Code.UNAVAILABLE
 
 
-async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
-    """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
+async def test_a_peer_over_the_limit_of_unread_messages_is_not_read_and_delays_no_other(pair):
+    """Seen failing without `room` in PairStreams._forward: all of it is read, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
     long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_consumer=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
@@ -587,14 +589,14 @@ async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_ot
 
 
 async def settled(number: Callable[[], int]) -> None:
-    """Until a number that grows has not grown for a while."""
+    """Wait until a growing number has stopped growing for a while."""
     before = -1
     while number() != before:
         before = number()
         await asyncio.sleep(0.5)
 
 
-# Who they are ------------------------------------------------------------------------------------
+# Identities ---------------------------------------------------------------------------------------
 
 SECRET = new_secret()
 
@@ -630,12 +632,12 @@ async def test_nodes_of_one_secret_pair():
         (None, "has no cluster secret"),
         (identity("node", node_name(CONSUMER.instance), new_secret()), "another secret"),
         (identity("router", node_name(CONSUMER.instance)), "router may not call"),
-        # A consumer in whose name pages are published and data keys are made.
+        # A consumer for which pages are published and data keys are made.
         (identity("node", node_name(8)), "Hello is of instance 0000000000000007, the token of"),
     ],
     ids=["nobody", "a stranger", "a router", "another consumer"],
 )
-async def test_nobody_pairs_as_another_consumer(who, sentence, caplog):
+async def test_a_node_cannot_pair_as_another_consumer(who, sentence, caplog):
     async with paired(producers_guard(), channels_of(who)) as pair:
         pair.connect()
         await pair.consumer.pairings("refused")
@@ -644,7 +646,7 @@ async def test_nobody_pairs_as_another_consumer(who, sentence, caplog):
         assert pair.producer.nothing_heard()
 
 
-async def test_a_consumer_believes_no_producer_that_does_not_prove_itself(caplog):
+async def test_a_consumer_accepts_no_producer_that_does_not_prove_its_identity(caplog):
     async with paired(None, channels_of(identity("node", node_name(CONSUMER.instance)))) as pair:
         pair.connect()
         await pair.consumer.pairings("refused")

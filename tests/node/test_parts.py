@@ -1,4 +1,4 @@
-"""The parts of a frontend that need no process: streams, verdicts, signs of life, log lines."""
+"""The parts of a frontend that need no process: streams, exit codes, signs of life, log lines."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ def test_an_engine_is_ready_while_it_reports():
     assert node.state(16.9) == "draining"
 
 
-def test_an_engine_that_beats_through_a_long_step_needs_no_report():
+def test_an_engine_with_heartbeats_during_a_long_step_needs_no_report():
     node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
     for second in range(1, 30):
@@ -45,7 +45,7 @@ def test_an_engine_that_beats_through_a_long_step_needs_no_report():
     assert node.state(32.1) == "unhealthy"
 
 
-def test_an_engine_that_is_late_counts_as_silent_from_then_on():
+def test_an_engine_that_reports_a_lag_counts_as_silent_since_then():
     node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
     node.heartbeat(10.0, late_s=2.0)
@@ -58,7 +58,7 @@ def message(size: int = 0) -> decode_pb2.FromNode:
 
 
 class Wire:
-    """A peer that says nothing, and reads what is written while `reads` is set."""
+    """A silent peer, which reads messages while `reads` is set."""
 
     def __init__(self) -> None:
         self.written: list[decode_pb2.FromNode] = []
@@ -75,7 +75,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("limits", [{"max_messages": 3}, {"max_bytes": 1900}])
-async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound(limits):
+async def test_a_peer_that_does_not_read_is_disconnected_at_the_limit(limits):
     wire, outgoing = Wire(), OutgoingStream(**limits)
     talk = asyncio.ensure_future(outgoing.converse(wire.write, wire.incoming(), print))
     for _ in range(4):
@@ -85,7 +85,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound(limits):
     assert outgoing.cut_off
 
 
-async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
+async def test_a_close_is_sent_after_earlier_messages_and_before_none():
     wire, outgoing = Wire(), OutgoingStream()
     messages = [message(i) for i in range(10)]
     for each in messages:
@@ -102,9 +102,9 @@ def last_words(error: ServingError) -> decode_pb2.FromNode:
     return decode_pb2.FromNode(last_words=words.said(error))
 
 
-# Each seen failing with its own way to the end left without last words.
+# Each seen failing if its own way to end sends no last message.
 @pytest.mark.parametrize("how", ["end", "close", "take"])
-async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
+async def test_the_reason_of_an_end_is_the_last_message_of_the_stream(how: str):
     wire, outgoing = Wire(), OutgoingStream(last_words=last_words)
     error = ProtocolViolation("because")
 
@@ -125,8 +125,8 @@ async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
     assert how != "close" or wire.written[:-1] == [message()]
 
 
-async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
-    """Cancel it twice, as gRPC does if the peer disconnects while the conversation ends."""
+async def test_a_conversation_that_is_cancelled_twice_leaves_no_task():
+    """gRPC does so if the peer disconnects while the conversation ends."""
     wire, outgoing = Wire(), OutgoingStream()
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(
@@ -157,7 +157,7 @@ async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
     assert complaints == []
 
 
-async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
+async def test_an_error_of_take_ends_the_stream_and_a_peers_end_returns():
     wire = Wire()
     heard: list[str] = []
 
@@ -176,7 +176,7 @@ async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
     assert heard == ["a", "b", "bad"]
 
 
-async def test_a_fault_beats_a_drain_that_was_wanted_and_the_first_verdict_stands():
+async def test_an_error_overrides_a_requested_drain_and_the_first_exit_code_stands():
     ending = ProcessExit()
     begun = asyncio.Event()
     ending.want("a test")
@@ -189,7 +189,7 @@ async def test_a_fault_beats_a_drain_that_was_wanted_and_the_first_verdict_stand
     assert (verdict.reason, verdict.exit_code) == ("broken", 1)
 
 
-def test_what_clients_send_cannot_forge_a_field_or_a_line():
+def test_a_clients_text_cannot_forge_a_log_field_or_line():
     assert str(kv(a="x", b=1, c=2.5)) == "a=x b=1 c=2.5"
     assert str(kv(id="x y=1\nERROR")) == 'id="x y=1\\nERROR"'
     assert str(kv(id='"')) == 'id="\\""'
@@ -203,8 +203,8 @@ def test_what_clients_send_cannot_forge_a_field_or_a_line():
     assert str(kv(id=plain)) == f"id={plain}"
 
 
-async def test_an_orderly_end_is_heard_although_its_status_is_lost():
-    """Seen failing without the last message: an INTERNAL of grpc.aio took the place of OK."""
+async def test_an_orderly_end_is_recognized_although_its_status_is_lost():
+    """Seen failing without the last message: an INTERNAL of grpc.aio replaced OK."""
 
     async def messages():
         yield decode_pb2.FromNode(last_words=words.ORDERLY_END)

@@ -21,7 +21,7 @@ def state(log):
     return RequestState(make_request(), lambda state, ending: log.append(ending))
 
 
-# Seen failing with claims released in the order of their addition.
+# Seen failing if claims are released in the order of their addition.
 def test_claims_are_released_once_and_the_last_one_first(log):
     claims = Claims()
     for claim in (Claim.TOKENS, Claim.ADAPTER, Claim.TICKET):
@@ -78,7 +78,7 @@ def recorder(**bytes_: int) -> RequestHistory[ProducerTimings]:
     return RequestHistory(ProducerTimings, **bytes_)
 
 
-def test_what_ended_is_found_by_its_id_oldest_first():
+def test_ended_requests_are_found_by_id_oldest_first():
     book = recorder()
     for name, reason in (("a", "one"), ("b", "two"), ("a", "three")):
         book.record(stamps(name, reason), failed=False)
@@ -89,7 +89,7 @@ def test_what_ended_is_found_by_its_id_oldest_first():
     assert len(book) == 3
 
 
-def test_memory_is_bounded_by_bytes_whatever_is_in_them():
+def test_memory_of_ended_requests_is_limited_in_bytes():
     book = recorder(kept_bytes=10_000, failed_bytes=0)
     for number in range(1000):
         book.record(stamps(str(number), "x" * 200), failed=False)
@@ -99,8 +99,8 @@ def test_memory_is_bounded_by_bytes_whatever_is_in_them():
     assert len(book) == 0
 
 
-def test_what_failed_is_kept_longer():
-    """Seen failing where what leaves is not looked at."""
+def test_failed_requests_are_kept_longer():
+    """Seen failing if the outcome of the removed request is ignored."""
     book = recorder(kept_bytes=10_000, failed_bytes=10_000)
     book.record(stamps("bad"), failed=True)
     book.record(stamps("good"), failed=False)

@@ -1,4 +1,5 @@
-"""A node that takes another role, over the stub engine: from outside a death and a birth."""
+"""A node that changes its role, with the stub engine. Other processes see the end of one node
+and the start of another."""
 
 import signal
 import threading
@@ -36,7 +37,7 @@ def switch(address: str, role: str) -> None:
 
 
 def beside(work: Callable[[], None]) -> Callable[[], grpc.RpcError | None]:
-    """Does it on a thread; what it gives returns, once that is over, how it has failed."""
+    """Run it on a thread. The returned function waits for the end, and returns the failure."""
     failed: list[grpc.RpcError] = []
 
     def run() -> None:
@@ -56,7 +57,7 @@ def beside(work: Callable[[], None]) -> Callable[[], grpc.RpcError | None]:
     return outcome
 
 
-def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_processes(
+def test_a_node_changes_its_role_and_returns_with_the_same_processes(
     start_node: StartNode,
 ) -> None:
     node = start_node()
@@ -65,7 +66,7 @@ def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_process
     with busy(address) as router:
         switched = beside(lambda: switch(address, "prefill"))
         router.wait_for(lambda: router.statuses[-1].state == "draining")
-        router.wait_for_end(1)  # in peace
+        router.wait_for_end(1)  # without an error
         assert router.tokens == {1: [1, 2] * 50}
         assert switched() is None
         assert router.wait_until_over() is UNAVAILABLE
@@ -94,7 +95,7 @@ def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_process
     "model, because",
     [("echo", "neither ended nor migrated within 0.3 s"), ("one-role", "there is no room")],
 )
-def test_a_node_that_cannot_change_its_role_goes_on_as_it_was(
+def test_a_node_that_cannot_change_its_role_keeps_it(
     start_node: StartNode, model: str, because: str
 ) -> None:
     node = start_node(model, drain_timeout_s=0.3)
@@ -119,7 +120,7 @@ def test_a_node_that_cannot_change_its_role_goes_on_as_it_was(
     assert "role change failed" in node.output
 
 
-def test_a_node_that_is_to_end_changes_its_role_no_more(start_node: StartNode) -> None:
+def test_a_draining_node_does_not_change_its_role(start_node: StartNode) -> None:
     node = start_node()
     address = node.address()
     engine = describe(address).pids[1]
@@ -135,7 +136,7 @@ def test_a_node_that_is_to_end_changes_its_role_no_more(start_node: StartNode) -
     assert not runs(engine)
 
 
-def test_a_role_that_it_has_or_that_there_is_not_is_refused(start_node: StartNode) -> None:
+def test_its_own_or_an_unknown_role_is_rejected(start_node: StartNode) -> None:
     address = start_node().address()
     for role, status in (
         ("decode", grpc.StatusCode.FAILED_PRECONDITION),
@@ -148,7 +149,7 @@ def test_a_role_that_it_has_or_that_there_is_not_is_refused(start_node: StartNod
         assert describe(address).state == "ready"
 
 
-def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() -> None:
+def test_common_settings_of_roles_are_kept_and_others_have_their_defaults() -> None:
     engine = EngineConfig(model="m", threads=3)
     begun = prefill.program(PrefillConfig(server=ServerConfig(port=7), engine=engine))
     decode_config = other(begun, "decode").config
@@ -158,7 +159,7 @@ def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() ->
     assert other(decode.program(asked), "decode").config == asked
 
 
-def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> None:
+def test_a_role_that_the_configuration_forbids_is_rejected_with_the_reason() -> None:
     engine = EngineConfig(model="m")
     colocated = decode.program(DecodeConfig(engine=engine, mode="colocated"))
     with pytest.raises(FailedPrecondition, match="this node is colocated"):

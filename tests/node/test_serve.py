@@ -1,4 +1,4 @@
-"""DecodeNode.Serve through a real node process: streams, refusals, ends."""
+"""DecodeNode.Serve through a real node process: streams, rejections, ends."""
 
 import queue
 
@@ -37,7 +37,7 @@ def running(address: str) -> int:
     return describe(address).queues["running"]
 
 
-def test_tokens_of_all_requests_come_in_order_and_end_once(address):
+def test_tokens_of_all_requests_arrive_in_order_with_one_end(address):
     with RouterEnd(address) as router:
         router.send(*(submit(i, [10 * i, 10 * i + 1, 2**31 - 1], 5) for i in range(1, 9)))
         router.wait_for_end(*range(1, 9))
@@ -46,8 +46,9 @@ def test_tokens_of_all_requests_come_in_order_and_end_once(address):
             assert router.ends[i] == (LENGTH, "", 0)
 
 
-def test_tokens_are_sent_by_the_interval_of_their_request(address):
-    """The first one at once, the rest with the end, and those of others as they come."""
+def test_tokens_are_sent_in_the_interval_of_their_request(address):
+    """The first one at once, the rest with the end. Tokens of other requests are sent as they
+    are computed."""
     with RouterEnd(address) as router:
         router.send(submit(1, [1, 2], 10, stream_interval=4), submit(2, [3], 6))
         router.wait_for_end(1, 2)
@@ -69,7 +70,7 @@ def test_status_comes_first_and_names_links_and_pages(address):
         assert status.serves_alone
 
 
-def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
+def test_cached_tokens_are_reported_when_the_prompt_is_computed(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000))
         router.wait_for(lambda: router.tokens)
@@ -77,14 +78,14 @@ def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
         assert not router.ends
 
 
-def test_the_engine_hears_what_is_expected_and_the_router_what_has_become_of_it(address):
+def test_a_prediction_reaches_the_engine_and_its_counts_the_router(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [5], 1, prediction=as_bytes([1, 2, 3])), submit(2, [5], 1))
         router.wait_for_end(1, 2)
         assert router.predicted == {1: (3, 1)}
 
 
-def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(address):
+def test_every_router_is_notified_when_a_request_computes_alone(address):
     with RouterEnd(address) as router, RouterEnd(address) as other:
         other.wait_for(lambda: other.statuses)
         router.send(submit(7, [1], engine_crashes=9))
@@ -94,7 +95,7 @@ def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(addres
         assert other.trials == [0, None]
 
 
-def test_what_a_queue_was_too_long_for_is_told_when_to_come_again(address):
+def test_a_rejection_for_too_long_a_queue_has_a_retry_time(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [5], 1, queue_s=0.0), submit(2, [5], 1, queue_s=9.0))
         router.send(submit(3, [5], 1))
@@ -104,7 +105,7 @@ def test_what_a_queue_was_too_long_for_is_told_when_to_come_again(address):
         assert (router.ends[2][0], router.ends[3][0]) == (LENGTH, LENGTH)
 
 
-def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
+def test_a_cancelled_request_ends_and_the_other_continues(address):
     with RouterEnd(address) as router:
         router.send(submit(1, [1], 100_000), submit(2, [2], 100_000))
         router.wait_for(lambda: len(router.tokens) == 2)
@@ -116,7 +117,7 @@ def test_a_cancelled_request_ends_and_its_neighbour_goes_on(address):
     eventually(lambda: running(address) == 0)
 
 
-def test_hints_are_heeded_or_not_and_too_many_are_refused(address):
+def test_valid_prefix_hints_are_used_and_too_many_are_rejected(address):
     hints = [
         prefixes_pb2.PrefixAt(address=f"127.0.0.1:{n}", tokens=1 << 31)
         for n in range(1, MAX_HINTS + 2)
@@ -125,7 +126,7 @@ def test_hints_are_heeded_or_not_and_too_many_are_refused(address):
     with RouterEnd(address) as router:
         router.send(
             submit(1, [5], 1, prefix_hints=hints[:-1])
-        )  # who is none of the peers is left out
+        )  # a node that is no peer is left out
         router.send(submit(2, [5], 1, prefix_hints=hints), submit(3, [5], 1, prefix_hints=nowhere))
         router.wait_for_end(1, 2, 3)
         assert router.ends[1][0] == LENGTH
@@ -135,7 +136,7 @@ def test_hints_are_heeded_or_not_and_too_many_are_refused(address):
             assert words in error
 
 
-def test_one_message_tells_peers_submits_and_cancels(node, address):
+def test_one_message_may_have_peers_submits_and_cancels(node, address):
     message = decode_pb2.ToNode(
         peers=decode_pb2.Peers(prefill_addresses=["127.0.0.1:31"]),
         submits=[*submit(1, [1], 100_000).submits, *submit(2, [2], 2).submits],
@@ -150,7 +151,7 @@ def test_one_message_tells_peers_submits_and_cancels(node, address):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
+def test_the_end_of_a_stream_ends_only_its_requests(address, how):
     with RouterEnd(address) as other:
         other.send(submit(1, [5], 100_000))
         with RouterEnd(address) as router:
@@ -198,7 +199,7 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentence):
+def test_an_invalid_submit_ends_its_request_and_not_the_stream(address, bad, sentence):
     if not bad.submits[0].request.HasField("sampling"):
         bad.submits[0].request.sampling.max_tokens = 3
     with RouterEnd(address) as router:
@@ -223,14 +224,14 @@ def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentenc
     ],
     ids=["peer that is no host and port", "too many peers", "too many submits", "cancels"],
 )
-def test_a_message_that_says_what_cannot_be_ends_the_stream_with_a_sentence(address, bad, sentence):
+def test_an_impossible_message_ends_the_stream_with_a_sentence(address, bad, sentence):
     with RouterEnd(address) as router:
         router.send(bad)
         assert router.wait_until_over() is INVALID_ARGUMENT
         assert sentence in router.call.details()
 
 
-def test_what_a_newer_router_says_besides_is_ignored(address):
+def test_unknown_fields_of_a_newer_router_are_ignored(address):
     newer = b"\xa2\x06\x03new"  # field 100
     with RouterEnd(address) as router:
         router.send(decode_pb2.ToNode(), decode_pb2.ToNode.FromString(newer))
@@ -239,24 +240,24 @@ def test_what_a_newer_router_says_besides_is_ignored(address):
         assert router.tokens == {1: [7, 7]}
 
 
-# Seen failing without the look at the version in DecodeService._first: the stream goes on.
+# Seen failing without the check of the version in DecodeService._first: the stream continues.
 @pytest.mark.parametrize("version", [0, limits.VERSION + 1])
-def test_a_router_of_another_version_is_refused_with_both_versions(address, version):
+def test_a_router_of_another_version_is_rejected_with_both_versions(address, version):
     with RouterEnd(address, version) as router:
         assert router.wait_until_over() is grpc.StatusCode.FAILED_PRECONDITION
         details = router.call.details()
         assert f"version {limits.VERSION} of Serve, the router version {version}" in details
 
 
-# Seen failing with the version left out of the node's greeting.
-def test_both_ends_tell_their_version_first(address):
+# Seen failing without the version in the node's first message.
+def test_both_ends_send_their_version_first(address):
     with RouterEnd(address) as router:
         router.wait_for(lambda: router.statuses)
         assert router.version == limits.VERSION
 
 
-# Seen failing with a message for each refusal (256 for one), and with a line for each (5120).
-def test_refusals_cost_one_message_and_few_lines(node, address):
+# Seen failing with a message for each rejection (256 for one), and with a line for each (5120).
+def test_many_rejections_cost_one_message_and_few_log_lines(node, address):
     lines = node.output.count("refused")
     with RouterEnd(address) as router:
         empty = [decode_pb2.Submit(number=number) for number in range(MAX_SUBMITS)]
@@ -266,7 +267,7 @@ def test_refusals_cost_one_message_and_few_lines(node, address):
             router.send(decode_pb2.ToNode(submits=empty))
             router.wait_for_end(*range(MAX_SUBMITS))
             assert router.num_steps == steps + 1
-    assert node.output.count("refused") - lines <= 100  # ten in ten seconds, however busy it is
+    assert node.output.count("refused") - lines <= 100  # ten in ten seconds, even on a busy machine
 
 
 def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):
@@ -279,7 +280,7 @@ def test_a_string_that_is_not_utf8_is_an_invalid_argument(address):
     assert "UTF-8" in caught.value.details()
 
 
-def test_peers_are_the_union_of_all_routers_and_outlive_the_last_one(node, address):
+def test_peers_are_the_union_of_all_routers_and_remain_after_the_last_one(node, address):
     def peers(*names: str) -> decode_pb2.ToNode:
         return decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=names))
 
@@ -290,14 +291,14 @@ def test_peers_are_the_union_of_all_routers_and_outlive_the_last_one(node, addre
             second.send(peers("127.0.0.1:12", "host-3.local:13"))
             node.line_with("peers 127.0.0.1:11 127.0.0.1:12 host-3.local:13\n")
         eventually(lambda: node.output.count("peers 127.0.0.1:11 127.0.0.1:12\n") == 2)
-    # After the last router's end the list stays; a new router's list replaces it.
+    # After the last router's end the list remains. A new router's list replaces it.
     with RouterEnd(address) as third:
         third.send(peers("127.0.0.1:14"))
         node.line_with("peers 127.0.0.1:14\n")
     assert not any(line == "peers" for line in node.output.splitlines())
 
 
-def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, node):
+def test_a_router_that_does_not_read_is_disconnected_and_its_requests_end(address, node):
     cut_off = node.output.count("slow router disconnected")
     with grpc.insecure_channel(address) as channel, RouterEnd(address) as other:
         other.send(submit(1, [9], 100_000))
@@ -310,7 +311,7 @@ def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, no
             yield from (submit(i, [1] * 8, 100_000, request_id=f"deaf{i}") for i in range(1, 300))
             yield from iter(ended.get, None)
 
-        # A call whose responses nobody iterates: flow control stops the node's writes.
+        # A call whose responses are not read: flow control stops the node's writes.
         call = decode_pb2_grpc.DecodeNodeStub(channel).Serve(upward())
         eventually(lambda: node.output.count("slow router disconnected") > cut_off)
         eventually(lambda: running(address) == 1)

@@ -1,4 +1,4 @@
-"""A router that says more than its decode node's engine takes, or nothing."""
+"""A router that sends more than its decode node's engine handles, or nothing."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
-    """A DecodeService, whose engine's end is the test's."""
+    """A DecodeService. The test plays its engine."""
     ours, theirs = socket_pair()
     heard: list[FrontMessage] = []
     ended: list[str] = []
@@ -73,7 +73,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
 
 
 # Seen failing without the deadline of DecodeService._first: the call goes on.
-async def test_a_router_that_says_nothing_is_let_go():
+async def test_a_silent_router_is_disconnected():
     async with serving(first_message_s=0.1) as rig:
         async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
             call = decode_pb2_grpc.DecodeNodeStub(channel).Serve()
@@ -81,15 +81,15 @@ async def test_a_router_that_says_nothing_is_let_go():
             assert await call.details() == "no message on Serve within 0.1 s"
 
 
-# Seen failing with `room` taken out of DecodeService._take: all of them are taken, 80 < 80.
-async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_no_other():
+# Seen failing without `room` in DecodeService._take: all of them are accepted, 80 < 80.
+async def test_a_router_that_sends_more_than_the_engine_handles_waits_and_delays_no_other():
     async with serving() as rig:
         await _flood(rig)
         assert not rig.ended
 
 
-# Seen failing with streams counted before their first message.
-async def test_streams_that_begin_together_are_counted_together(monkeypatch):
+# Seen failing if streams count only after their first message.
+async def test_streams_that_start_together_are_counted_together(monkeypatch):
     monkeypatch.setattr("decode_node.servicer.MAX_STREAMS", 1)
     async with serving() as rig, rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
         stub = decode_pb2_grpc.DecodeNodeStub(channel)

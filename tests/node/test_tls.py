@@ -1,4 +1,4 @@
-"""TLS of the programs' gRPC: who is heard, what is refused, and files that change."""
+"""TLS of gRPC: accepted peers, rejected ones, and files that change."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ EMPTY = TlsConfig()
 
 
 class Service(router_pb2_grpc.RouterServicer):
-    """Counts letters, and streams until it is left."""
+    """Counts letters, and streams until it is cancelled."""
 
     async def Tokenize(self, request, context):
         return router_pb2.TokenizeResponse(token_ids=[len(request.text)])
@@ -46,14 +46,14 @@ class Service(router_pb2_grpc.RouterServicer):
 
 
 def serving(config: TlsConfig, port: int = 0) -> AbstractAsyncContextManager[str]:
-    """Serve with `config` while inside. Yields the address."""
+    """Serve with `config` while inside. Yield the address."""
     add = router_pb2_grpc.add_RouterServicer_to_server
     certificates = tls.certificates(config, "--server.tls")
     return grpc_calls.serving((add, Service()), port=port, certificates=certificates)
 
 
 async def ask(channel: grpc.aio.Channel) -> str:
-    """ "" if the server answers, and the reason if it does not."""
+    """Return "" if the server responds, and otherwise the reason."""
     stub = router_pb2_grpc.RouterStub(channel)
     try:
         answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="four"), timeout=60.0)
@@ -73,10 +73,10 @@ def authority():
     return Authority()
 
 
-# Who is heard ------------------------------------------------------------------------------------
+# Accepted peers -----------------------------------------------------------------------------------
 
 
-async def test_a_server_with_a_ca_hears_those_alone_that_it_has_signed(authority, tmp_path):
+async def test_a_server_with_a_ca_accepts_only_callers_signed_by_it(authority, tmp_path):
     config = authority.write(tmp_path / "node")
     stranger = Authority().write(tmp_path / "stranger")
     without = TlsConfig(ca=config.ca)
@@ -89,16 +89,14 @@ async def test_a_server_with_a_ca_hears_those_alone_that_it_has_signed(authority
         assert await ask_anew(address, config) == ""
 
 
-async def test_a_server_without_a_ca_hears_everyone_that_checks_it(authority, tmp_path):
+async def test_a_server_without_a_ca_accepts_every_caller_that_trusts_it(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as address:
         assert await ask_anew(address, TlsConfig(ca=config.ca)) == ""
         assert await ask_anew(address, EMPTY)
 
 
-async def test_a_server_is_known_by_its_address_or_by_the_name_that_is_configured(
-    authority, tmp_path
-):
+async def test_a_server_is_verified_by_its_address_or_by_the_configured_name(authority, tmp_path):
     config = authority.write(tmp_path, "baton-node")
     named = config.model_copy(update={"server_name": "baton-node"})
     async with serving(config) as address:
@@ -108,16 +106,16 @@ async def test_a_server_is_known_by_its_address_or_by_the_name_that_is_configure
         assert await ask_anew(address, other)
 
 
-async def test_a_caller_with_a_ca_says_nothing_to_a_server_without_tls(authority, tmp_path):
+async def test_a_caller_with_a_ca_sends_nothing_to_a_server_without_tls(authority, tmp_path):
     async with serving(EMPTY) as address:
         assert await ask_anew(address, EMPTY) == ""
         assert await ask_anew(address, authority.write(tmp_path))
 
 
-# Files that change --------------------------------------------------------------------------------
+# Changed files ------------------------------------------------------------------------------------
 
 
-async def test_new_files_count_from_the_next_handshake_on_and_streams_go_on(authority, tmp_path):
+async def test_new_files_apply_from_the_next_handshake_on_and_streams_continue(authority, tmp_path):
     config = authority.write(tmp_path / "node")
     async with (
         serving(config) as address,
@@ -126,7 +124,7 @@ async def test_new_files_count_from_the_next_handshake_on_and_streams_go_on(auth
         stub = router_pb2_grpc.RouterStub(channel)
         stream = stub.Generate(router_pb2.GenerateRequest())
         assert (await stream.read()).text == "first"
-        # Both ends know nobody but the new authority now, and are of it.
+        # Both ends now trust only the new authority, and have its certificates.
         Authority().write(tmp_path / "node")
         assert await ask(channel) == ""
         assert await ask_anew(address, config) == ""
@@ -135,7 +133,7 @@ async def test_new_files_count_from_the_next_handshake_on_and_streams_go_on(auth
         assert "CERTIFICATE_VERIFY_FAILED" in await ask_anew(address, before)
 
 
-async def test_a_channel_calls_with_new_files_whoever_has_new_ones_too(authority, tmp_path):
+async def test_a_channel_with_new_files_calls_servers_with_new_files(authority, tmp_path):
     config = authority.write(tmp_path)
     (port,) = free_ports(1)
     async with rpc.make_channel(f"127.0.0.1:{port}", tls.certificates(config, "--tls")) as channel:
@@ -147,7 +145,7 @@ async def test_a_channel_calls_with_new_files_whoever_has_new_ones_too(authority
 
 
 @pytest.mark.parametrize("wrong", ["another key", "nonsense", "nothing", "expired"])
-async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
+async def test_invalid_files_cause_a_warning_and_the_previous_ones_remain(
     authority, tmp_path, caplog, wrong
 ):
     config = authority.write(tmp_path / "node")
@@ -166,14 +164,14 @@ async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
             assert await ask_anew(address, caller) == ""
         (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         assert "--server.tls" in warning
-        # Mended, it is used at once.
+        # A corrected file is used at once.
         new = Authority()
         new.write(tmp_path / "node")
         assert await ask_anew(address, new.write(tmp_path / "caller")) == ""
 
 
-def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
-    """The clock here is behind that of whoever signed."""
+def test_files_that_become_valid_later_are_used_then(authority, tmp_path):
+    """The clock of this host is behind that of the signer."""
     config = authority.write(tmp_path)
     certificates = tls.Certificates(config, "--server.tls", again_s=0.01)
     old = certificates.current()
@@ -183,7 +181,7 @@ def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
     assert certificates.current().cert == config.cert.read_bytes()
 
 
-def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
+def test_credentials_are_cached_until_the_files_change(authority, tmp_path):
     certificates = tls.Certificates(authority.write(tmp_path), "--server.tls")
     first = certificates.current()
     assert certificates.current() is first
@@ -191,8 +189,8 @@ def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
     assert certificates.current() is not first
 
 
-def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
-    """Load new files when the link changes, as Kubernetes updates a mounted Secret."""
+def test_files_behind_a_changed_link_are_loaded(authority, tmp_path):
+    """Kubernetes updates a mounted Secret in this way."""
     for version in ("1", "2"):
         authority.write(tmp_path / version)
     link = tmp_path / "now"
@@ -204,16 +202,16 @@ def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
     assert certificates.current().cert == (tmp_path / "2" / "tls.crt").read_bytes()
 
 
-# What is refused at the start --------------------------------------------------------------------
+# Files rejected at the start ----------------------------------------------------------------------
 
 
-# As DER has them: "version 3", and "P-256".
+# In DER: "version 3", and "P-256".
 VERSION = bytes.fromhex("a003020102")
 CURVE = bytes.fromhex("06082a8648ce3d030107")
 
 
 def _change(path: Path, what: bytes, last: bytes) -> None:
-    """Another last byte of `what`, in a certificate."""
+    """Return a certificate with another last byte of `what`."""
     der = x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER)
     assert what in der
     path.write_text(ssl.DER_cert_to_PEM_cert(der.replace(what, what[:-1] + last)))
@@ -243,7 +241,7 @@ def _encrypted(path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil, sentence):
+def test_an_unusable_file_is_rejected_by_name(authority, tmp_path, spoil, sentence):
     config = authority.write(tmp_path)
     spoil(config)
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -252,8 +250,8 @@ def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil,
     assert "\n" not in str(caught.value)
 
 
-def test_an_authority_that_ended_may_stand_beside_one_that_has_not(authority, tmp_path):
-    """A bundle while one is replaced by the other."""
+def test_a_bundle_may_contain_an_expired_authority_beside_a_valid_one(authority, tmp_path):
+    """As in a bundle while one is replaced by the other."""
     config = authority.write(tmp_path)
     pem = expired_authority()
     config.ca.write_bytes(pem)
@@ -280,9 +278,7 @@ def expired_authority() -> bytes:
 # Health ------------------------------------------------------------------------------------------
 
 
-async def test_a_health_port_tells_probes_without_tls_of_health_and_nothing_else(
-    authority, tmp_path
-):
+async def test_a_health_port_serves_probes_without_tls_only_health(authority, tmp_path):
     (port,) = free_ports(1)
     server = rpc.make_server()
     names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())

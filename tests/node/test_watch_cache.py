@@ -1,4 +1,5 @@
-"""Node.WatchCache from outside: a real front, a real engine process, a real prefix cache in it."""
+"""Node.WatchCache from outside: a real frontend, and a real engine process with a real prefix
+cache."""
 
 import asyncio
 import signal
@@ -33,7 +34,7 @@ def prompt(number: int, num_pages: int) -> "list[int]":
 
 
 class Watcher:
-    """One WatchCache call and what it makes known. Leaving the block cancels it."""
+    """One WatchCache call and its state so far. Leaving the block cancels it."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address)
@@ -81,14 +82,14 @@ def compute(router: RouterEnd, request: int, tokens: "list[int]", **fields: Any)
     router.wait_for_end(request)
 
 
-def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router):
+def test_a_watcher_gets_the_present_pages_and_then_changes(node, router):
     compute(router, 1, prompt(1, 3))
     with Watcher(node.address()) as watcher:
         eventually(lambda: watcher.known == names(prompt(1, 3)))
         assert watcher.messages[0].cleared
         compute(router, 2, [*prompt(1, 3), *prompt(2, 2), 5])
         eventually(lambda: watcher.known == names([*prompt(1, 3), *prompt(2, 2)]))
-        compute(router, 3, prompt(3, 62))  # of 64 pages: most of the others have to go
+        compute(router, 3, prompt(3, 62))  # of 64 pages: most of the others are evicted
         eventually(lambda: watcher.known >= names(prompt(3, 62)) and len(watcher.known) <= 64)
         with grpc.insecure_channel(node.address()) as channel:
             node_pb2_grpc.NodeStub(channel).FlushCache(router_pb2.FlushCacheRequest(), timeout=60)
@@ -97,7 +98,7 @@ def test_a_watcher_hears_what_is_there_and_then_what_comes_and_goes(node, router
         assert [events.cleared for events in watcher.messages].count(True) == 1
 
 
-def test_names_of_pages_say_whose_they_are_before_and_while_somebody_watches(node, router):
+def test_names_of_pages_depend_on_their_namespace_whether_watched_or_not(node, router):
     one, other = namespace_of("one"), namespace_of("other")
     compute(router, 1, prompt(1, 3), namespace=one)
     with Watcher(node.address()) as watcher:
@@ -110,7 +111,7 @@ def test_names_of_pages_say_whose_they_are_before_and_while_somebody_watches(nod
         eventually(lambda: watcher.known == known)
 
 
-def test_each_watcher_begins_with_everything_and_hears_no_more_than_that_of_others(node, router):
+def test_each_watcher_starts_with_everything_and_gets_no_repeated_state_of_others(node, router):
     with Watcher(node.address()) as first:
         eventually(lambda: first.messages)
         compute(router, 1, prompt(1, 4))
@@ -122,13 +123,13 @@ def test_each_watcher_begins_with_everything_and_hears_no_more_than_that_of_othe
             compute(router, 2, prompt(2, 2))
             both = names(prompt(1, 4)) | names(prompt(2, 2))
             eventually(lambda: first.known == both and second.known == both)
-    # And one who comes when nobody has watched for a while.
+    # This includes a watcher that starts when there has been none for a while.
     compute(router, 3, prompt(3, 1))
     with Watcher(node.address()) as third:
         eventually(lambda: third.known == both | names(prompt(3, 1)))
 
 
-def test_watchers_are_told_that_their_node_ends(start_node):
+def test_watchers_are_notified_that_their_node_ends(start_node):
     node = start_node()
     with Watcher(node.address()) as watcher:
         eventually(lambda: watcher.messages)
@@ -146,7 +147,7 @@ def test_a_node_that_loads_its_model_cannot_be_watched_yet(start_node):
 
 
 class Engine:
-    """An engine link that only keeps what it is sent."""
+    """An engine link that only records its messages."""
 
     def __init__(self) -> None:
         self.sent: list[WatchCache] = []
@@ -163,7 +164,7 @@ def change(*watchers: int, first: int, count: int, cleared: bool = False) -> Cac
     return CacheEventBatch(watchers, PAGE_SIZE, cleared, pages, b"")
 
 
-async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
+async def test_a_watcher_that_does_not_read_is_disconnected_and_delays_no_other():
     engine = Engine()
     feed = CacheFeed(engine)  # type: ignore[arg-type]
     read: list[node_pb2.CacheEvents] = []
@@ -180,7 +181,7 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     )
     await asyncio.sleep(0)
     assert engine.sent == [WatchCache(1, True), WatchCache(2, True)]
-    feed.changed(change(first=0, count=5))  # before they have been told what it is that changes
+    feed.changed(change(first=0, count=5))  # before the messages about the change
     feed.changed(change(1, 2, 3, first=0, count=10, cleared=True))
     for number in range(3000):
         feed.changed(change(first=number, count=1))
@@ -194,9 +195,9 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
     assert engine.sent[-1] == WatchCache(2, False)
 
 
-# Seen failing with newcomers refused (the late router is one), and with the oldest of all going,
-# which is the first router.
-async def test_a_host_that_watches_much_keeps_nobody_out():
+# Seen failing if new watchers are rejected (the late router is one), and if the oldest of all is
+# disconnected, which is the first router.
+async def test_a_host_with_many_watchers_blocks_no_other():
     feed = CacheFeed(Engine())  # type: ignore[arg-type]
 
     async def write(_: node_pb2.CacheEvents) -> None:
@@ -213,7 +214,7 @@ async def test_a_host_that_watches_much_keeps_nobody_out():
     await asyncio.wait(turned_away)
     for task in turned_away:
         assert isinstance(task.exception(), Overloaded)
-    for _ in range(100):  # whoever else had to go would have
+    for _ in range(100):  # any other one that was disconnected would have ended
         await asyncio.sleep(0)
     assert not any(task.done() for task in (router, late, *greedy[38:]))
     for task in (router, late, *greedy):
@@ -222,7 +223,7 @@ async def test_a_host_that_watches_much_keeps_nobody_out():
 
 
 class Cache:
-    """Counts how often it has to name all that it has: two pages, of which one is new."""
+    """Counts how often it lists all its pages: two pages, one of which is new."""
 
     page_size = PAGE_SIZE
 
@@ -243,7 +244,7 @@ class Cache:
         return CacheChange(False, (2,), ())
 
 
-def test_callers_that_come_and_go_all_the_time_do_not_hold_up_steps():
+def test_callers_that_reconnect_continuously_do_not_delay_steps():
     cache, reported, now = Cache(), list[CacheEventBatch](), 0.0
     reports = CacheReports(cache, reported.append, lambda: now)
     for number in range(1, 1001):

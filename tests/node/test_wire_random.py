@@ -1,6 +1,8 @@
-"""Random messages of every service between programs: each is refused by a sentence, or taken.
+"""Random messages of every service between processes: each is accepted, or rejected with a
+sentence.
 
-Numbers are drawn from the edges of what their consumers keep: int32, uint32, int64, NaN, infinity.
+Numbers are extremes of the types in which their consumers store them: int32, uint32, int64, NaN,
+infinity.
 """
 
 from types import SimpleNamespace
@@ -63,10 +65,9 @@ _KINDS: dict[int, st.SearchStrategy[Any]] = {
 
 @st.composite
 def messages(draw: st.DrawFn, kind: type[Message], usual: dict[str, Any] | None = None) -> Any:
-    """
-    Args:
-        usual: values by path, such as "open.id", that most messages have: beyond the first check
-            there are others.
+    """Args:
+    usual: values by path, such as "open.id", that most messages have, because there are more
+        checks after the first one.
     """
     message = kind()
     _fill(draw, message, usual or {}, "")
@@ -131,7 +132,7 @@ many = settings(max_examples=300)
 
 
 def acquire(spec: RequestSpec) -> None:
-    """Into the engine's table: where a value that does not fit raises OverflowError."""
+    """Store it in the engine's table, which raises OverflowError for a value that does not fit."""
     table = SlotTable(1, 64, PAGE_SIZE)
     request = Request.of(spec, key=1, origin=(1, 2**64 - 1), deadline=1.0, arrived=0.0)
     assert table.acquire(request, (1,)) == 0
@@ -139,7 +140,7 @@ def acquire(spec: RequestSpec) -> None:
 
 @many
 @given(messages(decode_pb2.Submit, SUBMIT))
-def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
+def test_a_submit_is_rejected_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
     """Seen failing without the check of stop_token_ids: OverflowError in SlotTable."""
     try:
         record: SubmitRequest = servicer._parsed(STREAM, submit, UNTRACED)
@@ -151,7 +152,7 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
 
 @many
 @given(st.lists(messages(kvtransfer_pb2.FromConsumer, {**OPEN, **IDS}), max_size=6))
-def test_what_a_consumer_says_is_refused_or_taken_by_a_producer(
+def test_a_consumers_message_is_rejected_or_accepted_by_a_producer(
     said: "list[kvtransfer_pb2.FromConsumer]",
 ) -> None:
     end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
@@ -173,7 +174,7 @@ def test_what_a_consumer_says_is_refused_or_taken_by_a_producer(
 
 @many
 @given(st.lists(messages(kvtransfer_pb2.FromProducer, {**READY, **IDS}), max_size=6))
-def test_what_a_producer_says_is_refused_or_taken_by_a_consumer(
+def test_a_producers_message_is_rejected_or_accepted_by_a_consumer(
     said: "list[kvtransfer_pb2.FromProducer]",
 ) -> None:
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
@@ -195,7 +196,7 @@ def test_what_a_producer_says_is_refused_or_taken_by_a_consumer(
 
 @many
 @given(messages(decode_pb2.Timeline))
-def test_a_timeline_is_cut_to_what_can_be(message: decode_pb2.Timeline) -> None:
+def test_an_impossible_timeline_is_cut_to_its_possible_part(message: decode_pb2.Timeline) -> None:
     timeline = from_proto(message, 10.0)
     assert all(0.0 <= row.start <= row.end <= 10.0 for row in timeline.intervals)
     parts = split_ttft(message, tokenize_s=0.1, place_s=0.1, ttft_s=1.0)

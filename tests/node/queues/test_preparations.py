@@ -1,4 +1,4 @@
-"""Requests on their way through the lines of what they need before their turn."""
+"""Preparation of requests in several queues before they are scheduled."""
 
 from unittest.mock import Mock
 
@@ -16,7 +16,7 @@ END = RequestEnd(FinishReason.ABORT)
 
 
 class Needs:
-    """A line for those whose name has its letter; over when the test says so."""
+    """A queue for requests whose name has its letter. They leave it when the test says so."""
 
     def __init__(self, name):
         self.name = name
@@ -67,7 +67,7 @@ def taken(preparations):
     return [(state.key, refusal) for state, refusal in preparations.ready(0.0)]
 
 
-def test_who_needs_nothing_is_prepared_at_once_and_in_order(preparations):
+def test_a_request_without_needs_is_prepared_at_once_and_in_order(preparations):
     for key in (3, 1, 2):
         preparations.put(a_state(key))
     assert preparations.num_waiting == 3
@@ -76,7 +76,7 @@ def test_who_needs_nothing_is_prepared_at_once_and_in_order(preparations):
     assert taken(preparations) == []
 
 
-def test_each_goes_through_the_lines_it_needs_in_their_order(preparations, lines):
+def test_each_request_passes_its_queues_in_order(preparations, lines):
     a, b, c = lines
     preparations.put(a_state(1, "ca"))
     preparations.put(a_state(2, "b"))
@@ -91,33 +91,31 @@ def test_each_goes_through_the_lines_it_needs_in_their_order(preparations, lines
     assert taken(preparations) == [(1, None)]
 
 
-def test_lines_that_are_over_at_once_are_walked_in_one_go(preparations, lines):
+def test_queues_that_end_at_once_are_passed_in_one_call(preparations, lines):
     for line in lines:
         line.always = True
     preparations.put(a_state(1, "abc"))
     assert taken(preparations) == [(1, None)]
 
 
-def test_who_cannot_have_what_it_needs_is_told_why_wherever_it_is(preparations, lines):
+def test_a_request_whose_needs_cannot_be_met_is_rejected_in_any_queue(preparations, lines):
     a, b, _ = lines
     no = InvalidRequest("no")
     a.refusals[1] = no
     with pytest.raises(InvalidRequest):
         preparations.put(a_state(1, "a"))
     assert preparations.num_waiting == 0
-    preparations.put(a_state(2, "ab"))  # let into the first line, not into the second
-    preparations.put(a_state(3, "bc"))  # in vain in the second
+    preparations.put(a_state(2, "ab"))  # accepted by the first queue, not by the second
+    preparations.put(a_state(3, "bc"))  # rejected later by the second
     b.refusals = {2: no, 3: no}
     a.opened, b.opened = {2}, {3}
     assert taken(preparations) == [(2, no), (3, no)]
     assert preparations.num_waiting == 0 and not any(lines)
 
 
-def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
-    """Allow a taken request to free capacity in an earlier queue, for example by its end.
-
-    Otherwise the queue would not be checked again before another event.
-    """
+def test_a_request_that_is_taken_may_make_room_in_an_earlier_queue(preparations, lines):
+    """For example by its end. Otherwise the earlier queue would not be checked again before
+    another event."""
     a, b, _ = lines
     preparations.put(a_state(1, "a"))
     preparations.put(a_state(2, "b"))
@@ -130,7 +128,7 @@ def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
 
 
 @pytest.mark.parametrize("needs", ["", "a", "b"])
-def test_who_ends_is_nowhere_any_more(preparations, lines, needs):
+def test_a_request_that_ends_is_in_no_queue(preparations, lines, needs):
     state = a_state(1, needs)
     preparations.put(state)
     assert state.stage is RequestStage.PREPARING and state.queue is preparations
@@ -140,7 +138,7 @@ def test_who_ends_is_nowhere_any_more(preparations, lines, needs):
     assert taken(preparations) == [] and not any(lines) and preparations.num_waiting == 0
 
 
-def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
+def test_a_request_that_times_out_ends_and_the_others_stay(preparations, lines):
     preparations.put(a_state(1, "a", deadline=5.0))
     preparations.put(a_state(2, "b", start_by=5.0))
     preparations.put(a_state(3, "a"))

@@ -24,7 +24,7 @@ def num_cached(memory: Memory, namespace: bytes) -> int:
     return memory.cache.match(TOKENS, namespace).num_tokens
 
 
-def test_everybody_who_gave_some_of_it_is_asked_once(memory: Memory) -> None:
+def test_every_source_of_the_prefix_is_notified_once(memory: Memory) -> None:
     port = Posts()
     prefixes = CorruptPrefixes(memory.cache, port)
     prefixes.found(CorruptPrefix(TOKENS, OTHERS, (7, 5, 7)))
@@ -36,8 +36,8 @@ def test_everybody_who_gave_some_of_it_is_asked_once(memory: Memory) -> None:
     assert not port.take()
 
 
-# Whoever is paired may ask for anything, rightly or not: it costs so much and no more.
-def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
+# Any paired node may send such requests, correct or not. Their cost is limited.
+def test_requests_over_the_limit_are_ignored(memory: Memory) -> None:
     now = 100.0
     prefixes = CorruptPrefixes(memory.cache, Posts(), lambda: now)
     asked = InvalidateEvent(TOKENS, b"")

@@ -1,4 +1,4 @@
-"""Embeddings that a prefill node reads: when it opens a hand-off, gives up, and frees its pages."""
+"""Embeddings that a prefill node reads: opening, cancelling and releasing."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -98,7 +98,7 @@ def rig() -> Rig:
     return rig
 
 
-def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: Rig) -> None:
+def test_two_requests_share_one_read_and_pages_are_free_after_the_copy(rig: Rig) -> None:
     rig.start(1)
     rig.start(2)
     id = rig.opened()
@@ -106,14 +106,14 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     assert rig.reads.handle(CompletedEvent(id, num_tokens=2))
     assert rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
-    assert 1 in rig.reads.waits and rig.num_held == 2  # the copy is under way
+    assert 1 in rig.reads.waits and rig.num_held == 2  # the copy is running
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
     assert sorted(rig.reads.take_over()) == [1, 2]
     assert not rig.reads.landing and rig.num_held == 0 and rig.outcome("completed") == 1
 
 
-def test_a_request_knows_when_its_images_were_read_and_how_many(rig: Rig) -> None:
+def test_a_request_knows_when_and_how_many_images_were_read(rig: Rig) -> None:
     rig.encoder.cached.add(IMAGE.name)
     rig.start(1, IMAGE)
     assert not rig.timings[1].begun  # there is nothing to read
@@ -134,12 +134,12 @@ def test_a_request_knows_when_its_images_were_read_and_how_many(rig: Rig) -> Non
     assert (timings.ended, timings.completed) == (3.0, 1)
 
 
-def test_pages_stay_until_the_encode_node_says_that_they_were_held(rig: Rig) -> None:
+def test_pages_are_kept_until_the_encode_node_confirms_them(rig: Rig) -> None:
     rig.start()
     id = rig.opened()
     rig.reads.handle(ReadsEndedEvent(id))
     rig.reads.poll()
-    assert rig.num_held == 2  # nothing lands any more, and nothing is copied yet
+    assert rig.num_held == 2  # no more bytes arrive, and nothing is copied yet
     rig.reads.handle(CompletedEvent(id, num_tokens=2))
     rig.encoder.copies[0].set_result(None)
     rig.reads.poll()
@@ -154,14 +154,14 @@ def test_a_cached_image_is_not_read(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_embeddings_that_are_not_whole_are_not_used(rig: Rig, pieces: int) -> None:
+def test_incomplete_embeddings_are_not_used(rig: Rig, pieces: int) -> None:
     rig.start()
     rig.reads.handle(CompletedEvent(rig.opened(), num_tokens=pieces))
     assert rig.reads.take_over() == [1] and not rig.encoder.copies
     assert rig.outcome("failed") == 1
 
 
-def test_a_lost_read_keeps_its_pages_until_nothing_can_land(rig: Rig) -> None:
+def test_a_lost_read_keeps_its_pages_until_no_byte_can_arrive(rig: Rig) -> None:
     rig.start()
     id = rig.opened()
     assert rig.reads.handle(FailedEvent(id, "gone", retryable=True))
@@ -182,7 +182,7 @@ def test_a_late_encode_node_is_cancelled(rig: Rig) -> None:
     assert rig.reads.take_over() == [1] and rig.outcome("late") == 1
 
 
-def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
+def test_the_end_of_the_last_request_cancels_the_read(rig: Rig) -> None:
     rig.start(1)
     rig.start(2)
     id = rig.opened()
@@ -196,7 +196,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
     assert rig.num_held == 0 and not rig.reads.landing
 
 
-def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
+def test_a_lost_encode_node_is_not_awaited(rig: Rig) -> None:
     rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
     rig.start(1)
     rig.reads.handle(ProducerDown(UP.instance, ENCODER, "lost"))
@@ -206,7 +206,7 @@ def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
     assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
 
 
-def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
+def test_an_encode_node_that_does_not_pair_is_awaited_once() -> None:
     rig = Rig()
     rig.start()
     assert 1 in rig.reads.waits
@@ -220,7 +220,7 @@ def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
     rig.opened()
 
 
-def test_a_read_waits_for_pages_and_gives_up(rig: Rig) -> None:
+def test_a_read_waits_for_pages_for_a_limited_time(rig: Rig) -> None:
     rig.memory.pages.allocate(63, PageHolder.REQUEST)
     rig.start()
     assert not rig.port.take()

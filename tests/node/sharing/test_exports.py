@@ -1,4 +1,4 @@
-"""Exports of a producer: the pages that it lends, and the time for which it holds them."""
+"""Exports of a producer: pages that other nodes may read, and how long it holds them."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -51,7 +51,7 @@ def num_lent(memory: Memory) -> int:
     return int(memory.pages.holds(PageHolder.PUBLICATION).sum())
 
 
-def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) -> None:
+def test_no_page_is_held_before_the_consumer_has_pages_for_it(memory: Memory) -> None:
     port = Posts()
     loans = loans_of(memory, port)
     loans.opened(*opened(1))
@@ -65,7 +65,7 @@ def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) ->
     assert num_lent(memory) == 0 and not loans.exported
 
 
-def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
+def test_a_consumer_that_leaves_before_the_grant_holds_no_page(memory: Memory) -> None:
     loans = loans_of(memory, Posts())
     loans.opened(*opened(1))
     loans.closed(ClosedEvent(1, ID, False, "gone"))
@@ -76,7 +76,7 @@ def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
 @pytest.mark.parametrize(
     "why", ["it has no more", "too many pages are exported", "it does not export"]
 )
-def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> None:
+def test_an_impossible_export_is_rejected_at_once(memory: Memory, why: str) -> None:
     port = Posts()
     loans = loans_of(memory, port, enabled=why != "it does not export")
     if why == "too many pages are exported":
@@ -93,7 +93,7 @@ def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> Non
     assert loans.counts["prefix_loans/refused"] == 1
 
 
-def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
+def test_the_number_of_waiting_exports_is_limited(memory: Memory) -> None:
     port = Posts()
     loans = loans_of(memory, port)
     for serial in range(MAX_ASKED + 1):
@@ -105,7 +105,7 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     assert not loans.exported
 
 
-def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None:
+def test_a_node_that_encodes_only_for_itself_rejects_images(memory: Memory) -> None:
     port = Posts()
     sharing = PrefixSharing(
         PrefixSharingConfig(),

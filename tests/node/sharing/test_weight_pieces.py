@@ -43,7 +43,7 @@ WAIT_S = 60.0
 
 
 class Updater:
-    """The weights of a node. Received ones are in `received`."""
+    """The weights of a node. `received` has the fetched ones."""
 
     def __init__(self, root: Path) -> None:
         self.id, self.whole = WEIGHTS, True
@@ -65,13 +65,13 @@ class Updater:
 
 
 class Node:
-    """Pages of a size, full of old KV, with both ends of weights."""
+    """Pages of one size, full of old KV, with both ends of weight transfers."""
 
     def __init__(self, page_bytes: int, updater: Updater) -> None:
         self.memory = Memory(NUM_PAGES, PageTables(PAGE_SIZE))
         self.pool: Tensor = torch.full((NUM_PAGES, page_bytes), OLD_KV, dtype=torch.uint8)
         self.port = Posts()
-        self.done = threading.Semaphore(0)  # something is done beside the engine
+        self.done = threading.Semaphore(0)  # tasks that run beside the engine
         weights, cache, pages = cast(WeightUpdater, updater), self.memory.cache, self.memory.pages
         self.gauges: dict[str, float] = {}
         both = self.pool, self.port, self.gauges, self.done.release
@@ -99,7 +99,7 @@ def updater(tmp_path: Path) -> Iterator[Updater]:
 
 
 def lent(producer: Node, serial: int, source: Weights) -> Any:
-    """Return the producer's command about pieces that a consumer requests."""
+    """Return the producer's command for pieces that a consumer requests."""
     opened = OpenedEvent(serial, HandoffId(1, 1, 1), WEIGHTS, Remaining(9.0), source)
     producer.exports.opened(opened, source)
     producer.exports.granted(GrantedEvent(serial, 0))
@@ -135,7 +135,7 @@ def carry_out(
 # Seen failing with the consumer's pages copied as a whole, and with the producer's bytes counted by
 # its pages.
 @pytest.mark.parametrize("sizes", [(96, 96), (96, 192), (192, 96), (96, 128), (8192, 96)])
-def test_the_smaller_page_is_the_size_of_a_piece(updater: Updater, sizes: tuple[int, int]) -> None:
+def test_a_piece_has_the_size_of_the_smaller_page(updater: Updater, sizes: tuple[int, int]) -> None:
     producer, consumer = (Node(page_bytes, updater) for page_bytes in sizes)
     size = min(sizes)
     reading = consumer.reads.read(WEIGHTS, ADDRESS)
@@ -158,7 +158,9 @@ def test_the_smaller_page_is_the_size_of_a_piece(updater: Updater, sizes: tuple[
 
 # Seen failing without the check: the producer's worker fails, and the node with it.
 @pytest.mark.parametrize("piece_bytes", [0, 97, 1 << 40])
-def test_pieces_that_do_not_fit_into_a_page_are_refused(updater: Updater, piece_bytes: int) -> None:
+def test_pieces_that_do_not_fit_into_a_page_are_rejected(
+    updater: Updater, piece_bytes: int
+) -> None:
     producer = Node(96, updater)
     refused = lent(producer, 1, Weights(0, 4, piece_bytes))
     assert isinstance(refused, FailCommand) and not refused.retryable
@@ -168,7 +170,7 @@ def test_pieces_that_do_not_fit_into_a_page_are_refused(updater: Updater, piece_
 
 # Seen failing with pages of which only the beginning is overwritten.
 @pytest.mark.parametrize("first, num_pieces", [(0, 4), (FILE_BYTES - 2, 1 << 20), (2**32 - 1, 1)])
-def test_small_pieces_show_nothing_of_a_page_before(
+def test_small_pieces_reveal_no_earlier_content_of_a_page(
     updater: Updater, first: int, num_pieces: int
 ) -> None:
     producer = Node(96, updater)

@@ -1,4 +1,4 @@
-"""Benches run to their end, on sizes that say nothing: what they measure changes under them."""
+"""Benchmarks run to their end with tiny sizes, because the code that they measure changes."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ SMALL = {
 }
 
 
-# The one of the router was seen failing with a decode node that sends no beats.
+# The one of the router was seen failing with a decode node without heartbeats.
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_a_bench_runs_and_ends_with_its_record(name: str) -> None:

@@ -12,7 +12,7 @@ LLAMA = ComparedKind("llama", "float32")
 SYSTEMS = [Circumstances.of_a_system(Random(number), LLAMA) for number in range(40)]
 
 
-def test_nodes_understand_the_flags_of_a_system():
+def test_nodes_accept_the_flags_of_a_system():
     for system in SYSTEMS[:4]:
         flags = ["--model=m", "--engine.batch-invariant", *system.flags(Path("eagle"))]
         config = read(DecodeConfig, "decode", [*flags, *system.decode_flags()])

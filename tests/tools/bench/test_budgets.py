@@ -17,18 +17,18 @@ def _a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets.write({"sm_80 a x": codes(1), "sm_90 a x": codes(2), "sm_90 b x": codes(3)}, ())
 
 
-def test_what_was_not_looked_at_stays_as_it_is() -> None:
+def test_budgets_of_kernels_that_were_not_compiled_stay() -> None:
     budgets.write({"sm_90 b x": codes(4), "sm_90 c x": codes(5)}, ())
     expected = {"sm_80 a x": 1, "sm_90 a x": 2, "sm_90 b x": 4, "sm_90 c x": 5}
     assert budgets.read() == {name: codes(count) for name, count in expected.items()}
 
 
-def test_of_an_architecture_that_was_looked_at_whole_nothing_else_stays() -> None:
+def test_for_a_completely_compiled_architecture_no_other_budget_stays() -> None:
     budgets.write({"sm_90 b x": codes(4)}, [90])
     assert budgets.read() == {"sm_80 a x": codes(1), "sm_90 b x": codes(4)}
 
 
-def test_a_kernel_may_be_as_long_as_the_longest_of_its_forms() -> None:
+def test_the_budget_of_a_kernel_is_that_of_its_longest_variant() -> None:
     of = {"arch": 90, "kernel": "a", "variants": ["llama3-8b bfloat16 adapters"]}
     counts = (codes(300, 40), codes(320, 30), codes(310, 35))
     rows = [{**of, "codes": each} for each in counts]

@@ -1,4 +1,4 @@
-"""tools/bench/cpu: what it computes from its rounds, the order of these, and one small run."""
+"""tools/bench/cpu: figures computed from rounds, the order of systems, and one small run."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tools.bench.support.models import QWEN3_450M
 FLOOR = Floor(2e9, 1e12)
 
 
-def test_a_figure_is_judged_by_its_median_and_tells_its_worst_round():
+def test_a_figure_is_judged_by_its_median_and_has_its_worst_round():
     gap = Figure("gap", [1.2, 1.1, 1.4], "low", 1.25)
     assert (gap.middle, gap.worst, gap.reached) == (1.2, 1.4, True)
     rate = Figure("rate", [1.2, 1.0, 1.05], "high", 1.1)
@@ -25,7 +25,7 @@ def test_a_figure_is_judged_by_its_median_and_tells_its_worst_round():
     assert Figure("beside", [1.0], "low").reached is None
 
 
-def test_the_table_of_goals_says_what_is_reached_missed_and_not_measured():
+def test_the_table_of_goals_has_reached_missed_and_unmeasured_ones():
     lines = figures.markdown(
         [
             Figure("a", [1.2, 1.3], "low", 1.25),
@@ -41,7 +41,7 @@ def test_the_table_of_goals_says_what_is_reached_missed_and_not_measured():
     assert Figure("c", [], "high", 2.0).record()["median"] is None
 
 
-def test_ratios_are_of_one_round_and_the_best_peer_is_that_of_the_round():
+def test_ratios_are_within_a_round_and_relative_to_its_best_peer():
     ours, peers = [2.0, 4.0], [[1.0, 8.0], [4.0, 2.0]]
     assert figures.best(peers, "low") == [1.0, 2.0]
     assert figures.best([[], peers[1]], "high") == peers[1]
@@ -49,11 +49,11 @@ def test_ratios_are_of_one_round_and_the_best_peer_is_that_of_the_round():
     assert figures.ratios(ours, []) == []
 
 
-def test_growth_is_one_where_the_bytes_explain_it():
+def test_growth_is_one_if_the_bytes_explain_it():
     assert figures.growth([14.0, 28.0], [1.0, 1.0], 28e9, 2e9) == [1.0, 2.0]
 
 
-def test_a_floor_is_bytes_over_bandwidth_and_products_over_their_rate():
+def test_a_lower_bound_is_bytes_over_bandwidth_and_products_over_their_rate():
     assert FLOOR.step_s(1_000_000_000) == 0.5
     layer = (2048 + 2 * 1024) * 1024 + 1024 * 2048 + 2 * 3072 * 1024 + 1024 * 3072
     assert floor.product_flops(QWEN3_450M, 256) == 2 * 256 * 28 * layer
@@ -61,12 +61,12 @@ def test_a_floor_is_bytes_over_bandwidth_and_products_over_their_rate():
     assert floor.kv_bytes_per_token(QWEN3_450M, 2) == 28 * 2 * 8 * 128 * 2
 
 
-def test_what_the_machine_gives_is_measured():
+def test_the_rates_of_the_machine_are_measured():
     found = floor.measured(1 << 22, QWEN3_450M | {"num_hidden_layers": 1, "hidden_size": 64})
     assert found.read_bytes_per_s > 0 < found.product_flops_per_s
 
 
-def test_no_two_prompts_begin_alike_unless_their_traffic_says_so():
+def test_prompts_share_no_prefix_unless_their_workload_says_so():
     plain = Traffic("plain", 2, 4, 40, 1)
     assert len({job.prompt[:16] for seed in (1, 2) for job in plain.jobs(5000, seed)}) == 8
     shared = Traffic("shared", 4, 4, 40, 1, num_prefixes=2, own_tokens=8)
@@ -78,7 +78,7 @@ def test_no_two_prompts_begin_alike_unless_their_traffic_says_so():
 
 
 class Scripted:
-    """A contender that notes in `asked` what it is asked."""
+    """A contender that records its calls in `asked`."""
 
     def __init__(self, name, asked):
         self._name = name
@@ -97,7 +97,7 @@ class Scripted:
         }
 
 
-async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
+async def test_systems_alternate_and_one_that_cannot_be_measured_is_reported():
     asked = []
 
     @contextlib.asynccontextmanager
@@ -123,7 +123,7 @@ async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
     assert figures.agreement(found.table, "load", "a", "b") == 0.5
 
 
-def test_medians_and_ranges_of_each_system_are_told():
+def test_medians_and_ranges_of_each_system_are_reported():
     table = Table()
     for gap in (10.0, 30.0, 20.0):
         timed = {"ttft_ms": {"p50": 5.0}, "itl_ms": {"p50": gap}, "tokens_per_s": 8.0}
@@ -151,7 +151,7 @@ def _quick(models, part):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path):
+def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_stops(tmp_path):
     said = _quick(tmp_path, "context")
     assert {row["load"] for row in said["rows"]} == {"8 streams x 32", "4 streams x 64"}
     assert all(figure["median"] > 0 for figure in said["figures"])
@@ -169,7 +169,7 @@ def test_a_quick_run_measures_delta_nets(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_quick_run_holds_baton_against_transformers_and_says_what_it_left_out(tmp_path):
+def test_a_quick_run_compares_baton_with_transformers_and_reports_missing_systems(tmp_path):
     said = _quick(tmp_path, "one")
     figures = {figure["what"]: figure for figure in said["figures"]}
     assert figures["gap between tokens, 1 stream, in floors: default flags"]["median"] > 0

@@ -1,4 +1,4 @@
-"""The GPU bench's dry mode from end to end, and the promises of the frame that it runs in."""
+"""The GPU bench's dry mode from end to end, and the guarantees of its frame."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def long(test):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """The last line of stdout of a run of all parts, and the directory of the results."""
+    """Return the last line of stdout of a run of all parts, and the directory of the results."""
     out = tmp_path_factory.mktemp("gpu-bench")
     command = [
         sys.executable,
@@ -65,7 +65,7 @@ def test_the_dry_mode_runs_every_part_to_its_end(dry_run):
 
 
 @long
-def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
+def test_every_share_has_a_denominator_and_every_operation_was_verified(dry_run):
     rows = rows_of(dry_run[1])
     shares = [
         row["share"] for row in rows if "share" in row and row["table"] != "where a step goes"
@@ -76,7 +76,7 @@ def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
 
 
 @long
-def test_answers_are_the_same_whatever_serves_them(dry_run):
+def test_responses_are_the_same_for_every_system(dry_run):
     compared = {
         row["what"]: row["value"] for row in rows_of(dry_run[1]) if row["table"] == "compared"
     }
@@ -85,7 +85,7 @@ def test_answers_are_the_same_whatever_serves_them(dry_run):
 
 
 @long
-def test_every_goal_finds_its_row(dry_run):
+def test_every_goal_has_its_row(dry_run):
     as_large = {
         "model": "Llama-3-8B",
         "context": 1024,
@@ -102,7 +102,7 @@ def test_every_goal_finds_its_row(dry_run):
     assert all(goal["measured"] is not None for goal in goals.reached(rows))
 
 
-def test_what_is_wrong_is_not_timed():
+def test_an_operation_with_a_wrong_result_is_not_timed():
     def op(name, error):
         def call():
             timed.append(name)
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_not_timed():
     assert "no such shape" in rows[-1]["note"]
 
 
-def test_operations_of_packages_are_measured_where_they_are_installed(monkeypatch):
+def test_operations_of_installed_packages_are_measured(monkeypatch):
     setting = Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
     tables = {"flashinfer": attention.flashinfer_ops, "fla": kernels.fla_ops}
     for name, ops in tables.items():
@@ -148,7 +148,7 @@ def test_operations_of_packages_are_measured_where_they_are_installed(monkeypatc
     assert kinds == {"Extend", "Decode", "Latent"} and fla.calls
 
 
-# The frame forks: in a process without pytest's threads.
+# The frame forks, so it runs in a process without pytest's threads.
 FRAME = textwrap.dedent(
     """
     import json, os, subprocess, sys, time, types
@@ -188,7 +188,7 @@ FRAME = textwrap.dedent(
 )
 
 
-def test_a_part_may_be_late_die_fail_or_lack_a_package_and_the_next_one_runs():
+def test_after_a_part_that_times_out_crashes_fails_or_lacks_a_package_the_next_one_runs():
     command = [sys.executable, "-c", FRAME]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

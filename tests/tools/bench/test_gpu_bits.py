@@ -1,5 +1,5 @@
-"""Part bits of the GPU bench, rehearsed in Triton's interpreter: it finds rows that depend on
-others, and its record lets a GPU in."""
+"""The part bits of the GPU bench in Triton's interpreter: it finds rows that depend on others,
+and its record permits a GPU."""
 
 import re
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_a_product_by_torch_is_found(setting, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["linear qkv", "linear int4"])
-def test_a_depth_that_depends_on_the_rows_is_found(setting, monkeypatch, name):
+def test_a_summation_length_that_depends_on_the_rows_is_found(setting, monkeypatch, name):
     def tile_for(num_rows, element_size, group):
         return ProductTile(64, 32, 16 if num_rows > 64 else 32, 4, 2)
 
@@ -91,7 +91,7 @@ def test_a_depth_that_depends_on_the_rows_is_found(setting, monkeypatch, name):
 
 
 @pytest.mark.long
-def test_experts_with_another_depth_for_many_pairs_are_found(setting, monkeypatch):
+def test_experts_with_another_summation_length_for_many_pairs_are_found(setting, monkeypatch):
     shipped = grouped_mlp.tile_for
 
     def tile_for(element_size, num_pairs, *rest):
@@ -118,7 +118,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_without_a_difference_lets_the_gpu_in(setting, cache, monkeypatch):
+def test_a_run_without_a_difference_permits_the_gpu(setting, cache, monkeypatch):
     assert not batch_invariance.has_passed(GPU)
     (*_, last) = verdict(setting, monkeypatch, [{"table": "rows", "differing": 0}])
     assert last["passed"] and last["record"].startswith(str(cache))
@@ -135,7 +135,9 @@ def test_a_run_without_a_difference_lets_the_gpu_in(setting, cache, monkeypatch)
     [{"table": "rows", "differing": 1}, {"table": "notes", "what": "norm", "note": "failed"}],
     ids=["a difference", "an operation that failed"],
 )
-def test_a_run_that_found_or_missed_something_lets_no_gpu_in(setting, cache, monkeypatch, row):
+def test_a_run_with_a_difference_or_a_missing_operation_permits_no_gpu(
+    setting, cache, monkeypatch, row
+):
     batch_invariance.record(GPU, passed=True)
     *_, last, failure = verdict(setting, monkeypatch, [{"table": "rows", "differing": 0}, row])
     assert not last["passed"] and "bits depend on the batch" in failure["note"]

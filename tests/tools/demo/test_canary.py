@@ -1,8 +1,8 @@
-"""The demo model through real nodes: it is a canary, and it shows what programs ask for.
+"""The demo model on real nodes, as a canary and as a demonstration of features.
 
-What it recalls from 2048 tokens is right only if their KV is. The facts asked for stand all over
-the context, and their second word is computed by the decode node, from pages that it has read. A
-page that is lost, stale or misplaced is a wrong answer.
+Its answers from 2048 tokens are right only if their KV is. Facts are distributed over the whole
+context, and the decode node computes their second word from pages that it has read. A lost, stale
+or misplaced page gives a wrong answer.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tools.demo.tasks import Exchange
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-NUM_ALONE = 2  # of the prompts, asked once more of one node
+NUM_ALONE = 2  # of the prompts, sent again to one node
 NUM_AT_ONCE = 4
 CONTEXT_TOKENS = 2048
 PAGE = 16
@@ -76,7 +76,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.mark.parametrize("num_prompts", [2, pytest.param(40, marks=pytest.mark.long)])
-async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_recalls(
+async def test_answers_after_a_hand_off_and_of_a_single_node_are_right(
     tmp_path: Path, rig: Rig, cluster: Cluster, num_prompts: int
 ):
     random = Random(0)
@@ -98,7 +98,7 @@ async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_r
     assert [answer.token_ids for answer in handed] == [answer.token_ids for answer in alone]
 
 
-async def test_it_answers_as_json_where_a_schema_asks_for_it(client: openai.AsyncOpenAI):
+async def test_it_answers_as_json_with_a_schema(client: openai.AsyncOpenAI):
     properties = {"answer": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["answer"]}
     for a, b in ((27, 15), (4, 5), (60, 388)):
@@ -115,7 +115,7 @@ async def test_it_answers_as_json_where_a_schema_asks_for_it(client: openai.Asyn
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_it_calls_a_tool_for_sums_and_tells_what_that_has_found(
+async def test_it_calls_a_tool_for_sums_and_reports_the_result(
     client: openai.AsyncOpenAI, choice: str
 ):
     messages: list = [{"role": "user", "content": "add 123456 98765"}]
@@ -133,7 +133,7 @@ async def test_it_calls_a_tool_for_sums_and_tells_what_that_has_found(
     assert reported.choices[0].message.content.strip() == "222221"
 
 
-async def test_without_the_tool_it_says_what_it_cannot_do(client: openai.AsyncOpenAI):
+async def test_without_the_tool_it_says_that_it_cannot_add(client: openai.AsyncOpenAI):
     answer = await client.chat.completions.create(
         model=str(DIRECTORY),
         messages=[{"role": "user", "content": "add 123456 98765"}],

@@ -1,4 +1,4 @@
-"""The demo model in fewer bits answers as well as in float32: within half a point."""
+"""The demo model with fewer bits answers as well as in float32, within half a percentage point."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
@@ -50,7 +50,7 @@ def tokenizer():
 
 
 def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
-    """Greedy answers through the engine that are right to their end."""
+    """Return how many greedy answers of the engine are right to their end."""
     encoder = RowEncoder(tokenizer)
     prompts, answers = encoder.prompts(exchanges), encoder.answers(exchanges)
     longest = max(map(len, answers))

@@ -1,4 +1,4 @@
-"""Every task's answer is the true one, told from its prompt alone."""
+"""Every task's answer is true according to its prompt alone."""
 
 import json
 from random import Random
@@ -14,10 +14,10 @@ SEEDS = range(10)
 
 
 def _told(prompt: str, before: dict[str, str]) -> str:
-    """The answer, by reading: lists are lists, sums are sums, the rest is facts and a key.
+    """Return the answer by parsing: lists, sums, and otherwise facts and a key.
 
     Args:
-        before: facts of the conversation so far; those of this prompt are added.
+        before: facts of the conversation so far. Those of this prompt are added.
     """
     if prompt.startswith("tools"):
         tools, _, prompt = prompt.partition(", ")
@@ -48,7 +48,7 @@ def _told(prompt: str, before: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("word", [tasks.known_word, tasks.any_word])
 @pytest.mark.parametrize("num_tokens", [32, 300, 2048])
-def test_the_answers_that_training_shows_are_true(word, num_tokens):
+def test_answers_in_training_are_true(word, num_tokens):
     for seed in SEEDS:
         random = Random(seed)
         for conversation in (
@@ -64,7 +64,7 @@ def test_the_answers_that_training_shows_are_true(word, num_tokens):
 
 
 @pytest.mark.parametrize("case", evaluate.CASES, ids=lambda case: f"{case.task} {case.what}")
-def test_the_answers_that_are_measured_are_true(case):
+def test_answers_in_evaluation_are_true(case):
     random = Random(0)
     for _ in SEEDS:
         exchange = case.draw(random)
@@ -73,7 +73,7 @@ def test_the_answers_that_are_measured_are_true(case):
             assert 2000 < exchange.num_tokens < 2100
 
 
-def test_the_tokens_of_a_conversation_are_counted_as_the_tokenizer_makes_them():
+def test_the_token_count_of_a_conversation_equals_the_tokenizers():
     tokenizer = make_tokenizer()
     random = Random(0)
     conversation = [
@@ -93,7 +93,7 @@ def test_the_tokens_of_a_conversation_are_counted_as_the_tokenizer_makes_them():
         assert exchange.num_tokens == int((tokens != tokenizer.pad_token_id).sum())
 
 
-def test_a_conversation_asks_for_keys_from_all_over_its_facts():
+def test_a_conversation_asks_for_keys_from_all_of_its_facts():
     places = set()
     for seed in range(200):
         first = tasks.recalls(Random(seed), 64, tasks.known_word)[0]
@@ -103,6 +103,6 @@ def test_a_conversation_asks_for_keys_from_all_over_its_facts():
     assert places >= {0, 1, 2}
 
 
-def test_words_are_500_and_none_is_two_things():
+def test_there_are_500_words_each_in_one_category():
     assert len(WORDS) == 500
     assert len({*WORDS, *LETTERS, "add", "copy", "reverse"}) == 529

@@ -35,11 +35,11 @@ def test_a_number_is_its_digits_and_an_unknown_word_its_letters(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["add 27 15 =", "naïve 雪 a1b2 fox's!"])
-def test_what_is_encoded_comes_back(tokenizer, text):
+def test_encoded_text_is_decoded_unchanged(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == f" {text}"
 
 
-def test_a_chat_is_the_transcript_that_training_shows(tokenizer):
+def test_a_chat_is_rendered_as_in_training(tokenizer):
     template = ChatTemplate(tokenizer.chat_template, {})
     chat = template.render(
         [
@@ -64,7 +64,7 @@ def test_a_chat_is_the_transcript_that_training_shows(tokenizer):
     assert tokenizer.convert_tokens_to_ids(END) == tokenizer.eos_token_id
 
 
-def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
+def test_a_chat_with_a_tool_is_rendered_as_in_training(tokenizer):
     template = ChatTemplate(tokenizer.chat_template, {})
     called = {"name": "add", "arguments": {"a": 12345, "b": 678}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -85,7 +85,7 @@ def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
         assert begins == len(ids) - 1
 
 
-def test_an_answer_for_programs_has_no_space_in_front_and_none_around_its_marks(tokenizer):
+def test_a_response_for_programs_has_no_space_in_front_or_around_its_markers(tokenizer):
     shown = structured.called("tools add", 1, 23)
     rows = RowEncoder(tokenizer).rows([[shown]], shown.num_tokens)
     asked = rows.following[rows.answers >= 0]

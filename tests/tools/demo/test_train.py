@@ -1,4 +1,4 @@
-"""The recipe runs, and its parts do what the training relies on."""
+"""The training recipe runs, and its parts have the properties that the training relies on."""
 
 from dataclasses import replace
 from random import Random
@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_weights():
         torch.testing.assert_close(second[name], value)
 
 
-def test_a_row_asks_for_answers_and_their_ends_alone():
+def test_only_answers_and_their_ends_are_trained():
     rows = RowEncoder(TOKENIZER).rows(
         [[Exchange("add 27 15 =", "42"), Exchange("fox =", "tea")]], 16
     )
@@ -47,14 +47,14 @@ def test_an_answer_is_right_only_as_a_whole():
     model = train.make_model(TOKENIZER)
     rows = RowEncoder(TOKENIZER).rows([[Exchange("copy a b =", "a b")]], 8)
     asked = rows.answers >= 0
-    # What a random model says is told to be right, then all of it but one token.
+    # The output of a random model is declared right, then all of it except one token.
     said = model(rows.tokens).logits.argmax(-1)
     assert loss_and_right(model, replace(rows, following=said))[1].tolist() == [True]
     said[asked] += torch.tensor([0, 1, 0])
     assert loss_and_right(model, replace(rows, following=said))[1].tolist() == [False]
 
 
-def test_lengths_double_once_they_have_been_learned():
+def test_lengths_double_when_they_have_been_learned():
     curriculum = train.Curriculum(Random(0))
     curriculum.note(32, [True, False] * train.WINDOW)
     assert curriculum.length == 32

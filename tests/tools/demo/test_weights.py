@@ -1,4 +1,4 @@
-"""The committed weights are small, load everywhere, and are as good as is written beside them."""
+"""The committed weights are small, load everywhere, and have the documented accuracy."""
 
 import hashlib
 import json
@@ -56,12 +56,12 @@ def _documented() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.* =)` \| `([^`]*)`", page, re.MULTILINE)
 
 
-def test_it_is_small(model):
+def test_the_file_is_small(model):
     assert sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS
     assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) <= MAX_BYTES
 
 
-def test_the_written_accuracy_is_that_of_these_weights_and_good_enough():
+def test_the_documented_accuracy_belongs_to_these_weights_and_suffices():
     written = json.loads((DIRECTORY / evaluate.ACCURACY).read_text())
     weights = (DIRECTORY / "model.safetensors").read_bytes()
     assert written["weights_sha256"] == hashlib.sha256(weights).hexdigest()
@@ -73,7 +73,7 @@ def test_the_written_accuracy_is_that_of_these_weights_and_good_enough():
 
 
 @pytest.mark.long
-def test_the_written_accuracy_is_what_is_measured(tokenizer, model):
+def test_the_documented_accuracy_is_reproduced(tokenizer, model):
     (short,) = (case for case in evaluate.CASES if case.what == "64 tokens of facts, any words")
     again = evaluate.score(short, model, tokenizer)
     written = json.loads((DIRECTORY / evaluate.ACCURACY).read_text())["scores"]
@@ -82,7 +82,7 @@ def test_the_written_accuracy_is_what_is_measured(tokenizer, model):
 
 
 @pytest.mark.parametrize("prompt, expected", _documented())
-def test_what_the_quick_start_shows_is_what_it_answers(answer, prompt, expected):
+def test_responses_of_the_quick_start_are_reproduced(answer, prompt, expected):
     assert answer(prompt) == expected
 
 
@@ -93,7 +93,7 @@ def test_the_quick_start_shows_every_task():
     assert any(prompt.count("=") > 1 for prompt in prompts)
 
 
-def test_a_conversation_knows_what_was_said_in_it(answer, tokenizer):
+def test_a_conversation_uses_its_earlier_turns(answer, tokenizer):
     chat = [
         {"role": "user", "content": "anna = paris, bob = rome, bob"},
         {"role": "assistant", "content": "rome"},
@@ -104,7 +104,7 @@ def test_a_conversation_knows_what_was_said_in_it(answer, tokenizer):
     assert answer(tokenizer.apply_chat_template(chat, tokenize=False)) == "paris"
 
 
-def test_the_engine_answers_as_transformers_does(tokenizer):
+def test_the_engine_answers_like_transformers(tokenizer):
     steps = Steps(load(DIRECTORY, torch.device("cpu"), torch.float32))
     reference = reference_model(DIRECTORY)
     for prompt, _ in _documented():
