@@ -122,21 +122,17 @@ def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(star
     await_end(engine)
 
 
-@pytest.mark.parametrize("model", ["echo", pytest.param("hang", marks=pytest.mark.long)])
-def test_a_killed_front_takes_its_engine_along(start_node, model):
-    node = start_node(model, ready=False)
-    engine = describe(node.address()).pids[1]
+# "stopped": seen failing with the prctl call in leash.py removed.
+@pytest.mark.parametrize(
+    "engine", ["runs", pytest.param("starts", marks=pytest.mark.long), "stopped"]
+)
+def test_a_killed_front_takes_its_engine_along(start_node, engine):
+    node = start_node("hang" if engine == "starts" else "echo", ready=engine == "stopped")
+    pid = describe(node.address()).pids[1]
+    if engine == "stopped":
+        os.kill(pid, signal.SIGSTOP)
     node.send(signal.SIGKILL)
-    await_end(engine)
-
-
-def test_a_killed_front_takes_a_stopped_engine_along(start_node):
-    # Seen failing with the prctl call in leash.py removed.
-    node = start_node()
-    engine = describe(node.address()).pids[1]
-    os.kill(engine, signal.SIGSTOP)
-    node.send(signal.SIGKILL)
-    await_end(engine)
+    await_end(pid)
 
 
 # A frontend with an engine for each of the given environments. Engines never finish their imports.
@@ -200,20 +196,16 @@ def test_a_signal_to_the_whole_group_drains_the_node(start_node, number):
     assert "Traceback" not in node.output
 
 
-def test_a_drain_call_does_the_same(start_node):
-    node = start_node()
-    node_call(node.address(), "Drain", node_pb2.DrainRequest())
-    assert node.exit_code() == 0
-
-
-def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
+@pytest.mark.parametrize("signalled", [False, True], ids=["call", "call and signal"])
+def test_a_drain_call_lets_requests_end_although_a_signal_follows(start_node, signalled):
     # What Kubernetes sends: preStop calls Drain, then comes SIGTERM.
     node = start_node()
     address = node.address()
     with busy(address) as router:
         node_call(address, "Drain", node_pb2.DrainRequest())
         node.line_with("draining")
-        node.send(signal.SIGTERM)
+        if signalled:
+            node.send(signal.SIGTERM)
         router.wait_for_end(1)
         assert router.tokens == {1: [1, 2] * 50}
     assert node.exit_code() == 0
@@ -250,13 +242,16 @@ def test_a_signal_during_the_start_ends_the_node_at_once(start_node, model):
     assert not runs(engine)
 
 
-def test_an_engine_that_does_not_end_after_a_drain_is_killed_and_told(start_node):
-    node = start_node("stuck-at-end")
+@pytest.mark.parametrize("stopped", [False, True], ids=["stuck at its end", "stopped"])
+def test_an_engine_that_does_not_end_does_not_hold_the_end_of_the_node(start_node, stopped):
+    node = start_node("echo" if stopped else "stuck-at-end", drain_timeout_s=0.2)
     engine = describe(node.address()).pids[1]
+    if stopped:
+        os.kill(engine, signal.SIGSTOP)
     node.send(signal.SIGTERM)
-    assert node.exit_code() == 1
+    assert node.exit_code() == (0 if stopped else 1)
     assert not runs(engine)
-    assert "did not exit cleanly" in node.output
+    assert stopped or "did not exit cleanly" in node.output
 
 
 def test_a_node_that_starts_is_described_but_serves_nothing(start_node):
@@ -306,15 +301,6 @@ def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tm
             describe(closed)
     with pytest.raises(grpc.RpcError):
         health(address)
-
-
-def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
-    node = start_node(drain_timeout_s=0.2)
-    engine = describe(node.address()).pids[1]
-    os.kill(engine, signal.SIGSTOP)
-    node.send(signal.SIGTERM)
-    assert node.exit_code() == 0
-    assert not runs(engine)
 
 
 def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(start_node):

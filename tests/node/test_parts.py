@@ -36,21 +36,20 @@ def test_an_engine_is_ready_while_it_reports():
     assert node.state(16.9) == "draining"
 
 
-def test_an_engine_that_beats_through_a_long_step_needs_no_report():
+@pytest.mark.parametrize(
+    "heartbeats, silent_at",
+    [
+        pytest.param([(second, 0.0) for second in range(1, 30)], 32.0, id="through a long step"),
+        pytest.param([(10, 2.0)], 11.0, id="late: silent from then on"),
+    ],
+)
+def test_an_engine_that_sends_heartbeats_needs_no_report(heartbeats, silent_at):
     node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
-    for second in range(1, 30):
-        node.heartbeat(float(second), late_s=0.0)
-    assert node.state(31.9) == "ready"
-    assert node.state(32.1) == "unhealthy"
-
-
-def test_an_engine_that_is_late_counts_as_silent_from_then_on():
-    node = EngineSupervisor(silence_s=3.0)
-    node.started(READY, 0.0)
-    node.heartbeat(10.0, late_s=2.0)
-    assert node.state(10.9) == "ready"
-    assert node.state(11.1) == "unhealthy"
+    for at, late_s in heartbeats:
+        node.heartbeat(float(at), late_s=late_s)
+    assert node.state(silent_at - 0.1) == "ready"
+    assert node.state(silent_at + 0.1) == "unhealthy"
 
 
 def message(size: int = 0) -> decode_pb2.FromNode:
