@@ -5,7 +5,6 @@ import json
 import math
 import os
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,7 +33,6 @@ from engine.adapters.library import (
     no_shelf,
 )
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter, LoraPair
-from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.table import SlotTable
 from engine.models import load
 from engine.models.checkpoint import OpenFiles
@@ -43,7 +41,7 @@ from node.queues import AdapterQueue
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engine_rig import Rig
-from tests.support.specs import make_request
+from tests.support.specs import make_batch, make_request
 
 CPU = torch.device("cpu")
 LIMITS = AdapterLimits(max_rank=16, max_bytes=1 << 20)
@@ -379,16 +377,8 @@ def test_tokens_are_grouped_again_when_their_adapters_change():
         slots.append(table.acquire(request))
 
     def groups(*rows, tokens=1):
-        starts = np.zeros(len(rows), np.int32)
-        batch = ScheduleBatch(
-            step=1,
-            mode=ForwardMode.DECODE if tokens == 1 else ForwardMode.EXTEND,
-            slots=np.array([slots[row] for row in rows], np.int32),
-            starts=starts,
-            ends=starts + np.int32(tokens),
-            samples=np.ones(len(rows), np.bool_),
-        )
-        return adapters.build(batch).tokens
+        own, count = [slots[row] for row in rows], len(rows)
+        return adapters.build(make_batch(own, [0] * count, [tokens] * count)).tokens
 
     assert [(span[1], span[2]) for span in groups(0, 1, 2).spans()] == [(0, 1), (1, 3)]
     assert groups(0, 1) is groups(0, 2)

@@ -34,6 +34,11 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("dense"), "gemma2")
 
 
+@pytest.fixture(autouse=True)
+def operators(monkeypatch):
+    use("compiled", monkeypatch)
+
+
 def refusal(directory, dtype=torch.float32, where=CPU, **settings):
     config = EngineConfig(model=str(directory), batch_invariant=True, **settings)
     servable = open_checkpoint(directory, config.model_backend)
@@ -69,41 +74,36 @@ class Uneven:
         return y.to(x.dtype)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
-    use("compiled", monkeypatch)
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    quantize = "int8" if precision == "int8" else "none"
-    config = EngineConfig(model=str(checkpoint), batch_invariant=True, quantize=quantize)
-    batch_invariance.check(config, CPU, dtype, open_checkpoint(checkpoint))
-    keep(load(checkpoint, CPU, dtype, quantize))
+@pytest.mark.parametrize(
+    "dtype, quantize",
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_a_dense_model_passes(checkpoint, dtype, quantize):
+    passes(checkpoint, dtype, quantize)
 
 
-def test_weights_of_4_bits_pass(checkpoint, tmp_path, monkeypatch):
-    use("compiled", monkeypatch)
-    directory, _ = requantised(checkpoint, tmp_path, FORMATS["awq"])
-    config = EngineConfig(model=str(directory), batch_invariant=True)
-    batch_invariance.check(config, CPU, torch.float32, open_checkpoint(directory))
-    keep(load(directory, CPU, torch.float32))
+def passes(directory, dtype=torch.float32, quantize="none"):
+    config = EngineConfig(model=str(directory), batch_invariant=True, quantize=quantize)
+    batch_invariance.check(config, CPU, dtype, open_checkpoint(directory))
+    keep(load(directory, CPU, dtype, quantize))
+
+
+def test_weights_of_4_bits_pass(checkpoint, tmp_path):
+    passes(requantised(checkpoint, tmp_path, FORMATS["awq"])[0])
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_experts_latents_and_states_pass(tmp_path, monkeypatch, family):
-    use("compiled", monkeypatch)
-    keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
+def test_experts_latents_and_states_pass(tmp_path, family):
+    passes(make_checkpoint(tmp_path, family))
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])
-def test_a_class_of_transformers_without_experts_passes(tmp_path, monkeypatch, kind):
-    use("compiled", monkeypatch)
-    directory = make_tiny(tmp_path, kind)
-    config = EngineConfig(model=str(directory), batch_invariant=True)
-    batch_invariance.check(config, CPU, torch.float32, open_checkpoint(directory))
-    keep(load(directory, CPU, torch.float32))
+def test_a_class_of_transformers_without_experts_passes(tmp_path, kind):
+    passes(make_tiny(tmp_path, kind))
 
 
-def test_a_class_that_multiplies_by_torch_is_refused(tmp_path, monkeypatch):
-    use("compiled", monkeypatch)
+def test_a_class_that_multiplies_by_torch_is_refused(tmp_path):
     model = load(make_tiny(tmp_path, "qwen3_moe"), CPU, torch.float32, backend="transformers")
     with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM computes torch's .*mm,"):
         keep(model)
@@ -154,8 +154,7 @@ def test_what_may_depend_on_other_rows_is_refused(function, words):
         computed()
 
 
-def test_experts_that_depend_on_their_rows_are_named(tmp_path, monkeypatch):
-    use("compiled", monkeypatch)
+def test_experts_that_depend_on_their_rows_are_named(tmp_path):
     model = load(make_checkpoint(tmp_path, "qwen3_moe"), CPU, torch.float32)
     first, *others = model.layers
     net = first.ffn.experts
@@ -166,8 +165,7 @@ def test_experts_that_depend_on_their_rows_are_named(tmp_path, monkeypatch):
     assert differing_operation(model, layout_of(model)) == "the experts of layer 0"
 
 
-def test_a_product_that_depends_on_its_rows_is_named(checkpoint, monkeypatch):
-    use("compiled", monkeypatch)
+def test_a_product_that_depends_on_its_rows_is_named(checkpoint):
     model = load(checkpoint, CPU, torch.float32)
     first, second = model.layers
     down = Uneven(torch.randn(64, 96))
@@ -186,7 +184,6 @@ def test_a_product_that_depends_on_its_rows_is_named(checkpoint, monkeypatch):
     ],
 )
 def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch, operation, name):
-    use("compiled", monkeypatch)
     operators = operators_here()
 
     class Broken:
@@ -219,8 +216,7 @@ def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch
     ],
     ids=["stages", "whole experts", "gloo", "transformers"],
 )
-def test_a_setting_is_refused(checkpoint, monkeypatch, settings, words):
-    use("compiled", monkeypatch)
+def test_a_setting_is_refused(checkpoint, settings, words):
     assert words in refusal(checkpoint, **settings)
 
 
@@ -279,8 +275,7 @@ class TestGpu:
         assert "recurrent states are not supported on GPUs" in refusal(hybrid, where=self.WHERE)
 
 
-def test_float16_is_refused(checkpoint, monkeypatch):
-    use("compiled", monkeypatch)
+def test_float16_is_refused(checkpoint):
     refused = refusal(checkpoint, torch.float16)
     assert "do not multiply float16" in refused and "set engine.dtype to float32" in refused
 
@@ -304,8 +299,7 @@ def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
     assert "do not multiply int8" in refusal(checkpoint, quantize="int8")
 
 
-def test_a_layer_without_a_rule_is_refused(tmp_path, monkeypatch):
-    use("compiled", monkeypatch)
+def test_a_layer_without_a_rule_is_refused(tmp_path):
     model = load(make_checkpoint(tmp_path, "qwen3_next"), CPU, torch.float32)
     first, *others = model.layers
     model.layers = replace(first, mixer=object()), *others
@@ -314,15 +308,12 @@ def test_a_layer_without_a_rule_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_state_that_depends_on_chunks_is_named(tmp_path, monkeypatch):
-    use("compiled", monkeypatch)
     model = load(make_checkpoint(tmp_path, "qwen3_5_text"), CPU, torch.float32)
     monkeypatch.setattr(chosen, "_used", [chosen.Operations(delta_rule=delta_rule_reference)])
     assert differing_operation(model, layout_of(model)) == "delta rule of layer 0"
 
 
 def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):
-    use("compiled", monkeypatch)
-
     def hello(instance, *, promised):
         config = EngineConfig(model=str(checkpoint), batch_invariant=promised)
         servable, float32 = open_checkpoint(checkpoint), Precision(torch.float32, "asked for")

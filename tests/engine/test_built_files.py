@@ -11,6 +11,7 @@ import pytest
 
 from common.config import CacheConfig, EngineConfig, OffloadConfig
 from common.errors import ConfigError
+from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.build import Engine, build
 from engine.kv_cache.pages import PageHolder
@@ -57,6 +58,16 @@ def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
         engine.tiers.poll()
 
 
+def bring_four_pages(engine: Engine, tokens: Ints) -> int:
+    """Bring what files have of these tokens. Return the number of tokens on the device."""
+    over: list[bool] = []
+    way = engine.tiers.way(tokens, b"")
+    assert way is not None and len(way.filed) == 4
+    assert engine.tiers.bring(way, 16, lambda: over.append(True))
+    poll_until(engine, lambda: over)
+    return engine.cache.match(tokens).num_tokens
+
+
 def fill(engine: Engine) -> None:
     """With what four pages hold now, as if it had been computed."""
     pages = engine.cache.allocate(4, PageHolder.REQUEST)
@@ -88,13 +99,8 @@ def test_the_same_model_finds_its_pages_wherever_it_lies(model: Path, tmp_path: 
     filled(model, tmp_path / "files")
     engine = engine_of(shutil.copytree(model, tmp_path / "elsewhere"), tmp_path / "files")
     assert kept(engine) == 4
-    way = engine.tiers.way(TOKENS, b"")
-    assert way is not None and len(way.filed) == 4
-    over: list[bool] = []
-    assert engine.tiers.bring(way, 16, lambda: over.append(True))
-    poll_until(engine, lambda: over)
+    assert bring_four_pages(engine, TOKENS) == len(TOKENS)
     match = engine.cache.match(TOKENS)
-    assert match.num_tokens == len(TOKENS)
     assert (engine.pool.tensor[match.holding.flat().tolist()] == 7).all()
     engine.close()
 

@@ -42,6 +42,19 @@ class Watched(Books):
         self.known -= set(change.removed)
         self.known |= set(change.stored)
 
+    def start(self) -> None:
+        self.events.start()
+        self.hear(self.events.everything())
+
+    def check(self) -> None:
+        """Check that the watcher knows the content of the cache after the latest changes."""
+        self.hear(self.events.take())
+        assert self.known == self.truth()
+
+    def use_many(self, most: int) -> None:
+        for _ in range(self.random.randrange(most)):
+            self.use()
+
     def use(self) -> None:
         """Something that engines do to their caches."""
         match self.random.randrange(8):
@@ -89,37 +102,29 @@ def test_a_watcher_knows_exactly_the_pages_that_are_in_the_tree(seed):
     watched = Watched(seed)
     for _ in range(100):  # unwatched for a while
         watched.use()
-    watched.events.start()
-    watched.hear(watched.events.everything())
+    watched.start()
     for _ in range(60):
-        for _ in range(watched.random.randrange(8)):
-            watched.use()
-        watched.hear(watched.events.take())
-        assert watched.known == watched.truth()
+        watched.use_many(8)
+        watched.check()
     assert watched.num_cleared == 1
 
 
 def test_with_more_changes_than_are_kept_everything_is_told_anew():
     watched = Watched(1, num_pages=400, max_untold=10)
-    watched.events.start()
-    watched.hear(watched.events.everything())
+    watched.start()
     for _ in range(40):
-        for _ in range(watched.random.randrange(12)):
-            watched.use()
-        watched.hear(watched.events.take())
-        assert watched.known == watched.truth()
+        watched.use_many(12)
+        watched.check()
     assert watched.num_cleared > 3
 
 
 def test_whoever_watches_again_hears_what_happened_meanwhile():
     watched = Watched(2)
     for _ in range(5):
-        watched.events.start()
-        watched.hear(watched.events.everything())
+        watched.start()
         assert watched.known == watched.truth()
         watched.use()
-        watched.hear(watched.events.take())
-        assert watched.known == watched.truth()
+        watched.check()
         watched.events.stop()
         for _ in range(20):
             watched.use()

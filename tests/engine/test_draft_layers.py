@@ -2,7 +2,7 @@
 same vectors, or what its draft model says, however the tokens before were computed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -341,8 +341,12 @@ def test_a_head_that_is_not_for_this_model_is_refused_by_name(tmp_path, llama, c
     head = make_eagle(tmp_path / "head", llama)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | changes))
+    _check_refused(words, lambda: load(llama, CPU, torch.float32, speculation=_with_head(head)))
+
+
+def _check_refused(words: Iterable[str], load: Callable[[], object]) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(llama, CPU, torch.float32, speculation=_with_head(head))
+        load()
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -367,9 +371,8 @@ def test_a_draft_model_that_cannot_draft_for_this_model_is_refused_by_name(
     tmp_path, llama, made, words
 ):
     draft = make_checkpoint(tmp_path / "draft", **{"architecture": "llama", **made})
-    with pytest.raises(ConfigError) as refused:
-        open_checkpoint(llama, speculation=_with_draft(draft))
-    assert all(word in str(refused.value) for word in (*words, str(draft))), refused.value
+    words = (*words, str(draft))
+    _check_refused(words, lambda: open_checkpoint(llama, speculation=_with_draft(draft)))
 
 
 def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_path, llama):

@@ -24,8 +24,9 @@ from tests.engine.test_tiers import (
     Talks,
     Told,
     ask,
+    bring,
     drawn,
-    fill_the_pool,
+    talking_rig,
 )
 from tests.support.engine_rig import Rig
 
@@ -126,7 +127,6 @@ def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name,
 def test_a_record_in_anothers_place_is_none(tmp_path):
     rig = small(tmp_path)
     ask(rig, drawn(1, 160), 1)
-    rig.run()
     rig.tiers.close()
     index = bytearray(file_of(tmp_path, "index").read_bytes())
     first, second = HEADER_BYTES, HEADER_BYTES + RECORD_BYTES
@@ -209,21 +209,6 @@ def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
     rig.assert_at_rest()
 
 
-def test_watchers_hear_of_a_page_until_no_file_has_it(tmp_path):
-    rig = small(tmp_path, file_pages=110)
-    prompt = drawn(1, 160)
-    names = set(page_names(prompt, SIZE, SHARED))
-    ask(rig, prompt)
-    told = Told(rig)
-    forgotten(rig, prompt)
-    told.check()
-    assert names <= told.names
-    fill_the_pool(rig, 200)
-    fill_the_pool(rig, 300)
-    told.check()
-    assert not names & told.names
-
-
 def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
@@ -235,11 +220,7 @@ def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
     name = page_names(prompt, SIZE, SHARED)[5]
     told.check()
     assert name in told.names
-    over: list[bool] = []
-    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
-    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: over.append(True))
-    while not over:
-        rig.tiers.poll()
+    bring(rig, prompt)
     told.check()
     assert name not in told.names
 
@@ -247,31 +228,14 @@ def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
 def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: int) -> Rig:
     """Conversations, of which one process after the other hears a part."""
     rng = random.Random(seed)
-    wide = len(windows) + (state_pages > 0)
-    rig = Rig(
-        num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
-        windows=windows,
-        state_pages=state_pages,
-        max_running_requests=rng.choice((1, 3)),
-        context_length=512,
-        swap_pages=rng.choice((0, 8)),
-        tier_pages=rng.choice((40, 90)) * wide,
-        disk_dir=path,
-        file_pages=rng.choice((60, 400)) * wide,
-        overlap_schedule=rng.random() < 0.7,
-        chunked_prefill_tokens=rng.choice((-1, 32, 100)),
-    )
+    rig = talking_rig(rng, windows, state_pages, (40, 90), (60, 400), disk_dir=path)
     said = None
     for _ in range(2):
         rig.copier.delays.extend(rng.choices((0, 0, 1, 4), k=300))
         rig.store.delays.extend(rng.choices((0, 0, 1, 6), k=300))
-        told = Told(rig)
         talks = Talks(rig, rng, left=25)
         talks.talks = talks.talks if said is None else said
-        rig.before_poll.append(talks.poll)
-        rig.run_until(lambda t=talks, r=rig: not (t.left or t.going or r.has_work))
-        told.check()
-        rig.complete()
+        talks.run()
         said, last, rig = talks.talks, rig, restarted(rig)
     return last
 

@@ -13,8 +13,9 @@ from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
 from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.specs import make_request
+from tests.support.specs import make_batch, make_request
 from tests.support.steps import Steps
+from tests.support.tapes import RepeatRecorder
 
 PAGE_SIZE = 16
 CPU = torch.device("cpu")
@@ -35,19 +36,9 @@ def table_of(
 
 def build(table: SlotTable, lengths: list[int], num_new: list[int]) -> HostBatch:
     """Rows in slots from the last one down."""
-    slots = np.arange(table.num_slots - 1, table.num_slots - 1 - len(lengths), -1, np.int32)
-    ends = np.array(lengths, np.int32)
-    new = np.array(num_new, np.int32)
-    decodes = (new == 1).all()
-    batch = ScheduleBatch(
-        step=1,
-        mode=ForwardMode.DECODE if decodes else ForwardMode.MIXED,
-        slots=slots,
-        starts=ends - new,
-        ends=ends,
-        samples=np.ones(len(lengths), np.bool_),
-    )
-    return BatchBuilder(table).build(batch)
+    slots = [table.num_slots - 1 - row for row in range(len(lengths))]
+    starts = [end - new for end, new in zip(lengths, num_new, strict=True)]
+    return BatchBuilder(table).build(make_batch(slots, starts, lengths))
 
 
 def test_the_host_knows_the_rows_before_the_decode_rows_when_tensors_are_on_a_device() -> None:
@@ -104,13 +95,10 @@ def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise(
     table = SlotTable(4, 64, PAGE_SIZE, state_pages=2)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.state[:] = [[70, 71], [80, 81], [90, 91], [60, 61]]
-    batch = ScheduleBatch(
-        step=1,
-        mode=ForwardMode.MIXED,
-        slots=np.array([0, 1, 2, 3], np.int32),
-        starts=np.array([0, 16, 16, 5], np.int32),
-        ends=np.array([9, 32, 30, 6], np.int32),
-        samples=np.ones(4, np.bool_),
+    batch = make_batch(
+        [0, 1, 2, 3],
+        [0, 16, 16, 5],
+        [9, 32, 30, 6],
         resumed=(StateCheckpoint(2, 0, np.array([0, 3], np.int32)),),
         kept=(StateCheckpoint(1, 16, np.array([4, 5], np.int32)),),
     )
@@ -140,19 +128,6 @@ def test_there_are_never_many_more_page_ids_than_pages(seed: int) -> None:
     assert made.page_ids.size <= 5 * sum(-(-length // PAGE_SIZE) for length in lengths)
 
 
-class _Repeated:
-    def __init__(self, work, output):
-        self._work, self._output = work, output
-
-    def replay(self):
-        self._output.copy_(self._work())
-
-
-def _record(work):
-    output = work().clone()
-    return _Repeated(work, output), output
-
-
 def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_path):
     """Against each request alone: page ids row after row, and padding rows behind them."""
     model = load(make_checkpoint(tmp_path), CPU, torch.float32)
@@ -172,7 +147,7 @@ def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_pa
 
     alone = generate(None, *([tokens] for tokens in prompts))
     assert generate(None, prompts) == alone
-    assert generate(_record, prompts) == alone
+    assert generate(RepeatRecorder(), prompts) == alone
 
 
 def test_the_slot_of_a_request_with_images_is_reused_by_one_without() -> None:

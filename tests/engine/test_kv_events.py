@@ -73,15 +73,12 @@ def test_a_reader_knows_the_tokens_of_every_page_in_the_tree_and_watchers_still_
     reader = Reader()
     for turn in range(60):
         if turn == 20:
-            watched.events.start()
-            watched.hear(watched.events.everything())
-        for _ in range(watched.random.randrange(8)):
-            watched.use()
+            watched.start()
+        watched.use_many(8)
         reader.read(log.take())
         assert set(reader.prompts) == watched.truth()
         if turn > 20:
-            watched.hear(watched.events.take())
-            assert watched.known == watched.truth()
+            watched.check()
     assert reader.num_cleared == 1
     for name, prompt in reader.prompts.items():
         assert name in {page_names(prompt, SIZE, each)[-1] for each in (SHARED, THEIRS)}
@@ -92,8 +89,7 @@ def test_beyond_the_limit_of_changes_everything_is_listed_again():
     watched, log = logged(1, num_pages=400, max_pages=10)
     reader = Reader()
     for _ in range(40):
-        for _ in range(watched.random.randrange(12)):
-            watched.use()
+        watched.use_many(12)
         reader.read(log.take())
         assert set(reader.prompts) == watched.truth()
     assert reader.num_cleared > 3

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
 from common.config import SpeculativeConfig
-from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
@@ -30,6 +29,7 @@ from engine.runner.rehearsal import padding
 from kernels import device
 from tests.support.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
 from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_mtp
+from tests.support.specs import make_batch
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -75,15 +75,7 @@ def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
     new, ends = np.array(rows, np.int32).T
     table = SlotTable(len(rows), 128, PAGE_SIZE, layout.windows, layout.state_pages)
     table.known[:] = ends
-    decodes = bool((new == 1).all())
-    batch = ScheduleBatch(
-        step=1,
-        mode=ForwardMode.DECODE if decodes else ForwardMode.MIXED,
-        slots=np.arange(len(rows), dtype=np.int32),
-        starts=ends - new,
-        ends=ends,
-        samples=np.ones(len(rows), np.bool_),
-    )
+    batch = make_batch(range(len(rows)), ends - new, ends)
     return BatchBuilder(table).build(batch).to(CPU)[0]
 
 

@@ -70,6 +70,11 @@ INT8 = [
 ]
 
 
+@pytest.fixture
+def form(make_form):
+    return make_form()
+
+
 def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -77,10 +82,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_a_product_is_near_the_exact_one_at_any_number_of_rows(
-    make_form, dtype, bound, biased, shape
-):
-    form = make_form()
+def test_a_product_is_near_the_exact_one_at_any_number_of_rows(form, dtype, bound, biased, shape):
     weight = drawn(*shape)
     bias = drawn(shape[0], seed=1).to(dtype) if biased else None
     linear = form.hold(Matrix(weight), bias)
@@ -93,8 +95,7 @@ def test_a_product_is_near_the_exact_one_at_any_number_of_rows(
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_rows_between_other_columns_are_read_where_they_are(make_form, dtype, bound):
-    form = make_form()
+def test_rows_between_other_columns_are_read_where_they_are(form, dtype, bound):
     linear = form.hold(Matrix(drawn(96, 64)))
     wide = drawn(5, 128, seed=2).to(dtype)
     torch.testing.assert_close(
@@ -103,8 +104,7 @@ def test_rows_between_other_columns_are_read_where_they_are(make_form, dtype, bo
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bound):
-    form = make_form()
+def test_what_is_held_does_not_change_with_what_was_stored(form, dtype, bound):
     stored, x = drawn(96, 64).to(dtype), drawn(3, 64, seed=2).to(dtype)
     linear = form.hold(Matrix(stored))
     before = linear.apply(x)
@@ -113,16 +113,14 @@ def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bou
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_the_bytes_that_are_told_are_those_that_are_taken(make_form, dtype, bound):
-    form = make_form()
+def test_the_bytes_that_are_told_are_those_that_are_taken(form, dtype, bound):
     for rows, columns in SHAPES:
         assert nbytes(form.hold(Matrix(drawn(rows, columns)))) == form.num_bytes(rows, columns)
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_experts_are_near_their_exact_sum_at_any_number_of_rows(make_form, dtype, bound):
+def test_experts_are_near_their_exact_sum_at_any_number_of_rows(form, dtype, bound):
     """In stacks or each by itself; nobody may want an expert, or all the same one."""
-    form = make_form()
     count, hidden, inner, k = 5, 96, 64, 2
     stored = [
         (drawn(2 * inner, hidden, seed=2 * n) / 9, drawn(hidden, inner, seed=2 * n + 1) / 8)
@@ -173,8 +171,7 @@ def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(make_form):
-    form = make_form()
+def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
     linear = form.hold(Matrix(drawn(384, 128)), drawn(384, seed=1))
     x = drawn(40, 128, seed=2) * torch.logspace(-6, 6, 40)[:, None]
     together = linear.apply(x)
@@ -183,9 +180,8 @@ def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(make_form
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_rows_and_channels_in_int8_have_scales_of_their_own(make_form):
+def test_rows_and_channels_in_int8_have_scales_of_their_own(form):
     """Large ones take nothing from the precision of small ones beside them."""
-    form = make_form()
     sizes = torch.logspace(-4, 4, 12)
     weight, x = drawn(12, 256) * sizes[:, None], drawn(12, 256, seed=2) * sizes[:, None]
     exact = x @ weight.T
@@ -194,16 +190,14 @@ def test_rows_and_channels_in_int8_have_scales_of_their_own(make_form):
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_a_row_of_zeros_in_int8_gives_the_bias(make_form):
-    form = make_form()
+def test_a_row_of_zeros_in_int8_gives_the_bias(form):
     bias = drawn(96, seed=1)
     linear = form.hold(Matrix(torch.cat([drawn(95, 64), torch.zeros(1, 64)])), bias)
     assert torch.equal(linear.apply(torch.zeros(2, 64)), bias.expand(2, -1))
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_a_large_matrix_is_quantised_as_its_channels_are_alone(make_form):
-    form = make_form()
+def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
     weight, x = drawn(3000, 2048), drawn(2, 2048, seed=2)
     linear = form.hold(Matrix(weight))
     for rows in (slice(0, 5), slice(2040, 2056), slice(2990, 3000)):

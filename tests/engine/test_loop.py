@@ -436,13 +436,10 @@ def test_the_watchdog_looks_from_a_thread_of_its_own():
 
 
 def test_a_group_of_layers_counts_as_its_share_of_the_forward():
-    now = FakeClock()
-    clock = StepClock(now)
+    clock = TimedClock()
     forward = replace(_batch(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([40]))
     for layers, seconds in ((LayerGroup(0, 2, 8), 0.5), (LayerGroup(2, 8, 8), 1.5)):
-        clock.launched(replace(forward, layers=layers))
-        now.now += seconds
-        clock.finished()
+        clock.step(replace(forward, layers=layers), seconds)
     assert clock.prefill.token_s() == pytest.approx(2.0 / 40)
     whole = replace(forward, mode=ForwardMode.EXTEND)
     assert clock.allowed_s(whole) == pytest.approx(PATIENCE * 2.0)
@@ -452,14 +449,11 @@ def test_a_group_of_layers_counts_as_its_share_of_the_forward():
 
 
 def test_a_dropped_forward_says_nothing_about_the_time_of_prompts():
-    now = FakeClock()
-    clock = StepClock(now)
+    clock = TimedClock()
     dropped = replace(
         _batch(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([0]), layers=LayerGroup(2, 2, 8)
     )
-    clock.launched(dropped)
-    now.now += 3.0
-    clock.finished()
+    clock.step(dropped, 3.0)
     assert clock.prefill.token_s() is None
     assert sum(clock.meter.distributions()["step_seconds/split"].counts) == 0
 
@@ -473,13 +467,10 @@ def test_short_prompts_hardly_change_the_time_of_a_token():
 
 
 def test_a_step_may_take_as_long_as_on_the_other_nodes_of_a_group():
-    now = FakeClock()
-    clock = StepClock(now)
+    clock = TimedClock()
     clock.launched(replace(_batch(1, ForwardMode.IDLE), slots=ints([])))
-    now.now += 3.0
-    assert clock.reading.late_s(now()) == 3.0
+    assert clock.late_s(3.0) == 3.0
     clock.others_allow_s = 2.0
-    assert clock.reading.late_s(now()) == 1.0
+    assert clock.late_s() == 1.0
     clock.finished()
-    now.now += 1.0
-    assert clock.reading.late_s(now()) == 1.0
+    assert clock.late_s(1.0) == 1.0

@@ -1,7 +1,7 @@
 """Nodes that share the experts of a model answer like one node that has all of them."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,7 +14,6 @@ from common.config import EngineConfig, ParallelConfig, SpeculativeConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition
 from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
-from engine.batch.request import Request
 from engine.load import check_group
 from engine.models import open_checkpoint
 from engine.ranks import Share
@@ -22,8 +21,8 @@ from engine.ranks.expert_exchange import ExpertExchange
 from engine.scheduler.next_rows import MAX_PASSES
 from node.control.operations import EngineOperations
 from node.messages import PrepareWeights, PutWeights, ReleaseMemory, TakeWeights
-from tests.engine.test_parallel_engine import Serving, config_of
-from tests.engine.test_second_rank import EVERY_SAMPLING, prompt, sampled
+from tests.engine.scheduler_role import EVERY_SAMPLING, config_of, prompt, sampled
+from tests.engine.test_parallel_engine import Serving
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU
 from tests.support.group_nodes import GroupNode, running
@@ -31,41 +30,33 @@ from tests.support.specs import make_request
 from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_models import make_tiny
 
-Requests = Sequence[Callable[[int], Request]]  # by key
+Requests = Sequence[tuple[list[int], SamplingParams]]
 
 
-def asks(length: int, seed: int, **sampling: Any) -> Callable[[int], Request]:
-    """Return a request for a key. The chunks of prompts have 32 tokens."""
-    return partial(_request, prompt(length, seed), sampled(**sampling))
-
-
-def _request(tokens: list[int], sampling: SamplingParams, key: int) -> Request:
-    return make_request(tokens, key=key, sampling=sampling)
+def asks(length: int, seed: int, **sampling: Any) -> tuple[list[int], SamplingParams]:
+    """Return a prompt, whose chunks have 32 tokens, and its sampling."""
+    return prompt(length, seed), sampled(**sampling)
 
 
 def every_sampling(seed: int) -> Requests:
-    return [
-        partial(_request, prompt(5 + 16 * n, seed + n), sampling)
-        for n, sampling in enumerate(EVERY_SAMPLING)
-    ]
+    return [(prompt(5 + 16 * n, seed + n), each) for n, each in enumerate(EVERY_SAMPLING)]
 
 
 def answers_of_one(config: EngineConfig, requests: Requests) -> dict[int, list[int]]:
-    serving = Serving(config)
-    try:
-        for key, make in enumerate(requests, start=1):
-            request = make(key)
-            serving.engine.adapters.hold(request)
-            assert serving.engine.adapters.take_slot(request)
-            serving.scheduler.add(request)
+    with contextlib.closing(Serving(config)) as serving:
+        for tokens, sampling in requests:
+            serving.add(tokens, sampling=sampling)
         serving.run()
         return dict(serving.answers)
-    finally:
-        serving.close()
 
 
 def submit(node: GroupNode, requests: Requests) -> None:
-    node.add(*(make(key) for key, make in enumerate(requests, start=1)))
+    node.add(
+        *(
+            make_request(tokens, key=key, sampling=sampling)
+            for key, (tokens, sampling) in enumerate(requests, start=1)
+        )
+    )
 
 
 BUSY: Sequence[Requests] = (every_sampling(0), [asks(90, 20), asks(40, 21), asks(3, 22)])
@@ -153,29 +144,30 @@ def test_a_node_has_its_part_of_the_experts_and_all_other_weights(tmp_path: Path
     assert parts == [whole - experts + experts // 4] * 4
 
 
-def test_experts_that_nodes_cannot_divide_are_refused(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
-    with pytest.raises(ConfigError, match=r"dp: 3 nodes cannot have equal parts of 8 experts"):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(exchange=ExpertExchange(0, 3)))
-
-
 @pytest.mark.parametrize(
-    ("make", "backend", "reason"),
+    ("make", "backend", "size", "reason"),
     [
-        (lambda root: make_checkpoint(root, "qwen3"), "auto", "the model has no experts"),
+        (
+            lambda root: make_checkpoint(root, "qwen3_moe"),
+            "auto",
+            3,
+            "3 nodes cannot have equal parts of 8 experts",
+        ),
+        (lambda root: make_checkpoint(root, "qwen3"), "auto", 2, "the model has no experts"),
         (
             lambda root: make_tiny(root, "olmoe"),
             "transformers",
+            2,
             "Olmoe.* runs on the Transformers library",
         ),
     ],
 )
-def test_models_that_share_no_experts_are_refused(
-    make: Any, backend: Any, reason: str, tmp_path: Path
+def test_models_that_nodes_cannot_share_are_refused(
+    make: Any, backend: Any, size: int, reason: str, tmp_path: Path
 ) -> None:
     servable = open_checkpoint(make(tmp_path), backend)
     with pytest.raises(ConfigError, match=rf"engine\.parallel\.dp: .*{reason}"):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(exchange=ExpertExchange(0, 2)))
+        servable.weight_bytes(CPU, torch.float32, "none", Share(exchange=ExpertExchange(0, size)))
 
 
 @pytest.mark.parametrize(

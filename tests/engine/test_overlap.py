@@ -87,15 +87,13 @@ def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after)
     wrong tokens."""
     rig = Rig(num_pages=2, vandal=False, eos=EOS, prefix_cache=False)
     ending = rig.add(_eos_prompt(rig, after), max_tokens=100)
-    while ending.key not in rig.finished:
-        rig.step()
+    rig.run_until(lambda: ending.key in rig.finished)
     assert rig.in_flight is not None
     assert rig.runner.num_done == len(rig.runner.batches) - 1
     prompt = [3] * 31
     first = rig.expected(rig.request(prompt, 9))[0][0]
     landing = rig.request(prompt, 2, generated=[first], ignore_eos=True)
-    while not rig.land(landing):
-        rig.step()
+    rig.run_until(lambda: rig.land(landing))
     rig.step()
     rig.join_landed()
     rig.run()
@@ -110,8 +108,7 @@ def test_a_slot_is_not_reused_while_a_forward_has_it():
     prompt = _eos_prompt(rig, 3)
     ending = rig.add(prompt, max_tokens=100)
     following = rig.add([9, 9], max_tokens=4, ignore_eos=True)
-    while ending.key not in rig.finished:
-        rig.step()
+    rig.run_until(lambda: ending.key in rig.finished)
     assert following.slot is None
     rig.run()
     for request in (ending, following):

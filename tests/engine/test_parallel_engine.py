@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,14 +26,10 @@ from safetensors.torch import save_file
 
 from common import logs
 from common.config import (
-    CacheConfig,
     EngineConfig,
     InputEmbeddingsConfig,
-    LoraConfig,
     OffloadConfig,
-    ParallelConfig,
     RoutedExpertsConfig,
-    SchedulerConfig,
 )
 from common.errors import ConfigError, InvalidRequest
 from common.process.polling import poll_ready
@@ -49,17 +45,28 @@ from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, PingTimer
 from engine.runner.stream import WorkerStream
-from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
+from tests.engine.scheduler_role import (
+    EVERY_SAMPLING,
+    NUM_PAGES,
+    Make,
+    SchedulerRole,
+    adapted,
+    config_of,
+    drafted,
+    plain,
+    prompt,
+    sampled,
+    serve_adapters,
+    serve_text,
+)
+from tests.engine.test_built_files import bring_four_pages, poll_until
 from tests.support import fork_server
-from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_hybrid_mtp, make_mtp
 from tests.support.measuring_follower import FREE_BYTES
-from tests.support.specs import make_request
 from tests.support.tiny_models import make_tiny
 from tests.support.vision import SQUARE, make_vision_checkpoint, picture, with_images
 
-NUM_PAGES = 26
 FOLLOWER = "node.follower"
 PATIENCE_S = 120.0
 
@@ -70,75 +77,50 @@ def forked_followers() -> Iterator[None]:
         yield
 
 
-def config_of(tp: int = 1, num_pages: int = NUM_PAGES, **fields: Any) -> EngineConfig:
-    parallel = fields.pop("parallel", {})
-    return EngineConfig(
-        **{"device": "cpu", "dtype": "float32", "threads": 1, "cpu_kernels": "off", **fields},
-        parallel=ParallelConfig(tp=tp, **parallel),
-        cache=CacheConfig(num_pages=num_pages, swap_pages=2 * num_pages),
-        scheduler=SchedulerConfig(
-            chunked_prefill_tokens=32,
-            max_running_requests=12,
-            new_token_ratio=0.05,
-            min_new_token_ratio=0.01,
-        ),
-    )
-
-
-class Serving:
-    """A role that has nothing but a scheduler, and collects the tokens of its requests."""
+class Serving(SchedulerRole):
+    """A role that has nothing but a scheduler, and collects the results of its requests."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.answers: dict[int, list[int]] = defaultdict(list)
-        self.vectors: list[Any] = []
+        super().__init__()
         self.experts: dict[tuple[int, str], bytes] = defaultdict(bytes)  # of prompts and of tokens
         self.retracted = 0
-        self._added = 0
         self._drive(build(config, FOLLOWER), config)
 
     def _drive(self, engine: Engine, config: EngineConfig) -> None:
-        self.engine = engine
-        self.scheduler = engine.scheduler(config, lambda request, holding: None)
+        self.use(engine, config)
         balancer = engine.balancer
         role = self if balancer is None else RebalancingRole(self, balancer)
         self._loop = EventLoop(role, engine.runner)
+
+    @property
+    def followers(self) -> Followers:
+        followers = self.engine.loaded.followers
+        assert followers is not None
+        return followers
 
     def equip(self, config: EngineConfig) -> None:
         """Take the parts of another role."""
         self._drive(self.engine.equipped(config), config)
         self.engine.equip_followers()
 
-    def poll(self) -> None:
-        pass
-
     def next_batch(self) -> Any:
-        batch = self.scheduler.next_batch()
+        batch = super().next_batch()
         self.retracted += batch is not None and batch.swap_out is not None
         return batch
 
     def finish(self, batch: Any, result: Any) -> None:
-        outcome = self.scheduler.finish(batch, result)
-        for key, token in zip(outcome.requests, outcome.tokens, strict=True):
-            self.answers[int(key)].append(int(token))
+        outcome = super().finish(batch, result)
         for chunk in outcome.chunks:
             if chunk.prompt_logprobs is not None:
                 self.experts[chunk.request.key, "prompt"] += chunk.prompt_logprobs.routed_experts
         for (_, number), logprobs in outcome.logprobs:
             self.experts[number, "tokens"] += logprobs.routed_experts
-        for finished in outcome.finished:
-            assert not finished.finish.error
-            self.engine.adapters.release(finished.request.key)
 
-    def idle(self) -> None:
-        pass
-
-    def add(self, tokens: Sequence[int], *, adapter: str = "", **options: Any) -> None:
-        self._added += 1
-        named = {"adapter": self.engine.adapters.library.names()[adapter]} if adapter else {}
-        request = make_request(tokens, key=self._added, **named, **options)
-        self.engine.adapters.hold(request)
-        assert self.engine.adapters.take_slot(request)
-        self.scheduler.add(request)
+    def answer(self, length: int) -> list[int]:
+        """Return the tokens after a prompt of this length."""
+        self.add(prompt(length), sampling=sampled())
+        self.run()
+        return self.answers[self.added]
 
     def run(self) -> None:
         in_flight = None
@@ -149,29 +131,24 @@ class Serving:
         self.engine.close()
 
 
-def serve_text(serving: Serving) -> None:
-    """Requests with every kind of sampling, then more tokens than the pages have room for."""
-    for number, sampling in enumerate(EVERY_SAMPLING):
-        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
-        pooling = EVERY_POOLING[number % len(EVERY_POOLING)]
-        serving.add(prompt(20, number), sampling=sampled(max_tokens=1), pooling=pooling)
-    serving.run()
-    for number in range(8):
-        serving.add(prompt(10, number), sampling=sampled(max_tokens=70, ignore_eos=True))
-    serving.run()
+def serve_and_retract(serving: Serving) -> None:
+    serve_text(serving, pooled=True)
     assert serving.retracted
 
 
 def serve_two(serving: Serving) -> None:
     for number in range(2):
-        serving.add(prompt(20 + 30 * number, number), sampling=sampled(max_tokens=20))
+        serving.add(
+            prompt(20 + 30 * number, number),
+            sampling=sampled(max_tokens=20, temperature=0.9 * number),
+        )
     serving.run()
 
 
 def serve_again(serving: Serving) -> None:
     """Requests that continue from the prefix cache."""
-    serve_text(serving)
-    serve_text(serving)
+    serve_and_retract(serving)
+    serve_and_retract(serving)
 
 
 def serve_images(serving: Serving, rows: int = 3, columns: int = 5) -> None:
@@ -183,47 +160,40 @@ def serve_images(serving: Serving, rows: int = 3, columns: int = 5) -> None:
 
 
 def answers(config: EngineConfig, serve: Any) -> dict[int, list[int]]:
-    serving = Serving(config)
-    try:
+    with contextlib.closing(Serving(config)) as serving:
         serve(serving)
         return serving.answers
-    finally:
-        serving.close()
 
 
-def adapted(root: Path) -> dict[str, Any]:
-    model = make_checkpoint(root / "model")
-    for seed, name in enumerate("abc"):
-        make_adapter(root / "shelf" / name, reference_model(model), seed=seed)
-    lora = LoraConfig(adapter_dir=root / "shelf", max_loras=2, preload=("a", "b"))
-    return {"model": str(model), "lora": lora}
-
-
-def serve_adapters(serving: Serving) -> None:
+def serve_and_load_adapters(serving: Serving) -> None:
     """More adapters than slots, of which one comes late and one is loaded twice."""
     loads = {
         name: serving.engine.loader.load(name, path) for name, path in (("d", "a"), ("c", "c"))
     }
     while not all(load.done() for load in loads.values()):
         serving.engine.loader.poll()
-    for names in (("a", "", "b"), ("c", "a", ""), ("d",)):
-        for number, name in enumerate(names):
-            serving.add(prompt(20 + number, number), adapter=name, sampling=EVERY_SAMPLING[number])
-        serving.run()
+    serve_adapters(serving)
+    serving.add(prompt(20), adapter="d", sampling=sampled())
+    serving.run()
     assert serving.engine.loader.unload("d")
     serving.add(prompt(20), adapter="a", sampling=sampled())
     serving.run()
 
 
-def plain(*arguments: Any, **fields: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda root: {"model": str(make_checkpoint(root, *arguments)), **fields}
+def two_ranks(root: Path, **fields: Any) -> "contextlib.closing[Serving]":
+    config = config_of(2, model=str(make_checkpoint(root)), **fields)
+    return contextlib.closing(Serving(config))
 
 
-def borrowed(kind: str) -> Callable[[Path], dict[str, Any]]:
+def configured(make: Make, **fields: Any) -> Make:
+    return lambda root: {**make(root), **fields}
+
+
+def borrowed(kind: str) -> Make:
     return lambda root: {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
 
 
-def seeing(**fields: Any) -> Callable[[Path], dict[str, Any]]:
+def seeing(**fields: Any) -> Make:
     return lambda root: {"model": str(make_vision_checkpoint(root, **fields))}
 
 
@@ -245,14 +215,21 @@ def serve_given(serving: Serving) -> None:
 
 # Further families and drafters: test_shares.py in threads, test_second_rank.py from bytes.
 QUICK = {"dense"}
-CASES: dict[str, tuple[int, Callable[[Path], dict[str, Any]], int, Any]] = {
-    "dense": (2, plain(), NUM_PAGES, serve_text),
-    "drafts": (2, drafted("ngram", "llama"), NUM_PAGES, serve_text),
-    "four ranks": (4, plain("qwen3"), NUM_PAGES, serve_again),
-    "whole experts": (4, plain("qwen2_moe", parallel={"experts": "ep"}), NUM_PAGES, serve_text),
-    "latents": (2, drafted("mtp", "deepseek_v3", make_mtp), NUM_PAGES, serve_text),
+EP = {"experts": "ep"}
+CASES: dict[str, tuple[int, Make, int, Any]] = {
+    "dense": (2, plain(), NUM_PAGES, serve_and_retract),
+    "drafts": (2, drafted("ngram", "llama"), NUM_PAGES, serve_and_retract),
+    "four ranks": (4, plain(), NUM_PAGES, serve_again),
+    "gloo": (2, configured(plain(), parallel={"collectives": "gloo"}), NUM_PAGES, serve_two),
+    "whole experts": (
+        4,
+        configured(plain("qwen2_moe"), parallel=EP),
+        NUM_PAGES,
+        serve_and_retract,
+    ),
+    "latents": (2, drafted("mtp", "deepseek_v3", make_mtp), NUM_PAGES, serve_and_retract),
     "states": (2, drafted("mtp", "qwen3_5_text", make_hybrid_mtp), 44, serve_again),
-    "adapters": (2, adapted, NUM_PAGES, serve_adapters),
+    "adapters": (2, adapted("a", "b"), NUM_PAGES, serve_and_load_adapters),
     "input embeddings": (2, given, 40, serve_given),
     "transformers": (2, borrowed("granite"), NUM_PAGES, serve_two),
     "transformers, whole KV": (2, borrowed("olmo2"), NUM_PAGES, serve_again),
@@ -277,25 +254,33 @@ def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None
     assert one and answers(config_of(tp, num_pages, **fields), serve) == one
 
 
+def five(architecture: str = "qwen3", **fields: Any) -> Make:
+    return configured(plain(architecture, num_hidden_layers=5), **fields)
+
+
+# By the name of the case: ranks of a stage, model, pages, and requests.
+STAGED: dict[str, tuple[int, Make, int, Any]] = {
+    "dense": (1, five(), NUM_PAGES, serve_again),
+    "compiled": (1, five(cpu_kernels="auto"), NUM_PAGES, serve_again),
+    "windows, two ranks": (2, five("gemma2"), 40, serve_again),
+    "latents": (1, five("deepseek_v3"), NUM_PAGES, serve_again),
+    "whole experts": (2, five("qwen3_moe", parallel=EP), NUM_PAGES, serve_again),
+    "gloo": (1, five(parallel={"collectives": "gloo"}), NUM_PAGES, serve_again),
+    "images": (1, seeing(model_type="qwen3_vl", num_hidden_layers=5), NUM_PAGES, serve_images),
+    "input embeddings": (1, given, 40, serve_given),
+}
+
+
 @pytest.mark.parametrize(
-    ("tp", "architecture", "fields"),
-    [
-        (1, "qwen3", {}),
-        pytest.param(1, "qwen3", {"cpu_kernels": "auto"}, marks=pytest.mark.long),
-        pytest.param(2, "gemma2", {"num_pages": 40}, marks=pytest.mark.long),
-        pytest.param(1, "deepseek_v3", {}, marks=pytest.mark.long),
-        pytest.param(2, "qwen3_moe", {"parallel": {"experts": "ep"}}, marks=pytest.mark.long),
-        pytest.param(1, "qwen3", {"parallel": {"collectives": "gloo"}}, marks=pytest.mark.long),
-    ],
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in STAGED],
 )
-def test_two_stages_have_the_tokens_of_one_rank(
-    tp: int, architecture: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
-    model = str(make_checkpoint(tmp_path, architecture, num_hidden_layers=5))
-    one = {key: value for key, value in fields.items() if key != "parallel"}
-    expected = answers(config_of(1, model=model, **one), serve_again)
+def test_two_stages_have_the_tokens_of_one_rank(name: str, tmp_path: Path) -> None:
+    tp, make, num_pages, serve = STAGED[name]
+    fields = make(tmp_path)
     parallel = {**fields.pop("parallel", {}), "pp": 2}
-    assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
+    expected = answers(config_of(1, num_pages, **fields), serve)
+    assert answers(config_of(tp, num_pages, parallel=parallel, **fields), serve) == expected
 
 
 # Seen failing with the experts of the newest forward, and without those of the last stage.
@@ -309,37 +294,17 @@ def test_two_stages_return_the_experts_of_all_layers(tp: int, tmp_path: Path) ->
 
     def found(tp: int, **parallel: int) -> tuple[Any, Any]:
         config = config_of(tp, 40, model=model, routed_experts=returned, parallel=parallel)
-        serving = Serving(config)
-        try:
+        with contextlib.closing(Serving(config)) as serving:
             for number, length in enumerate((5, 100, 70)):
                 serving.add(prompt(length, number), sampling=sampled(prompt_logprobs=0, **asked))
                 serving.add(prompt(length, number), sampling=sampled())
             serving.run()
             return serving.answers, serving.experts
-        finally:
-            serving.close()
 
     one = found(1)
     experts = one[1]
     assert len(experts) == 6 and all(any(each) for each in experts.values())
     assert found(tp, pp=2) == one
-
-
-@pytest.mark.long
-def test_a_stage_without_experts_is_refused(tmp_path: Path) -> None:
-    fields = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
-    model = str(make_checkpoint(tmp_path, "deepseek_v3", **fields))
-    returned = RoutedExpertsConfig(enabled=True)
-    with pytest.raises(ConfigError, match="the layers of one stage have no experts"):
-        build(config_of(1, model=model, routed_experts=returned, parallel={"pp": 2}), FOLLOWER)
-
-
-@pytest.mark.long
-def test_two_stages_of_a_model_with_images(tmp_path: Path) -> None:
-    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl", num_hidden_layers=5)
-    expected = answers(config_of(1, model=str(directory)), serve_images)
-    stages = config_of(1, model=str(directory), parallel={"pp": 2})
-    assert answers(stages, serve_images) == expected
 
 
 @pytest.mark.long
@@ -360,16 +325,9 @@ def test_a_state_may_need_more_pages_in_one_stage_than_in_the_other(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_two_stages_have_the_tokens_of_one_rank_for_input_embeddings(tmp_path: Path) -> None:
-    fields = given(tmp_path)
-    expected = answers(config_of(1, 40, **fields), serve_given)
-    assert answers(config_of(1, 40, parallel={"pp": 2}, **fields), serve_given) == expected
-
-
-@pytest.mark.long
 def test_two_stages_with_adapters_have_the_tokens_of_one_rank(tmp_path: Path) -> None:
     """Each stage has its layers of an adapter, and refuses those that are unknown to it."""
-    fields = adapted(tmp_path)
+    fields = adapted("a", "b")(tmp_path)
     extra = tmp_path / "shelf" / "extra"
     shutil.copytree(tmp_path / "shelf" / "a", extra)
     layer = reference_model(tmp_path / "model").config.num_hidden_layers - 1
@@ -378,10 +336,10 @@ def test_two_stages_with_adapters_have_the_tokens_of_one_rank(tmp_path: Path) ->
     for name in [each for each in tensors if f"layers.{layer}.mlp.up_proj" in each]:
         tensors[name.replace("up_proj", "other")] = tensors.pop(name)
     save_file(tensors, extra / WEIGHTS)
-    expected = answers(config_of(1, **fields), serve_adapters)
+    expected = answers(config_of(1, **fields), serve_and_load_adapters)
 
     def serve(serving: Serving) -> None:
-        serve_adapters(serving)
+        serve_and_load_adapters(serving)
         load = serving.engine.loader.load("extra", "extra")
         while not load.done():
             serving.engine.loader.poll()
@@ -391,28 +349,10 @@ def test_two_stages_with_adapters_have_the_tokens_of_one_rank(tmp_path: Path) ->
     assert answers(config_of(1, parallel={"pp": 2}, **fields), serve) == expected
 
 
-def test_features_of_images_must_be_added_in_the_first_stage(tmp_path: Path) -> None:
-    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl")
-    with pytest.raises(ConfigError, match="the first 2 of 3 layers"):
-        build(config_of(1, model=str(directory), parallel={"pp": 2}))
-
-
-@pytest.mark.long
-def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
-    model = str(make_checkpoint(tmp_path))
-
-    def serve(serving: Serving) -> None:
-        serving.add(prompt(40), sampling=sampled(temperature=0.9))
-        serving.run()
-
-    one = answers(config_of(1, model=model), serve)
-    assert answers(config_of(2, model=model, parallel={"collectives": "gloo"}), serve) == one
-
-
 def answer_text(end: Connection, config: EngineConfig) -> None:
-    """Send the tokens of serve_text, and wait to be killed: NCCL may not end before its graphs."""
+    """Send tokens, and wait to be killed: NCCL may not end before its graphs."""
     serving = Serving(config)
-    serve_text(serving)
+    serve_and_retract(serving)
     end.send(dict(serving.answers))
     end.recv()
 
@@ -441,82 +381,63 @@ def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
     config = config_of(2, model=str(make_checkpoint(tmp_path)))
-    followers = Followers(config, "tests.support.measuring_follower")
-    try:
+    with contextlib.closing(Followers(config, "tests.support.measuring_follower")) as followers:
         followers.loaded()
         half = FREE_BYTES // 2
         assert followers.free_bytes == half
         followers.measure(half)
         num_slots, chunk, graphs = 12, 32, 1
         assert followers.measured() == half - num_slots - chunk - graphs
-    finally:
-        followers.close()
 
 
 @pytest.mark.long
 def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
-    one, two = Serving(config_of(1, model=model)), Serving(config_of(2, model=model))
-    try:
+    with contextlib.ExitStack() as exits:
+        one, two = (
+            exits.enter_context(contextlib.closing(Serving(config_of(tp, model=model))))
+            for tp in (1, 2)
+        )
         assert 2 * two.engine.shape.layout.page_bytes == one.engine.shape.layout.page_bytes
         assert two.engine.fingerprint == one.engine.fingerprint
         for serving in (one, two):
-            serving.add(prompt(40), sampling=sampled())
-            serving.run()
+            serving.answer(40)
         ours, whole = two.engine.pool, one.engine.pool
         assert np.isfinite(ours.layers[0].float()[0].numpy()).all()
         assert ours.layers[0].shape[1] * 2 == whole.layers[0].shape[1]
-    finally:
-        one.close()
-        two.close()
 
 
 @pytest.mark.long
 def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
-    followers = serving.engine.loaded.followers
-    assert followers is not None
     pages = np.arange(NUM_PAGES, dtype=np.int32)
-
-    def answer() -> list[int]:
-        serving.add(prompt(90), sampling=sampled())
-        serving.run()
-        return serving.answers[len(serving.answers)]
-
-    try:
-        expected, empty = answer(), NUM_PAGES + pages
-        lose_pages = CopyPages(False, pages.tobytes(), empty.tobytes())
-        serving.engine.backend.copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
-        assert followers.ask(lose_pages).result(PATIENCE_S) == [b""]
-        assert answer() != expected  # it continues from the prefix cache
+    with two_ranks(tmp_path) as serving:
+        copier, expected = serving.engine.backend.copier, serving.answer(90)
+        lose_pages = CopyPages(False, pages.tobytes(), (NUM_PAGES + pages).tobytes())
+        copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        assert serving.followers.ask(lose_pages).result(PATIENCE_S) == [b""]
+        assert serving.answer(90) != expected  # it continues from the prefix cache
         told = threading.Event()
-        serving.engine.backend.copier.notify = told.set
-        copy = serving.engine.backend.copier.bring(PageCopies(pages, pages))
+        copier.notify = told.set
+        copy = copier.bring(PageCopies(pages, pages))
         assert told.wait(PATIENCE_S) and copy.done
-        assert answer() == expected
-    finally:
-        serving.close()
+        assert serving.answer(90) == expected
 
 
 @pytest.mark.long
 def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path) -> None:
-    serving = Serving(config_of(2, **adapted(tmp_path)))
-    try:
+    config = config_of(2, **adapted("a", "b")(tmp_path))
+    with contextlib.closing(Serving(config)) as serving:
         load = serving.engine.loader.load("e", "nowhere")
         while not load.done():
             serving.engine.loader.poll()
         assert "nowhere" in str(load.exception())
-        followers = serving.engine.loaded.followers
-        assert followers is not None
-        asked = followers.ask(ReadAdapter(99, "nowhere"))
+        asked = serving.followers.ask(ReadAdapter(99, "nowhere"))
         with pytest.raises(JobFailed, match=r"lora_path: .*nowhere"):
             asked.result(PATIENCE_S)
-        dropped = followers.ask(DropAdapter(99))
+        dropped = serving.followers.ask(DropAdapter(99))
         assert dropped.result(PATIENCE_S) == [b""]
         serving.add(prompt(20), adapter="a", sampling=sampled())
         serving.run()
-    finally:
-        serving.close()
 
 
 def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() -> None:
@@ -564,12 +485,9 @@ def test_a_process_that_was_stopped_does_not_take_others_for_late() -> None:
 
 @pytest.mark.long
 def test_every_rank_reports_its_memory_and_how_far_it_is(tmp_path: Path) -> None:
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
-    followers = serving.engine.loaded.followers
-    assert followers is not None
-    try:
-        serving.add(prompt(40), sampling=sampled())
-        serving.run()
+    with two_ranks(tmp_path) as serving:
+        serving.answer(40)
+        followers = serving.followers
         (pid,) = followers.pids
         deadline = time.monotonic() + PATIENCE_S
         while (state := followers.states().get(1)) is None or state.steps_behind:
@@ -579,8 +497,6 @@ def test_every_rank_reports_its_memory_and_how_far_it_is(tmp_path: Path) -> None
         assert followers.states()[0].memory_bytes == pytest.approx(resident(os.getpid()), rel=0.2)
         assert followers.states()[0].steps_behind == 0
         assert followers.steps_sent == followers.steps_done > 0
-    finally:
-        serving.close()
 
 
 def resident(pid: int) -> int:
@@ -597,8 +513,7 @@ def be_rank_zero(config: str) -> None:
         serving = Serving(EngineConfig.model_validate_json(config))
     print(*serving.engine.follower_pids, flush=True)
     while sys.stdin.readline():
-        serving.add(prompt(40), sampling=sampled())
-        serving.run()
+        serving.answer(40)
 
 
 class RankZero:
@@ -630,14 +545,9 @@ class RankZero:
         os.close(self._pidfd)
 
 
-@contextlib.contextmanager
-def rank_zero(root: Path, **parallel: Any) -> Iterator[RankZero]:
+def rank_zero(root: Path, **parallel: Any) -> "contextlib.closing[RankZero]":
     config = config_of(2, model=str(make_checkpoint(root)), parallel=parallel)
-    running = RankZero(config, root / "errors")
-    try:
-        yield running
-    finally:
-        running.close()
+    return contextlib.closing(RankZero(config, root / "errors"))
 
 
 @pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.long), "rank 1"])
@@ -702,26 +612,38 @@ def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None
     assert "ranks do not reply" in errors and "ranks=1 " in errors
 
 
-@pytest.mark.long
-def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
-    model = str(make_checkpoint(tmp_path))
-    with pytest.raises(ConfigError, match="3 ranks cannot have equal parts of"):
-        build(config_of(3, model=model), FOLLOWER)
+def staged(make: Make, **fields: Any) -> Make:
+    return configured(make, parallel={"pp": 2}, **fields)
 
 
-def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"OPTForCausalLM .* 2 ranks: transformers has no tensor-parallel plan"
-    ):
-        build(config_of(2, **borrowed("opt")(tmp_path)), FOLLOWER)
-
-
-def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
-    def refused(fields: dict[str, Any], why: str) -> None:
-        with pytest.raises(ConfigError, match=why):
-            build(config_of(1, parallel={"pp": 2}, **fields), FOLLOWER)
-
-    refused(drafted("ngram", "llama")(tmp_path / "a"), r"speculative\.method: ngram .*pp 2")
+@pytest.mark.parametrize(
+    "tp, make, why",
+    [
+        pytest.param(3, plain(), "3 ranks cannot have equal parts of", marks=pytest.mark.long),
+        (
+            2,
+            borrowed("opt"),
+            r"OPTForCausalLM .* 2 ranks: transformers has no tensor-parallel plan",
+        ),
+        (1, staged(drafted("ngram", "llama")), r"speculative\.method: ngram .*pp 2"),
+        (1, staged(seeing(model_type="qwen3_vl")), "the first 2 of 3 layers"),
+        pytest.param(
+            1,
+            staged(
+                plain("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=2),
+                routed_experts=RoutedExpertsConfig(enabled=True),
+            ),
+            "the layers of one stage have no experts",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["ranks", "class", "drafts in stages", "images in stages", "experts in stages"],
+)
+def test_what_ranks_and_stages_do_not_support_is_refused_by_name(
+    tp: int, make: Make, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        build(config_of(tp, **make(tmp_path)), FOLLOWER)
 
 
 REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}
@@ -742,19 +664,16 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
 
     def answer(serving: Serving) -> list[int]:
         serving.engine.cache.flush()
-        serving.add(prompt(40), sampling=sampled())
-        serving.run()
-        return serving.answers[len(serving.answers)]
+        return serving.answer(40)
 
     expected = []
     for model in (first, second):
-        one = Serving(config_of(1, model=str(model)))
-        expected.append(answer(one))
-        one.close()
+        with contextlib.closing(Serving(config_of(1, model=str(model)))) as one:
+            expected.append(answer(one))
     assert expected[0] != expected[1]
-    serving = Serving(config_of(tp, model=str(first), weights_dir=root, parallel=parallel))
-    weights = serving.engine.weights
-    try:
+    config = config_of(tp, model=str(first), weights_dir=root, parallel=parallel)
+    with contextlib.closing(Serving(config)) as serving:
+        weights = serving.engine.weights
         assert answer(serving) == expected[0]
         weights.put(weights.prepare("b").result(PATIENCE_S)).result(PATIENCE_S)
         assert answer(serving) == expected[1]
@@ -771,8 +690,6 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         assert answer(serving) == expected[0]
         if (balancer := serving.engine.balancer) is not None:
             assert balancer.num_moved > 0
-    finally:
-        serving.close()
 
 
 @pytest.mark.long
@@ -793,40 +710,14 @@ def test_experts_of_changed_files_stay(tmp_path: Path, caplog: pytest.LogCapture
     """Or a model would have experts of another one."""
     model = make_checkpoint(tmp_path / "model", "qwen2_moe")
     one = answers(config_of(1, model=str(model)), serve_two)
-    serving = Serving(config_of(2, model=str(model), parallel=REBALANCED))
-    try:
+    config = config_of(2, model=str(model), parallel=REBALANCED)
+    with contextlib.closing(Serving(config)) as serving:
         other = make_checkpoint(tmp_path / "other", "qwen2_moe", seed=1)
         (other / "model.safetensors").replace(model / "model.safetensors")
         serve_two(serving)
         assert serving.answers == one
         assert serving.engine.balancer is not None and serving.engine.balancer.num_moved == 0
         assert "experts are not moved" in caplog.text
-    finally:
-        serving.close()
-
-
-LONG_PROMPT = prompt(64)  # four pages
-
-
-def poll_until(serving: Serving, condition: Callable[[], object]) -> None:
-    """Poll the tiers whenever one of their threads has done something."""
-    news, tiers = threading.Event(), serving.engine.tiers
-    serving.engine.backend.copier.notify = news.set
-    tiers.poll()
-    while not condition():
-        assert news.wait(PATIENCE_S)
-        news.clear()
-        tiers.poll()
-
-
-def from_files(serving: Serving) -> int:
-    """Bring what files have of LONG_PROMPT to the device. Return the number of tokens."""
-    tokens, over = np.array(LONG_PROMPT, np.int32), list[bool]()
-    way = serving.engine.tiers.way(tokens, b"")
-    assert way is not None and len(way.filed) == 4
-    assert serving.engine.tiers.bring(way, NUM_PAGES, lambda: over.append(True))
-    poll_until(serving, lambda: over)
-    return serving.engine.cache.match(tokens).num_tokens
 
 
 def exchange_slots(directory: Path) -> None:
@@ -846,23 +737,13 @@ def exchange_slots(directory: Path) -> None:
 def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> None:
     """Evicted prefixes are in it, which another role has too."""
     offload = OffloadConfig(cpu_bytes=1 << 20)
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), offload=offload))
     pages = np.arange(NUM_PAGES, dtype=np.int32)
-    copier = serving.engine.backend.copier
-
-    def answer() -> list[int]:
-        serving.add(prompt(90), sampling=sampled())
-        serving.run()
-        return serving.answers[len(serving.answers)]
-
-    try:
-        expected = answer()
+    with two_ranks(tmp_path, offload=offload) as serving:
+        copier, expected = serving.engine.backend.copier, serving.answer(90)
         copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
         serving.engine.equip_followers()
         copier.bring(PageCopies(pages, pages)).future.result(PATIENCE_S)
-        assert answer() == expected  # it continues from the prefix cache
-    finally:
-        serving.close()
+        assert serving.answer(90) == expected  # it continues from the prefix cache
 
 
 @pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])
@@ -871,28 +752,20 @@ def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: 
     """Seen failing without the comparison of records, and with files of rank 0 alone."""
     files = OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20)
     config = config_of(2, model=str(make_checkpoint(tmp_path / "model")), offload=files)
-    first = Serving(config)
-    try:
-        first.add(LONG_PROMPT, sampling=sampled())
-        first.run()
-        poll_until(first, lambda: len(first.engine.tiers.files.cache.index) >= 4)
-        poll_until(first, lambda: not first.engine.tiers.busy)
-    finally:
-        first.close()
+    with contextlib.closing(Serving(config)) as first:
+        expected = first.answer(64)
+        poll_until(first.engine, lambda: len(first.engine.tiers.files.cache.index) >= 4)
+        poll_until(first.engine, lambda: not first.engine.tiers.busy)
     (directory,) = (tmp_path / "files" / "0" / "rank-1").iterdir()
     if harm == "other bytes":
         pages = np.fromfile(directory / "pages", np.uint8)
         (pages ^ 255).tofile(directory / "pages")
     elif harm == "other slots":
         exchange_slots(directory)
-    second = Serving(config)
-    try:
-        assert from_files(second) == (64 if harm == "none" else 0)
-        second.add(LONG_PROMPT, sampling=sampled())
-        second.run()
-        assert second.answers == first.answers
-    finally:
-        second.close()
+    with contextlib.closing(Serving(config)) as second:
+        tokens = bring_four_pages(second.engine, np.array(prompt(64), np.int32))
+        assert tokens == (64 if harm == "none" else 0)
+        assert second.answer(64) == expected
 
 
 @pytest.mark.long
@@ -901,20 +774,14 @@ def test_all_ranks_take_the_host_pages_of_another_role(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     one, two = config_of(1, model=model), config_of(2, model=model)
     none = two.model_copy(update={"cache": two.cache.model_copy(update={"swap_pages": 0})})
-    serving = Serving(none)
-    try:
-        serving.add(prompt(40), sampling=sampled())
-        serving.run()
-        serving.equip(two)
-        serve_text(serving)
-        first = Serving(one)
-        first.add(prompt(40), sampling=sampled())
-        first.run()
-        serve_text(first)
-        first.close()
-        assert serving.answers == first.answers
-    finally:
-        serving.close()
+
+    def serve(serving: Serving) -> None:
+        serving.answer(40)
+        if serving.engine.follower_pids:
+            serving.equip(two)
+        serve_and_retract(serving)
+
+    assert answers(none, serve) == answers(one, serve)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,24 +18,9 @@ from tests.support.specs import make_request
 ONE, OTHER = namespace_of("one"), namespace_of("other")
 
 
-def _request(
-    key: int,
-    tokens: list[int],
-    max_tokens: int = 8,
-    namespace: Namespace = SHARED,
-    priority: int = 0,
-    arrived: float = 0.0,
-    routing_key: int = 0,
-) -> Request:
-    return make_request(
-        tokens,
-        key=key,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
-        arrived=arrived,
-        namespace=namespace,
-        priority=priority,
-        routing_key=routing_key,
-    )
+def _request(key: int, tokens: list[int], max_tokens: int = 8, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0)
+    return make_request(tokens, key=key, sampling=sampling, **fields)
 
 
 def _cache(*prompts: list[int], namespace: Namespace = SHARED) -> PrefixCache:
@@ -156,18 +141,13 @@ def test_nobody_waits_for_more_than_the_common_prefix():
     assert rig.tokens[2] == rig.expected(rig.requests[2])[0]
 
 
-def test_a_short_common_prefix_is_not_waited_for():
-    rig = Rig(max_running_requests=8)
+@pytest.mark.parametrize(
+    "common, prefix_cache", [(16, True), (64, False)], ids=["short prefix", "no prefix cache"]
+)
+def test_nobody_waits_for_a_common_prefix_of_no_use(common, prefix_cache):
+    rig = Rig(max_running_requests=8, prefix_cache=prefix_cache)
     for i in range(3):
-        rig.add([*[3] * 16, *[i] * 20], max_tokens=2)
-    rig.step()
-    assert len(rig.runner.batches[0].slots) == 3
-
-
-def test_without_a_prefix_cache_nobody_waits():
-    rig = Rig(max_running_requests=8, prefix_cache=False)
-    for _ in range(3):
-        rig.add([3] * 64, max_tokens=2)
+        rig.add([*[3] * common, *[i] * 20], max_tokens=2)
     rig.step()
     assert len(rig.runner.batches[0].slots) == 3
 
@@ -193,14 +173,12 @@ POLICIES = get_args(PolicyName)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(policy, rig):
-    for number in range(12):
-        priority = (0, 3, -2)[number % 3]
-        rig.scheduler.add(_request(number, [number] * 9, 99, priority=priority, arrived=1000.0))
+def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(policy):
+    asked = {"max_tokens": 99, "arrived": 1000.0}
+    waiting = [_request(n, [n] * 9, priority=(0, 3, -2)[n % 3], **asked) for n in range(12)]
+    waiting.sort(key=lambda request: request.queue_position)
     cache = _cache([0] * 8, [2] * 8)
-    order = SchedulePolicy(policy, cache, Counter, FakeClock()).order(
-        list(rig.scheduler._admission.waiting)
-    )
+    order = SchedulePolicy(policy, cache, Counter, FakeClock()).order(waiting)
     assert [request.spec.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 
@@ -217,7 +195,7 @@ def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy
 
 # Seen failing with a head start of no end.
 @pytest.mark.parametrize("policy", ["slack", "fcfs"])
-def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, rig):
+def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy):
     """One urgent request a second comes for ever, and each second one prompt is begun."""
     order = SchedulePolicy(policy, _cache(), Counter).order
     waiting = [_request(0, [0] * 9)]
@@ -228,8 +206,3 @@ def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, r
         if not begun.spec.priority:
             break
     assert second == STEP_S
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()

@@ -14,56 +14,37 @@ from engine.batch.request import FinishReason, Request
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
 from engine.models import load
+from tests.engine.scheduler_role import SchedulerRole
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.specs import make_request
 
 CHUNK = 32
 LAST, MEAN = PoolingParams(PoolingMode.LAST), PoolingParams(PoolingMode.MEAN)
 
 
-class Pools:
-    """A role that has nothing but a scheduler. `run` turns the loop until all have ended."""
+class Pools(SchedulerRole):
+    """Keeps what is pooled and first tokens. `run` turns the loop until all have ended."""
 
     def __init__(self, engine: Engine, config: EngineConfig, *, overlap: bool = True) -> None:
-        self.engine = engine
-        self.scheduler = engine.scheduler(config, lambda request, holding: None)
+        super().__init__()
+        self.use(engine, config)
         self.loop = EventLoop(self, engine.runner, overlap=overlap)
         self.pooled: dict[int, np.ndarray] = {}
-        self.tokens: dict[int, int] = {}
-        self.ended: dict[int, FinishReason] = {}
-        self.added = 0
+        self.reasons: set[FinishReason] = set()
 
-    def poll(self) -> None:
-        pass
-
-    def next_batch(self):
-        return self.scheduler.next_batch()
-
-    def finish(self, batch, result) -> None:
-        outcome = self.scheduler.finish(batch, result)
+    def finish(self, batch, result):
+        outcome = super().finish(batch, result)
         for chunk in outcome.chunks:
             if chunk.pooled is not None:
                 self.pooled[chunk.request.key] = chunk.pooled
             if chunk.first_token is not None:
-                self.tokens[chunk.request.key] = chunk.first_token
-        for finished in outcome.finished:
-            self.ended[finished.request.key] = finished.finish.reason
+                self.answers[chunk.request.key].append(chunk.first_token)
+        self.reasons |= {finished.finish.reason for finished in outcome.finished}
+        return outcome
 
-    def idle(self) -> None:
-        pass
-
-    def add(self, token_ids, pooling: PoolingParams | None, **sampling: object) -> Request:
-        self.added += 1
-        request = make_request(
-            token_ids,
-            key=self.added,
-            origin=(0, 0),
-            sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0, **sampling),
-            arrived=float(self.added),
-            pooling=pooling,
-        )
-        self.scheduler.add(request)
-        return request
+    def ask(self, tokens, pooling: PoolingParams | None, **sampling: object) -> Request:
+        """Ask for one token of this prompt, or for what is pooled of it."""
+        sampled = SamplingParams(max_tokens=1, seed=0, temperature=0.0, **sampling)
+        return self.add(tokens, sampling=sampled, pooling=pooling)
 
     def run(self) -> None:
         in_flight = None
@@ -135,8 +116,8 @@ def test_every_way_of_pooling_gives_what_transformers_states_give(
 ):
     rig = pools(generator, overlap=overlap, prefix_cache=prefix_cache)
     texts = prompts(1, 16, 33, 100)
-    wanted = [rig.add(text, PoolingParams(pool)) for text in texts for pool in (1, 2, 3)]
-    told = rig.add(texts[3], PoolingParams(PoolingMode.TOKENS, (7, 300, 0)))
+    wanted = [rig.ask(text, PoolingParams(pool)) for text in texts for pool in (1, 2, 3)]
+    told = rig.ask(texts[3], PoolingParams(PoolingMode.TOKENS, (7, 300, 0)))
     rig.run()
     for number, text in enumerate(texts):
         expected = states(generator, text)
@@ -148,7 +129,7 @@ def test_every_way_of_pooling_gives_what_transformers_states_give(
     with torch.no_grad():
         likely = model(torch.tensor([texts[3]])).logits[0, -1].log_softmax(dim=-1)
     close(rig.pooled[told.key], likely[[7, 300, 0]])
-    assert set(rig.ended.values()) == {FinishReason.STOP}
+    assert rig.reasons == {FinishReason.STOP}
 
 
 def test_prompts_that_are_pooled_and_prompts_that_generate_share_their_steps(pools, generator):
@@ -156,12 +137,11 @@ def test_prompts_that_are_pooled_and_prompts_that_generate_share_their_steps(poo
     asked = {"logprobs": 1, "prompt_logprobs": 1}
     texts = prompts(5, 40, 7, 90)
     for number, text in enumerate(texts):  # some want to know more of the same step
-        mixed.add(text, [None, LAST, None, MEAN][number], **({} if number % 2 else asked))
-        alone.add(text, None)
+        mixed.ask(text, [None, LAST, None, MEAN][number], **({} if number % 2 else asked))
+        alone.ask(text, None)
     mixed.run()
     alone.run()
-    assert set(mixed.tokens) == {1, 3}
-    assert all(mixed.tokens[key] == alone.tokens[key] for key in (1, 3))
+    assert mixed.answers == {key: alone.answers[key] for key in (1, 3)}
     close(mixed.pooled[2], states(generator, texts[1])[-1])
     close(mixed.pooled[4] / 90, states(generator, texts[3]).mean(dim=0))
 
@@ -171,9 +151,9 @@ def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_
 ):
     rig = pools(generator)
     (text,) = prompts(70)
-    first = rig.add(text, LAST)
+    first = rig.ask(text, LAST)
     rig.run()
-    again, whole = rig.add(text, LAST), rig.add(text, MEAN)
+    again, whole = rig.ask(text, LAST), rig.ask(text, MEAN)
     rig.run()
     assert (first.cached_tokens, again.cached_tokens, whole.cached_tokens) == (0, 64, 0)
     close(rig.pooled[again.key], torch.from_numpy(np.array(rig.pooled[first.key])))
@@ -183,8 +163,8 @@ def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_
 def test_a_head_for_classes_says_what_transformers_says(pools, classifier):
     rig = pools(classifier)
     texts = prompts(3, 50)
-    wanted = [rig.add(text, PoolingParams(PoolingMode.LABELS)) for text in texts]
-    embedded = rig.add(texts[1], LAST)
+    wanted = [rig.ask(text, PoolingParams(PoolingMode.LABELS)) for text in texts]
+    embedded = rig.ask(texts[1], LAST)
     rig.run()
     model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
     for request, text in zip(wanted, texts, strict=True):
@@ -199,7 +179,7 @@ def test_a_decoder_that_was_saved_alone_is_pooled(pools, tmp_path, tied):
     rig = pools(tmp_path)
     assert rig.engine.model.spec.generates is tied
     (text,) = prompts(20)
-    request = rig.add(text, LAST)
+    request = rig.ask(text, LAST)
     rig.run()
     close(rig.pooled[request.key], states(tmp_path, text)[-1])
 
@@ -208,7 +188,7 @@ def test_a_model_of_transformers_is_pooled(pools, tmp_path):
     make_checkpoint(tmp_path, "qwen3")
     rig = pools(tmp_path, backend="transformers")
     (text,) = prompts(40)
-    request = rig.add(text, MEAN)
+    request = rig.ask(text, MEAN)
     rig.run()
     close(rig.pooled[request.key] / len(text), states(tmp_path, text).mean(dim=0))
 

@@ -19,6 +19,14 @@ def _rig(**options: object) -> Rig:
     return Rig(**{**bold, **sizes, **options})
 
 
+def _crowded(**options: object) -> tuple[Rig, Request]:
+    """Return a rig, and a running request that leaves no room for an urgent one."""
+    rig = _rig(**options)
+    low = rig.add([1] * 70, 20)
+    _until_begun(rig, low)
+    return rig, low
+
+
 def _preempted(rig: Rig) -> dict[str, int]:
     counters = rig.scheduler.counters()
     return {name: counters[f"preempted/{name}"] for name in ("low", "normal", "high")}
@@ -50,9 +58,7 @@ def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens
 
 @OVERLAP
 def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
-    rig = _rig(overlap_schedule=overlap)
-    low = rig.add([1] * 70, 20)
-    _until_begun(rig, low)
+    rig, low = _crowded(overlap_schedule=overlap)
     prompt = [2] * 60
     first = rig.expected(rig.request(prompt))[0][0]
     urgent = rig.request(prompt, max_tokens=10, generated=[first], priority=BY)
@@ -65,10 +71,7 @@ def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
     rig.scheduler.kept.most_urgent = -1e9
     assert low.preemptions == 1 and low.key not in rig.finished
     rig.join_landed()
-    rig.run()
-    assert rig.tokens[low.key] == rig.expected(low)[0]
-    assert rig.tokens[urgent.key] == rig.expected(urgent)[0]
-    rig.assert_at_rest()
+    rig.complete()
 
 
 # Seen failing with a slot for each request that may run and no more.
@@ -97,27 +100,20 @@ def test_no_more_are_away_than_there_are_slots_for():
 
 
 @pytest.mark.parametrize(
-    "options", [{"preemption_threshold": 0}, {"swap_pages": 0}, {"swap_pages": 1}]
+    "options, priority",
+    [
+        pytest.param({"preemption_threshold": 0}, 100, id="switched off"),
+        pytest.param({"swap_pages": 0}, 100, id="no host memory"),
+        pytest.param({"swap_pages": 1}, 100, id="too little host memory"),
+        pytest.param({}, BY - 1, id="not urgent enough"),
+    ],
 )
-def test_nobody_is_preempted_where_it_is_off_or_there_is_no_host_memory(options):
-    rig = _rig(**options)
-    low = rig.add([1] * 70, 20)
-    _until_begun(rig, low)
-    urgent = rig.add([9] * 60, 10, priority=100)
-    rig.run()
+def test_nobody_is_preempted_without_a_reason_and_a_place_to_go(options, priority):
+    rig, _ = _crowded(**options)
+    urgent = rig.add([9] * 60, 10, priority=priority)
+    rig.complete()
     assert sum(_preempted(rig).values()) == 0
     assert urgent.admitted > 0.0
-    rig.complete()
-
-
-def test_nobody_is_preempted_by_one_that_is_not_urgent_enough():
-    rig = _rig()
-    low = rig.add([1] * 70, 20)
-    _until_begun(rig, low)
-    rig.add([9] * 60, 10, priority=BY - 1)
-    rig.run()
-    assert sum(_preempted(rig).values()) == 0
-    rig.complete()
 
 
 # Seen failing with victims taken as long as there were any.
@@ -135,9 +131,7 @@ def test_nobody_is_preempted_in_vain():
 
 
 def test_those_between_wait_until_who_was_preempted_is_back():
-    rig = _rig()
-    low = rig.add([1] * 70, 20)
-    _until_begun(rig, low)
+    rig, _ = _crowded()
     urgent = rig.add([9] * 60, 10, priority=BY)
     between = rig.add([5] * 4, 4, priority=BY - 1)
     _until_begun(rig, urgent)
@@ -191,40 +185,22 @@ def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
 
 
 @OVERLAP
-def test_one_that_is_aborted_while_away_leaks_nothing(overlap):
+@pytest.mark.parametrize("leaver", ["low", "urgent"])
+def test_one_that_is_aborted_while_away_or_before_it_has_a_place_leaks_nothing(overlap, leaver):
     for steps in range(1, 8):
-        rig = _rig(overlap_schedule=overlap)
-        low = rig.add([1] * 70, 20)
-        _until_begun(rig, low)
+        rig, low = _crowded(overlap_schedule=overlap)
         urgent = rig.add([9] * 60, 10, priority=BY)
         rig.step(steps)
-        rig.abort(low)
-        rig.run()
-        assert rig.finished[low.key].reason is FinishReason.ABORT
-        assert rig.tokens[urgent.key] == rig.expected(urgent)[0]
-        rig.assert_at_rest()
-
-
-@OVERLAP
-def test_whoever_takes_a_place_may_leave_before_it_has_it(overlap):
-    for steps in range(1, 6):
-        rig = _rig(overlap_schedule=overlap)
-        low = rig.add([1] * 70, 20)
-        _until_begun(rig, low)
-        urgent = rig.add([9] * 60, 10, priority=BY)
-        rig.step(steps)
-        rig.abort(urgent)
-        rig.run()
-        assert rig.tokens[low.key] == rig.expected(low)[0]
-        rig.assert_at_rest()
+        gone = {"low": low, "urgent": urgent}[leaver]
+        rig.abort(gone)
+        rig.complete()
+        assert rig.finished[gone.key].reason is FinishReason.ABORT
 
 
 # Seen failing with who is away counted as there: the device was idle until STEP_S had passed.
 @OVERLAP
 def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap):
-    rig = _rig(overlap_schedule=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
-    low = rig.add([1] * 70, 20)
-    _until_begun(rig, low)
+    rig, _ = _crowded(overlap_schedule=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
     urgent = rig.add([9] * 60, 10, priority=BY)
     _until_begun(rig, urgent)
     elsewhere = rig.scheduler.allocate(1, PageHolder.READ)  # of its growth, next lacks some

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from common.config import (
     CacheConfig,
@@ -45,6 +44,7 @@ from tests.engine.test_footprint import FakeGpu
 from tests.support.checkpoints import make_checkpoint, read_spec
 from tests.support.drafters import make_mtp
 from tests.support.steps import Steps, prompt
+from tests.support.tapes import RepeatRecorder
 from tests.support.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, run_ranks
 
 CPU = torch.device("cpu")
@@ -53,21 +53,8 @@ MTP = SpeculativeConfig(method="mtp")
 BLOCK_BYTES = whole_pages(1 << 20)
 
 
-class Repeating:
-    """Records graphs that do their work again. `replayed` has the rows of all replays."""
-
-    def __init__(self) -> None:
-        self.replayed: list[int] = []
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        work()  # as before a capture
-        result = work().clone()
-
-        def replay() -> None:
-            self.replayed.append(len(result))
-            result.copy_(work())
-
-        return SimpleNamespace(replay=replay), result
+def rows_of(recorder: RepeatRecorder) -> list[int]:
+    return [rows for rows, _ in recorder.replays]
 
 
 class Sender:
@@ -91,7 +78,7 @@ class TwoRanks:
     """
 
     steps: Steps
-    graphs: tuple[Repeating, Repeating]
+    graphs: tuple[RepeatRecorder, RepeatRecorder]
     send: Callable[[bytes], None]
 
     def capture(self) -> None:
@@ -104,7 +91,7 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     meeting = Meeting(2)
     shares = [Share(rank, 2, ThreadGroup(rank, meeting)) for rank in range(2)]
     models = [servable.load(CPU, torch.float32, "none", share) for share in shares]
-    graphs = Repeating(), Repeating()
+    graphs = RepeatRecorder(), RepeatRecorder()
     steps = Steps(models[0], share=shares[0], recorder=graphs[0])
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ring = StepRing(ring_memory(BLOCK_BYTES), BLOCK_BYTES)
@@ -157,14 +144,14 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
         ranks.capture()
         steps.runner.rehearse(60)
         assert steps.generate(prompts, 8) == expected
-        assert ours.replayed == theirs.replayed == expected_sizes
+        assert rows_of(ours) == rows_of(theirs) == expected_sizes
         # Another role has graphs and host pages of its own.
-        again = Repeating()
+        again = RepeatRecorder()
         steps.runner = steps.runner.with_host_pool(steps.host_pool, again)
         ranks.capture()
         ranks.send(msgspec.msgpack.encode(RankJob(0, ReplaceHostPages(0))))
         assert steps.generate(prompts, 8) == expected
-        assert again.replayed == expected_sizes == theirs.replayed[len(expected_sizes) :]
+        assert rows_of(again) == expected_sizes == rows_of(theirs)[len(expected_sizes) :]
 
 
 def test_ranks_rehearse_drafts_together(tmp_path: Path) -> None:
@@ -183,7 +170,7 @@ def test_ranks_measure_the_memory_of_steps_together(
     if drafts:
         make_mtp(directory)
     FakeGpu(monkeypatch)
-    monkeypatch.setattr(footprint_module, "CudaRecorder", Repeating)
+    monkeypatch.setattr(footprint_module, "CudaRecorder", RepeatRecorder)
     config = EngineConfig(
         model=str(directory),
         device="cpu",

@@ -45,7 +45,8 @@ from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from engine.update import WeightSource
 from kernels.cuda.virtual_memory import VirtualMemory
-from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
+from tests.engine.scheduler_role import config_of
+from tests.engine.test_parallel_engine import PATIENCE_S, two_ranks
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU
 from tests.support.virtual_memory import HostDriver, host_memory
@@ -158,27 +159,44 @@ class Transfer:
         self.taken.append((body, steps, reply))
 
 
+class Follower:
+    """Jobs of a rank with two pages on the device and two in host memory.
+
+    Attributes:
+        ours: rank 0's end of the connection.
+    """
+
+    def __init__(self, transfer: Any = None, memory: VirtualMemory | None = None) -> None:
+        self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        layout, none = KVLayout.of([PagedKV(1, 8)], 16, torch.float32), object()
+        self.pool, self.host_pool = KVPool(layout, 2, CPU, memory), HostPool(layout, 2, CPU)
+        given: Any = self.pool, self.host_pool, none, none, transfer
+        self.jobs = FollowerJobs(Share(1, 2), self._theirs, *given)
+
+    def reply(self) -> JobDone:
+        return msgspec.msgpack.decode(self.ours.recv(999), type=JobDone)
+
+    def close(self) -> None:
+        self.ours.close()
+        self._theirs.close()
+
+
 def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    transfer, nothing = Transfer(), object()
-    pages: Any = SimpleNamespace(tensor=torch.zeros(1, 8, dtype=torch.uint8))
-    with ours, theirs:
-        share = Share(1, 2)
-        jobs = FollowerJobs(share, theirs, pages, pages, nothing, nothing, transfer)  # type: ignore[arg-type]
-        steps, events = sent(5)
-        jobs.take(7, TransferJob(3, b"early"), steps)
-        jobs.take(8, TransferJob(5, b"late"), steps)
+    transfer, (steps, events) = Transfer(), sent(5)
+    with contextlib.closing(Follower(transfer)) as follower:
+        follower.jobs.take(7, TransferJob(3, b"early"), steps)
+        follower.jobs.take(8, TransferJob(5, b"late"), steps)
         assert [(body, event) for body, event, _ in transfer.taken] == [
             (b"early", events[2]),
             (b"late", events[4]),
         ]
-        jobs.report(steps)
-        report = msgspec.msgpack.decode(ours.recv(999), type=RankReport)
+        follower.jobs.report(steps)
+        report = msgspec.msgpack.decode(follower.ours.recv(999), type=RankReport)
         assert report.steps == 5
         early, late = (reply for *_, reply in transfer.taken)
         late(error="no")
         early(b"done")
-        replies = [msgspec.msgpack.decode(ours.recv(999), type=JobDone) for _ in range(2)]
+        replies = [follower.reply() for _ in range(2)]
         assert replies == [JobDone(8, "no"), JobDone(7, "", b"done")]
 
 
@@ -194,35 +212,25 @@ def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
             self.awaited.set()
             assert self.computed.wait(PATIENCE_S)
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    layout = KVLayout.of([PagedKV(1, 8)], 16, torch.float32)
-    pool, host_pool = KVPool(layout, 2, CPU), HostPool(layout, 2, CPU)
-    step, steps, none = Late(), SentSteps(), object()
+    step, steps, page = Late(), SentSteps(), np.zeros(1, np.int32).tobytes()
     steps.add(step)
-    with ours, theirs:
-        jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
-        page = np.zeros(1, np.int32).tobytes()
-        jobs.take(1, CopyPages(True, page, page), steps)
+    with contextlib.closing(Follower()) as follower:
+        follower.jobs.take(1, CopyPages(True, page, page), steps)
         assert step.awaited.wait(PATIENCE_S)
-        pool.tensor.view(torch.uint8).fill_(7)  # by the step
+        follower.pool.tensor.view(torch.uint8).fill_(7)  # by the step
         step.computed.set()
-        assert msgspec.msgpack.decode(ours.recv(999), type=JobDone) == JobDone(1, "")
-        assert (host_pool.tensor.view(torch.uint8)[0] == 7).all()
+        assert follower.reply() == JobDone(1, "")
+        assert (follower.host_pool.tensor.view(torch.uint8)[0] == 7).all()
 
 
 def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     driver = HostDriver()
     memory = VirtualMemory(driver)
-    layout = KVLayout.of([PagedKV(1, 8)], 16, torch.float32)
-    pool, host_pool = KVPool(layout, 2, CPU, memory), HostPool(layout, 2, CPU)
-    steps, none = SentSteps(), object()
-    with ours, theirs:
-        jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
+    with contextlib.closing(Follower(memory=memory)) as follower:
 
         def done(number: int, job: Any) -> JobDone:
-            jobs.take(number, job, steps)
-            return msgspec.msgpack.decode(ours.recv(999), type=JobDone)
+            follower.jobs.take(number, job, SentSteps())
+            return follower.reply()
 
         whole = memory.mapped_bytes
         assert done(1, ReleasePools()) == JobDone(1, "") and memory.mapped_bytes == 0
@@ -230,7 +238,7 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
         assert done(2, RestorePools()).error == "0.00 GiB are needed, 0.00 GiB are free"
         driver.total = whole
         assert done(3, RestorePools()) == JobDone(3, "") and memory.mapped_bytes == whole
-        pool.tensor.fill_(7)
+        follower.pool.tensor.fill_(7)
 
 
 def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> None:
@@ -355,10 +363,8 @@ def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture
 
 def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) -> None:
     """The thread that asks never calls back."""
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
-    followers = serving.engine.loaded.followers
-    assert followers is not None
-    try:
+    with two_ranks(tmp_path) as serving:
+        followers = serving.followers
         (pid,) = serving.engine.follower_pids
         os.kill(pid, signal.SIGSTOP)
         asked = [followers.ask(NO_ADAPTER) for _ in range(2000)]
@@ -371,9 +377,4 @@ def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) ->
         failed: Future[Any] = Future()
         serving.engine.ask_followers(b"not a message", failed.set_result)
         assert isinstance(failed.result(PATIENCE_S).exception(), EngineFault)
-        serving.add(prompt(40), sampling=sampled())
-        serving.run()
-        (answer,) = serving.answers.values()
-        assert answer
-    finally:
-        serving.close()
+        assert serving.answer(40)

@@ -1,49 +1,25 @@
 """Sampling features of single rows: the same with any neighbours, with and without overlap, and
 after a continuation elsewhere."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 
 from common.requests.sampling import ReasoningTokens, SamplingParams
-from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.table import SlotTable
-from engine.kv_cache.states import PagedKV
 from engine.sampling.composition import SamplerFeature, SamplingFeatures
 from engine.sampling.feature import FeatureState
-from tests.support.specs import make_request
-from tests.support.steps import GREEDY, Steps
+from tests.support.specs import make_batch, make_request
+from tests.support.steps import GREEDY, Scripted, make_all
 
-CPU = torch.device("cpu")
-EOS = 7
 LOGITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.95)
 
 
-class Constant:
-    """A model whose logits are always the same, but for the token after which it is asked: that one
-    it never likes to repeat. No KV."""
-
-    def __init__(self):
-        self.spec = SimpleNamespace(
-            vocabulary_size=len(LOGITS),
-            eos_token_ids=(EOS,),
-            draft=None,
-            layers=(PagedKV(1, 2),),
-            generates=True,
-            num_labels=0,
-            axial_images=False,
-        )
-        self.device, self.dtype = CPU, torch.float32
-
-    def forward(self, inputs, pool, future_tokens, adapted=None, late=None):
-        tokens = inputs.token_ids[inputs.sampled].long()
-        return torch.where(tokens < 0, future_tokens.long()[(-1 - tokens).clamp(min=0)], tokens)
-
-    def logits(self, hidden):
-        logits = torch.tensor([LOGITS]).repeat(len(hidden), 1)
-        return logits.scatter_add_(1, hidden[:, None], torch.full((len(hidden), 1), -0.45))
+def likes(inputs, future_tokens):
+    """The same logits at all times, but for the token that came before, which is less likely."""
+    tokens = inputs.token_ids[inputs.sampled].long()
+    before = torch.where(tokens < 0, future_tokens.long()[(-1 - tokens).clamp(min=0)], tokens)
+    logits = torch.tensor([LOGITS]).repeat(len(before), 1)
+    return logits.scatter_add_(1, before[:, None], torch.full((len(before), 1), -0.45))
 
 
 def params(**fields):
@@ -52,15 +28,8 @@ def params(**fields):
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
 def make_steps(request):
-    made = []
-
-    def make(**options):
-        made.append(Steps(Constant(), overlap=request.param, **options))
-        return made[-1]
-
-    yield make
-    for steps in made:
-        steps.close()
+    with make_all(Scripted(likes), overlap=request.param) as make:
+        yield make
 
 
 def generate(steps, *wanted, num_tokens=8, beside=()):
@@ -212,12 +181,7 @@ def test_a_step_that_nobody_asks_anything_of_sends_nothing(make_steps):
     slots = [steps.add([0], GREEDY), steps.add([0], params(bad_word_ids=((7,),)))]
 
     def asked(*rows):
-        ends = np.ones(len(rows), np.int32)
-        slots = np.array(rows, np.int32)
-        samples = np.ones(len(rows), np.bool_)
-        return steps.features.build(
-            ScheduleBatch(1, ForwardMode.DECODE, slots, ends - 1, ends, samples)
-        )
+        return steps.features.build(make_batch(rows, [0] * len(rows), [1] * len(rows)))
 
     assert not asked(slots[0]).columns()
     assert len(asked(*slots).columns()) == 3

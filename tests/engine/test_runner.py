@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ from common.errors import InvalidRequest
 from common.requests.sampling import SamplingParams, check
 from engine.batch import batch
 from engine.batch.batch import NOT_SAMPLED, ForwardMode, LayerGroup, PageCopies, ScheduleBatch
-from engine.kv_cache.states import PagedKV
 from engine.models import Model, load
 from engine.runner.runner import SplitRunner
 from kernels.sampling import sample as sampling
 from tests.support.checkpoints import make_checkpoint
-from tests.support.steps import GREEDY, Steps, prompt
+from tests.support.steps import GREEDY, Scripted, make_all, prompt
 
 CPU = torch.device("cpu")
 SHARP = SamplingParams(max_tokens=9999, seed=2**63 + 5, temperature=0.9)
@@ -42,43 +40,12 @@ def model(tmp_path_factory) -> Model:
 
 @pytest.fixture
 def make_steps(model):
-    made = []
-
-    def make(**options):
-        options = {"model": model} | options
-        made.append(Steps(options.pop("model"), **options))
-        return made[-1]
-
-    yield make
-    for steps in made:
-        steps.close()
+    with make_all(model) as make:
+        yield make
 
 
 def generate(steps, prompts, params, num_tokens):
     return steps.generate(prompts, num_tokens, params, chunk=16)
-
-
-class Scripted:
-    """A model whose logits are what a function of its batch says; no KV."""
-
-    def __init__(self, logits):
-        self.spec = SimpleNamespace(
-            vocabulary_size=8,
-            eos_token_ids=(7,),
-            layers=(PagedKV(1, 2),),
-            draft=None,
-            generates=True,
-            num_labels=0,
-            axial_images=False,
-        )
-        self.device, self.dtype = CPU, torch.float32
-        self._logits = logits
-
-    def forward(self, inputs, pool, future_tokens, adapted=None, late=None):
-        return self._logits(inputs, future_tokens)
-
-    def logits(self, hidden):
-        return hidden
 
 
 def certain(*tokens):

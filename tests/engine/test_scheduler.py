@@ -128,26 +128,16 @@ def test_a_token_outside_the_vocabulary_is_an_error_of_its_request():
 
 
 @BOTH
-def test_a_repeated_prompt_computes_only_what_is_not_cached(overlap):
+@pytest.mark.parametrize("length, cached", [(50, 48), (32, 16)], ids=["rest", "one token is left"])
+def test_a_repeated_prompt_computes_only_what_is_not_cached(overlap, length, cached):
     rig = Rig(overlap_schedule=overlap)
-    first = rig.add(range(50), max_tokens=3)
+    first = rig.add(range(length), max_tokens=20)
     rig.run()
     before = rig.runner.num_tokens
-    second = rig.add(range(50), max_tokens=1)
-    rig.run()
-    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
-    assert rig.runner.num_tokens - before == 2
-    rig.check_answers(second)
-
-
-def test_one_token_is_always_left_to_compute():
-    rig = Rig()
-    rig.add(range(32), max_tokens=20)
-    rig.run()
-    request = rig.add(range(32), max_tokens=1)
-    rig.run()
-    assert request.cached_tokens == 16
-    rig.check_answers(request)
+    second = rig.add(range(length), max_tokens=1)
+    rig.complete()
+    assert (first.cached_tokens, second.cached_tokens) == (0, cached)
+    assert rig.runner.num_tokens - before == length - cached
 
 
 def test_a_finished_request_leaves_its_output_in_the_cache_but_not_its_last_token():
@@ -324,24 +314,21 @@ def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
     rig.run()
 
 
-@pytest.mark.parametrize("most, rows", [(0, [4]), (3, [3, 1]), (1, [1, 1, 1, 1])])
-def test_the_prompts_of_a_forward_are_limited(most, rows):
-    rig = Rig(max_prefill_requests=most)
-    for number in range(4):
-        rig.add([number] * 20, max_tokens=1)
-    rig.run()
+@pytest.mark.parametrize(
+    "most, lengths, rows",
+    [
+        (0, [20] * 4, [4]),
+        (3, [20] * 4, [3, 1]),
+        (1, [20] * 4, [1, 1, 1, 1]),
+        pytest.param(2, [68, 4, 4], [1, 2, 1], id="a last chunk counts"),
+    ],
+)
+def test_the_prompts_of_a_forward_are_limited(most, lengths, rows):
+    rig = Rig(chunked_prefill_tokens=64 if max(lengths) > 64 else 0, max_prefill_requests=most)
+    for number, length in enumerate(lengths):
+        rig.add([number] * length, max_tokens=1)
+    rig.complete()
     assert [len(batch.slots) for batch in rig.runner.batches] == rows
-    rig.complete()
-
-
-def test_a_last_chunk_is_one_of_the_prompts_that_share_a_forward():
-    rig = Rig(chunked_prefill_tokens=64, max_prefill_requests=2)
-    rig.add([1] * 68, max_tokens=1)
-    for number in range(2):
-        rig.add([number + 2] * 4, max_tokens=1)
-    rig.run()
-    assert [len(batch.slots) for batch in rig.runner.batches] == [1, 2, 1]
-    rig.complete()
 
 
 # The prefix cache
@@ -373,7 +360,7 @@ def test_pages_beyond_the_size_limit_are_evicted_when_a_peer_has_read_them():
     assert rig.cache.num_pages == 2
 
 
-# Admission
+# Admission. A request that waits for a slot: test_room.py
 
 
 def test_a_prompt_that_never_fits_is_refused():
@@ -392,13 +379,6 @@ def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
     rig.step(2)
     assert rig.runner.batches == []
     rig.pages.drop(lent[2:], PageHolder.PUBLICATION)
-    rig.complete()
-
-
-def test_a_request_that_found_no_slot_gets_in_when_one_is_free():
-    rig = Rig(max_running_requests=1)
-    for i in range(4):
-        rig.add([i], max_tokens=3)
     rig.complete()
 
 

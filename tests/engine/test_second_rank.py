@@ -1,9 +1,11 @@
 """A second rank runs every step of the first one from bytes, and has the same logits and pages."""
 
+import contextlib
 import copy
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from common.config import (
-    CacheConfig,
-    EngineConfig,
-    LoraConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from common.config import EngineConfig, SpeculativeConfig
 from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
-from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import bank_of
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleImage
@@ -39,14 +34,27 @@ from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent, WorkerStream
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HiddenStates
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.engine.scheduler_role import (
+    EVERY_POOLING,
+    EVERY_SAMPLING,
+    NUM_PAGES,
+    Make,
+    SchedulerRole,
+    adapted,
+    config_of,
+    drafted,
+    plain,
+    prompt,
+    sampled,
+    serve_adapters,
+    serve_every_sampling,
+    serve_text,
+)
 from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
-from tests.support.specs import make_request
+from tests.support.tapes import RepeatRecorder
 from tests.support.vision import make_vision_checkpoint, picture, with_images
 
 PATIENCE_S = 120.0
-CHUNK = 32
 HEADER_BYTES = 1000
 
 
@@ -268,12 +276,12 @@ def _features(step: Step) -> Iterable[str]:
     return [name for name, there in has.items() if there]
 
 
-class Serving:
+class Serving(SchedulerRole):
     """A role that has nothing but a scheduler, on two ranks."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, recorder: Any = None) -> None:
-        self.engine, self.ended, self.added = engine, 0, 0
-        self.scheduler = engine.scheduler(config, lambda request, holding: None)
+    def __init__(self, config: EngineConfig, recorder: Any = None) -> None:
+        super().__init__()
+        self.use(engine := build(config), config)
         layout, device, wire = engine.shape.layout, engine.model.device, Wire()
         self.pools = (
             KVPool(layout, engine.shape.num_pages, device),
@@ -296,29 +304,6 @@ class Serving:
             mine.capture(shape)
         self.loop = EventLoop(self, mine)
 
-    def poll(self) -> None:
-        pass
-
-    def next_batch(self) -> Any:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: Any, result: Any) -> None:
-        for finished in self.scheduler.finish(batch, result).finished:
-            assert not finished.finish.error
-            self.engine.adapters.release(finished.request.key)
-            self.ended += 1
-
-    def idle(self) -> None:
-        pass
-
-    def add(self, prompt: Sequence[int], *, adapter: str = "", **options: Any) -> None:
-        self.added += 1
-        named = {"adapter": self.engine.adapters.library.names()[adapter]} if adapter else {}
-        request = make_request(prompt, key=self.added, **named, **options)
-        self.engine.adapters.hold(request)
-        assert self.engine.adapters.take_slot(request)
-        self.scheduler.add(request)
-
     def run(self) -> None:
         """Run until all requests have ended, and compare the memory of the two ranks."""
         in_flight = None
@@ -336,56 +321,11 @@ class Serving:
         self.engine.close()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return random tokens that repeat after a while, so that there is something to look up."""
-    drawn = np.random.default_rng(seed).integers(1, 250, min(length, 12)).tolist()
-    return (drawn * length)[:length]
-
-
-def sampled(**changes: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 24, "seed": 7, "temperature": 0.0, **changes})
-
-
-EVERY_SAMPLING = (
-    sampled(),
-    sampled(temperature=0.9, top_p=0.9),
-    sampled(temperature=1.2, top_k=20, min_p=0.01, max_tokens=40),
-    sampled(repetition_penalty=1.3, presence_penalty=0.5),
-    sampled(logprobs=2, logit_bias=((5, 3.0),)),
-    sampled(prompt_logprobs=1, max_tokens=9),
-    sampled(bad_word_ids=((3,), (7, 8, 9)), temperature=0.8),
-)
-EVERY_POOLING = (
-    PoolingParams(PoolingMode.LAST),
-    PoolingParams(PoolingMode.MEAN),
-    PoolingParams(PoolingMode.FIRST),
-    PoolingParams(PoolingMode.TOKENS, (7, 100, 0)),
-)
-
-
-def serve_text(serving: Serving) -> None:
-    """Requests with every kind of sampling, then more tokens than the pages have room for."""
-    for number, sampling in enumerate(EVERY_SAMPLING):
-        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
-    serving.run()
-    for number in range(8):
-        serving.add(prompt(10, number), sampling=sampled(max_tokens=70, ignore_eos=True))
-    serving.run()
-
-
 def serve_pooled(serving: Serving) -> None:
     for number, pooling in enumerate(EVERY_POOLING):
         serving.add(prompt(40, number), sampling=sampled(max_tokens=1), pooling=pooling)
     serving.run()
     serve_text(serving)
-
-
-def serve_with_pooled(serving: Serving) -> None:
-    for number, sampling in enumerate(EVERY_SAMPLING):
-        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
-        pooling = EVERY_POOLING[number % len(EVERY_POOLING)]
-        serving.add(prompt(20, number), sampling=sampled(max_tokens=1), pooling=pooling)
-    serving.run()
 
 
 def serve_labels(serving: Serving) -> None:
@@ -414,59 +354,17 @@ def serve_images(serving: Serving) -> None:
     serving.run()
 
 
-def serve_adapters(serving: Serving) -> None:
-    """More adapters than slots."""
-    for names in (("a", "", "b"), ("c", "a", "")):
-        for number, name in enumerate(names):
-            serving.add(prompt(20 + number, number), adapter=name, sampling=EVERY_SAMPLING[number])
-        serving.run()
-
-
-def plain(architecture: str, **fields: Any) -> Callable[[Path], dict[str, Any]]:
-    def make(root: Path) -> dict[str, Any]:
-        return {"model": str(make_checkpoint(root, architecture, **fields))}
-
-    return make
-
-
-def drafted(
-    method: str, architecture: str, make: Callable[..., Path] | None = None, **fields: Any
-) -> Callable[[Path], dict[str, Any]]:
-    def made(root: Path) -> dict[str, Any]:
-        model = make_checkpoint(root / "model", architecture, **fields)
-        head = {}
-        if method in ("eagle", "draft_model"):
-            assert make is not None
-            head["draft_model"] = str(make(root / "drafter", model))
-        elif make is not None:
-            make(model)
-        speculative = SpeculativeConfig(
-            method=method, adaptive=False, num_speculative_tokens=3, prompt_lookup_min=1, **head
-        )
-        return {"model": str(model), "speculative": speculative}
-
-    return made
-
-
 def vision(root: Path) -> dict[str, Any]:
     speculative = SpeculativeConfig(method="ngram", adaptive=False, prompt_lookup_min=1)
     return {"model": str(make_vision_checkpoint(root)), "speculative": speculative}
 
 
-def adapted(root: Path) -> dict[str, Any]:
-    model = make_checkpoint(root / "model")
-    for seed, name in enumerate("abc"):
-        make_adapter(root / "shelf" / name, reference_model(model), seed=seed)
-    lora = LoraConfig(adapter_dir=root / "shelf", max_loras=2, preload=("a", "b", "c"))
-    return {"model": str(model), "lora": lora}
-
-
 @dataclass(frozen=True)
 class Case:
-    make: Callable[[Path], dict[str, Any]]
+    make: Make
     serve: Callable[[Serving], None]
     has: set[str]
-    num_pages: int = 26
+    num_pages: int = NUM_PAGES
 
 
 COPIES = {"swap out", "swap in"}
@@ -481,7 +379,9 @@ CASES = {
         | {"only pooled", "token scores", *COPIES},
     ),
     "pooled beside others": Case(
-        plain("llama"), serve_with_pooled, {"token scores", "prompt logprobs", "mixed"}
+        plain("llama"),
+        partial(serve_every_sampling, pooled=True),
+        {"token scores", "prompt logprobs", "mixed"},
     ),
     "classifier": Case(
         plain("llama", made_by=AutoModelForSequenceClassification, num_labels=3, pad_token_id=0),
@@ -499,26 +399,8 @@ CASES = {
     "images": Case(
         vision, serve_images, {"images", "rotary positions of images", "drafts", "early rows"}
     ),
-    "adapters": Case(adapted, serve_adapters, {"adapters", "fills", "mixed"}),
+    "adapters": Case(adapted(*"abc"), serve_adapters, {"adapters", "fills", "mixed"}),
 }
-
-
-def serving_of(root: Path, case: Case, recorder: Any = None) -> Serving:
-    config = EngineConfig(
-        **case.make(root),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        cpu_kernels="off",
-        cache=CacheConfig(num_pages=case.num_pages, swap_pages=2 * case.num_pages),
-        scheduler=SchedulerConfig(
-            chunked_prefill_tokens=CHUNK,
-            max_running_requests=12,
-            new_token_ratio=0.05,
-            min_new_token_ratio=0.01,
-        ),
-    )
-    return Serving(build(config), config, recorder)
 
 
 # Together these have nearly every field of a step. The others take a minute.
@@ -531,32 +413,14 @@ QUICK = ("dense", "windows", "ngram", "images", "adapters")
 def test_a_second_rank_runs_every_step_from_its_bytes(name: str, tmp_path: Path) -> None:
     """The comparison of steps and memory fails if a field of a step is not encoded."""
     case = CASES[name]
-    serving = serving_of(tmp_path, case)
-    try:
+    config = config_of(1, case.num_pages, **case.make(tmp_path))
+    with contextlib.closing(Serving(config)) as serving:
         case.serve(serving)
-    finally:
-        serving.close()
     assert case.has <= serving.ranks.seen
 
 
-class Repeated:
-    """A graph on a CPU: the work is done again, and its result copied to the same place."""
-
-    def __init__(self, work: Callable[[], Tensor], result: Tensor) -> None:
-        self._work, self._result = work, result
-
-    def replay(self) -> None:
-        self._result.copy_(self._work())
-
-
 def test_a_second_rank_replays_the_same_graphs(tmp_path: Path) -> None:
-    def record(work: Callable[[], Tensor]) -> tuple[Repeated, Tensor]:
-        result = work().clone()
-        return Repeated(work, result), result
-
-    serving = serving_of(tmp_path, CASES["dense"], record)
-    try:
+    config = config_of(**plain()(tmp_path))
+    with contextlib.closing(Serving(config, RepeatRecorder())) as serving:
         serve_text(serving)
-    finally:
-        serving.close()
     assert {"graph", "mixed"} <= serving.ranks.seen

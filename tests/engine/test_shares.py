@@ -143,6 +143,11 @@ def check(
             close(cells, whole.cells[name][heads.start : heads.stop])
 
 
+def said_bytes(directory: Path, share: Share, device: torch.device = CPU) -> int:
+    """Return the reported memory, which is known before a rank can call any collective."""
+    return open_checkpoint(directory).weight_bytes(device, torch.float32, "none", share)
+
+
 def same(one: Tensor, other: Tensor) -> None:
     assert one.shape == other.shape and bool((one == one).any())
     torch.testing.assert_close(one, other, rtol=1e-3, atol=3e-4, equal_nan=True)
@@ -159,10 +164,7 @@ def test_ranks_compute_the_whole_model(variant: str, device: torch.device, tmp_p
     ranks = run_ranks(size, lambda share: compute(directory, share, **options))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
-        # Memory is reported before a rank can call any collective.
-        said = open_checkpoint(directory).weight_bytes(
-            device, torch.float32, "none", Share(rank, size)
-        )
+        said = said_bytes(directory, Share(rank, size), device)
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -177,8 +179,7 @@ def test_ranks_with_whole_experts_compute_the_whole_model(
     ranks = run_ranks(size, lambda share: compute(directory, replace(share, whole_experts=True)))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
-        share = Share(rank, size, whole_experts=True)
-        said = open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", share)
+        said = said_bytes(directory, Share(rank, size, whole_experts=True))
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -234,9 +235,7 @@ def test_ranks_with_replicas_compute_the_whole_model(
     check(whole, second, same)
     assert moves[0] and all(each == moves[0] for each in moves)
     for rank, own in enumerate(first):
-        share = placed(Share(rank, size), redundant)
-        said = open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", share)
-        assert said == own.num_bytes
+        assert said_bytes(directory, placed(Share(rank, size), redundant)) == own.num_bytes
 
 
 def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
@@ -245,20 +244,20 @@ def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) ->
         servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2, whole_experts=True))
 
 
-@pytest.mark.parametrize("form", ["gptq int4 in activation order", "awq", "fp8 by block", INT8])
+@pytest.mark.parametrize(
+    "form", ["gptq int4 in activation order", "awq", "fp8 by block", INT8, "mxfp4"]
+)
 def test_quantised_checkpoints_are_cut_after_they_are_widened(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: False)  # or each part scales its inputs
-    source = make_checkpoint(tmp_path / "source", "qwen3", vocab_size=VOCABULARY)
-    directory, _ = requantised(source, tmp_path, FORMATS[form])
-    whole = compute(directory, WHOLE)
-    check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
-
-
-def test_experts_in_mxfp4_are_cut_after_they_are_widened(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "gpt_oss", vocab_size=VOCABULARY)
-    directory, _ = in_mxfp4(source, tmp_path)
+    architecture = "gpt_oss" if form == "mxfp4" else "qwen3"
+    source = make_checkpoint(tmp_path / "source", architecture, vocab_size=VOCABULARY)
+    directory, _ = (
+        in_mxfp4(source, tmp_path)
+        if form == "mxfp4"
+        else requantised(source, tmp_path, FORMATS[form])
+    )
     whole = compute(directory, WHOLE)
     check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
 
@@ -459,10 +458,7 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     assert expected.any()
     for own in run_ranks(2, embedded):
         assert torch.equal(own, expected)
-    first, second = (
-        open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", Share(rank, 2))
-        for rank in (0, 1)
-    )
+    first, second = (said_bytes(directory, Share(rank, 2)) for rank in (0, 1))
     assert first - second > KEPT_BYTES
 
 

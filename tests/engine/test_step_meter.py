@@ -5,7 +5,6 @@ import random
 
 from common import distribution
 from common.distribution import LiveHistogram
-from engine.batch.batch import ForwardMode
 from engine.loop.step_clock import StepMeter
 
 
@@ -28,12 +27,3 @@ def test_every_step_is_counted_whenever_one_asks():
             assert counted["step_seconds/decode"].counts == seconds.counted().counts
             assert abs(counted["step_seconds/decode"].total - seconds.counted().total) < 1e-6
             assert counted["batch_requests/decode"] == requests.counted()
-
-
-def test_a_step_with_prompts_is_of_its_own_mode():
-    meter = StepMeter()
-    meter.computed(ForwardMode.EXTEND, 2, 500, 0.01)
-    counted = meter.distributions()
-    assert counted["batch_tokens/extend"].total == 500
-    assert sum(counted["batch_tokens/mixed"].counts) == 0
-    assert sum(counted["step_seconds/decode"].counts) == 0

@@ -36,10 +36,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompilers:
     return GrammarCompilers.of_model(directory, VOCABULARY, (VOCABULARY - 1,))
 
 
-def _guide(wanted: Mapping[str, Any]) -> GuidedDecoding:
-    return tag(wanted)
-
-
 def _follows(made: GrammarCompilers, guide: GuidedDecoding, text: str) -> bool:
     """Return whether that text is a complete response."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
@@ -174,7 +170,7 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(made: GrammarCompilers, na
     speech = ModelFormat(tools=name)
     form = speech.form_of_calls(TOOLS, parallel=True)
     assert form is not None
-    guide = _guide(form)
+    guide = tag(form)
     good, bad = CALLS[name]
     free = ("", "1 < 2\n\tand <tool", '{"name": "Bob"} [', f"Let me see.\n{good[0]}\n{good[1]} so")
     for text in (*free, *good):
@@ -185,8 +181,8 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(made: GrammarCompilers, na
         assert _heard(speech, text) == 1
     alone = speech.form_of_calls(TOOLS, parallel=False)
     assert alone is not None
-    assert _follows(made, _guide(alone), f"so {good[0]}")
-    assert not _follows(made, _guide(alone), good[0] + good[1])
+    assert _follows(made, tag(alone), f"so {good[0]}")
+    assert not _follows(made, tag(alone), good[0] + good[1])
 
 
 def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: GrammarCompilers) -> None:
@@ -194,7 +190,7 @@ def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: Gramma
     tools = [(f"tool{number}", {"type": "object"}) for number in range(64)]
     form = ModelFormat(tools="llama3").form_of_calls(tools, parallel=True)
     assert form is not None
-    guide = _guide(form)
+    guide = tag(form)
     assert len(guide.text) < 300
     for text in (llama("tool7", '{"a": 1}'), '{"name": "Bob", "age": "?"'):
         assert _follows(made, guide, text), text
@@ -214,7 +210,7 @@ def test_an_answer_is_of_its_form_or_is_calls(made: GrammarCompilers, name: str)
     speech = ModelFormat(tools=name)
     good, bad = CALLS[name]
     forms = [speech.form_of_calls_or(FORM, TOOLS, parallel=each) for each in (True, False)]
-    many, one = (_guide(form) for form in forms if form)
+    many, one = (tag(form) for form in forms if form)
     two = good[0] + ANOTHER.get(name, "\n") + good[0]
     if name == "deepseek":  # whose calls share their markers
         end, begin = "<｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>"
@@ -257,7 +253,7 @@ def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
     spelt = re.compile("|".join(map(re.escape, tokens)))
 
     def follows(form: Mapping[str, Any], answer: str, *, spell: bool = False) -> bool:
-        matcher = xgrammar.GrammarMatcher(compilers.compiled(prepared(_guide(form))))
+        matcher = xgrammar.GrammarMatcher(compilers.compiled(prepared(tag(form))))
         at = 0
         for found in spelt.finditer(answer):
             if spell or not matcher.accept_string(answer[at : found.start()]):
@@ -385,7 +381,7 @@ def test_what_is_no_tag_is_refused_with_its_place(
     made: GrammarCompilers, wanted: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: ") as caught:
-        made.compiled(prepared(_guide(wanted)))
+        made.compiled(prepared(tag(wanted)))
     assert said in str(caught.value)
 
 
@@ -404,8 +400,8 @@ def test_a_grammar_names_no_tokens(made: GrammarCompilers, grammar: str, word: s
     came for all others."""
     for guide in (
         GuidedDecoding("ebnf", grammar),
-        _guide({"type": "grammar", "grammar": grammar}),
-        _guide({"type": "optional", "content": {"type": "grammar", "grammar": grammar}}),
+        tag({"type": "grammar", "grammar": grammar}),
+        tag({"type": "optional", "content": {"type": "grammar", "grammar": grammar}}),
     ):
         with pytest.raises(InvalidRequest, match=f": {word} is not supported"):
             made.compiled(prepared(guide))
@@ -419,10 +415,10 @@ def test_words_for_tokens_are_text_within_texts(made: GrammarCompilers) -> None:
 
 def test_beside_tokens_a_grammar_has_no_free_text_either(made: GrammarCompilers) -> None:
     grammar = {"type": "grammar", "grammar": 'root ::= TagDispatch(("a", b))\nb ::= "b"'}
-    assert _follows(made, _guide(grammar), "xab")
+    assert _follows(made, tag(grammar), "xab")
     beside = [{"type": "token", "token": 65}, grammar]
     with pytest.raises(InvalidRequest, match=": TagDispatch is not supported"):
-        made.compiled(prepared(_guide({"type": "sequence", "elements": beside})))
+        made.compiled(prepared(tag({"type": "sequence", "elements": beside})))
 
 
 def test_a_structure_that_is_none_is_refused_and_not_left_out(made: GrammarCompilers) -> None:

@@ -43,6 +43,15 @@ def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> 
     return request
 
 
+def bring(rig: Rig, prompt: list[int]) -> None:
+    """Bring what lower tiers have of a prompt to the device."""
+    done = list[bool]()
+    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: done.append(True))
+    while not done:
+        rig.tiers.poll()
+
+
 def in_tree(rig: Rig, prompt: list[int]) -> int:
     return rig.cache.match(np.array(prompt, np.int32)).num_tokens
 
@@ -68,6 +77,7 @@ class HostTier:
     """Host memory below the device."""
 
     sizes: ClassVar = {"num_pages": 16, "tier_pages": 100}
+    few: ClassVar = {"tier_pages": 60, "swap_pages": 0}  # no room for much else than one prompt
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,6 +101,7 @@ class FileTier(HostTier):
     """Files. Neither device nor host memory has room for two long prompts."""
 
     sizes: ClassVar = {"num_pages": 16, "swap_pages": 0, "tier_pages": 48, "file_pages": 400}
+    few: ClassVar = {"file_pages": 110}
 
     def rig(self, **options: object) -> Rig:
         return super().rig(disk_dir=self._path, **options)
@@ -165,15 +176,20 @@ def test_requests_that_leave_the_device_go_before_what_is_cached(tier):
     assert counters["retractions"] and not counters["recomputed"]
 
 
-@ENDS
-def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(tier, end):
-    rig = tier.rig()
-    prompt = drawn(1, 160)
+def coming(tier: HostTier) -> tuple[Rig, list[int], Request]:
+    """Return a rig, a prompt, and a request whose prefix is on its way from the tier."""
+    rig, prompt = tier.rig(), drawn(1, 160)
     ask(rig, prompt)
     tier.forget(rig, prompt)
     tier.delays(rig).append(3)
     request = rig.request(prompt, 4)
     rig.come(request)
+    return rig, prompt, request
+
+
+@ENDS
+def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(tier, end):
+    rig, prompt, request = coming(tier)
     assert rig.coming and rig.tiers.busy
     end(rig, prompt)
     rig.check()
@@ -182,13 +198,7 @@ def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(tier, end):
 
 
 def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree(tier):
-    rig = tier.rig()
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
-    tier.forget(rig, prompt)
-    tier.delays(rig).append(3)
-    request = rig.request(prompt, 4)
-    rig.come(request)
+    rig, prompt, request = coming(tier)
     rig.abort(request)
     rig.run()
     assert in_tree(rig, prompt[:144]) == 144
@@ -200,10 +210,7 @@ def test_what_is_brought_back_and_forgotten_before_its_use_counts_for_nothing():
     prompt = drawn(1, 160)
     ask(rig, prompt)
     fill_the_pool(rig)
-    way, over = rig.tiers.way(np.array(prompt, np.int32), SHARED), list[bool]()
-    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: over.append(True))
-    while not over:
-        rig.tiers.poll()
+    bring(rig, prompt)
     assert in_tree(rig, prompt) == 160
     fill_the_pool(rig, 200)
     fill_the_pool(rig, 300)  # nor has the tier any of it now
@@ -211,13 +218,13 @@ def test_what_is_brought_back_and_forgotten_before_its_use_counts_for_nothing():
     assert rig.tiers.host_tokens == 0
 
 
-def test_without_a_tier_it_is_computed_anew():
-    rig = Rig(num_pages=16)
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
+@pytest.mark.parametrize("tier_pages, length", [(0, 160), (100, 48)], ids=["no tier", "few tokens"])
+def test_without_a_tier_and_for_few_tokens_a_prompt_is_computed_anew(tier_pages, length):
+    rig = Rig(num_pages=16, tier_pages=tier_pages)
+    ask(rig, drawn(1, length))
     fill_the_pool(rig)
-    assert ask(rig, prompt).cached_tokens == 0
-    assert rig.copier.num_copies == 0
+    assert ask(rig, drawn(1, length)).cached_tokens == 0
+    assert tier_pages or rig.copier.num_copies == 0
 
 
 def test_only_what_is_missing_is_brought():
@@ -231,13 +238,6 @@ def test_only_what_is_missing_is_brought():
     here = in_tree(rig, [*stem, *tail])
     assert ask(rig, [*stem, *tail, 5]).cached_tokens == 256
     assert rig.tiers.host_tokens == 256 - here
-
-
-def test_few_tokens_are_computed_rather_than_waited_for():
-    rig = Rig(num_pages=16, tier_pages=100)
-    ask(rig, drawn(1, 48))
-    fill_the_pool(rig)
-    assert ask(rig, drawn(1, 48)).cached_tokens == 0
 
 
 def test_a_page_is_nobody_elses_until_its_copy_is_over():
@@ -341,16 +341,17 @@ class Told:
         assert self.names == set(self._rig.cache.page_names())
 
 
-def test_watchers_hear_of_a_page_until_no_tier_has_it():
-    rig = Rig(num_pages=16, tier_pages=60, swap_pages=0)
+def test_watchers_hear_of_a_page_until_no_tier_has_it(tier):
+    rig = tier.rig(**tier.few)
     prompt = drawn(1, 160)
     names = set(page_names(prompt, SIZE, SHARED))
     ask(rig, prompt)
     told = Told(rig)
-    fill_the_pool(rig)
+    tier.forget(rig, prompt)
     told.check()
-    assert in_tree(rig, prompt) == 0 and names <= told.names
+    assert names <= told.names
     fill_the_pool(rig, 200)
+    fill_the_pool(rig, 300)
     told.check()
     assert not names & told.names
 
@@ -369,6 +370,13 @@ class Talks:
         stem = self._say(64)
         self.talks = [[*stem, *self._say(1 + 20 * number)] for number in range(5)]
         self.longest = min(400, self.rig.table.tables.max_tokens(self.rig.num_pages) * 3 // 4)
+
+    def run(self) -> None:
+        told = Told(self.rig)
+        self.rig.before_poll.append(self.poll)
+        self.rig.run_until(lambda: not (self.left or self.going or self.rig.has_work))
+        told.check()
+        self.rig.complete()
 
     def poll(self) -> None:
         for key, (request, talk) in list(self.going.items()):
@@ -398,27 +406,36 @@ class Talks:
         return self.rng.choices(range(VOCABULARY), k=length)
 
 
-def talk(seed: int, windows: tuple[int | None, ...] = (None,), state_pages: int = 0) -> Rig:
-    rng = random.Random(seed)
+def talking_rig(
+    rng: random.Random,
+    windows: tuple[int | None, ...],
+    state_pages: int,
+    host_pages: tuple[int, ...],
+    file_pages: tuple[int, ...] = (0,),
+    **options: object,
+) -> Rig:
+    """Return a rig with random sizes of its tiers, of which each table needs its part."""
     wide = len(windows) + (state_pages > 0)
-    rig = Rig(
+    return Rig(
         num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
         windows=windows,
         state_pages=state_pages,
         max_running_requests=rng.choice((1, 3)),
         context_length=512,
         swap_pages=rng.choice((0, 8)),
-        tier_pages=rng.choice((20, 90, 400)) * wide,
+        tier_pages=rng.choice(host_pages) * wide,
+        file_pages=rng.choice(file_pages) * wide,
         overlap_schedule=rng.random() < 0.7,
         chunked_prefill_tokens=rng.choice((-1, 32, 100)),
+        **options,
     )
+
+
+def talk(seed: int, windows: tuple[int | None, ...] = (None,), state_pages: int = 0) -> Rig:
+    rng = random.Random(seed)
+    rig = talking_rig(rng, windows, state_pages, (20, 90, 400))
     rig.copier.delays.extend(rng.choices((0, 0, 1, 4), k=500))
-    told = Told(rig)
-    talks = Talks(rig, rng, left=40)
-    rig.before_poll.append(talks.poll)
-    rig.run_until(lambda: not (talks.left or talks.going or rig.has_work))
-    told.check()
-    rig.complete()
+    Talks(rig, rng, left=40).run()
     return rig
 
 

@@ -132,6 +132,21 @@ class Case:
         expected = self.expected(window, soft_cap, sinks)
         torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=rtol)
 
+    def check_gated(self):
+        """Gates lie between the queries, as the projection leaves them."""
+        size = self.q.shape
+        gate = torch.randn(*size[:2], 2, size[2], device=DEVICE)[:, :, 1]
+        attended = paged_attention(self.q, self.kv, self.plan(), Scoring(SCALE), gate=gate)
+        expected = self.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
+        torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+
+    def check_layers_of_one_plan(self):
+        """Every layer finds the scratch as the first one did."""
+        plan = self.plan()
+        layers = [paged_attention(self.q, self.kv, plan, Scoring(SCALE)) for _ in range(2)]
+        torch.testing.assert_close(layers[0].double(), self.expected(), atol=2e-6, rtol=1e-5)
+        assert torch.equal(*layers)
+
 
 def check_captured(*cases):
     """Capture a step of the first case, and replay it with the inputs of the others."""

@@ -1,7 +1,8 @@
 """Every kernel test: fixed random numbers, and memory that is NaN until it is written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ from tests.support.devices import operators_here
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.INTERPRETED:
     interpreter.patch_language_once()
+
+
+def check_refused(reason: str, call: Callable[..., object], *args: Any, **options: Any) -> None:
+    """Expect a ValueError with this reason."""
+    with pytest.raises(ValueError, match=reason):
+        call(*args, **options)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

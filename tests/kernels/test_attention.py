@@ -7,6 +7,7 @@ from kernels import device
 from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import SCALE, Case
+from tests.kernels.conftest import check_refused
 
 ROWS = [
     [(1, 1)],
@@ -79,13 +80,7 @@ def test_a_sink_takes_its_share_of_every_query(implementation, window):
 )
 @pytest.mark.parametrize("kept_in", [None, torch.float8_e5m2])
 def test_outputs_are_multiplied_by_the_sigmoids_of_gates(implementation, rows, kept_in):
-    """Gates lie between the queries, as the projection leaves them."""
-    case = Case(rows, head_dim=24, kept_in=kept_in)
-    both = torch.randn(*case.q.shape[:2], 2, 24, device=case.q.device)
-    gate = both[:, :, 1]
-    attended = paged_attention(case.q, case.kv, case.plan(), Scoring(SCALE), gate=gate)
-    expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
-    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+    Case(rows, head_dim=24, kept_in=kept_in).check_gated()
 
 
 def test_gates_of_another_shape_are_refused():
@@ -156,26 +151,16 @@ def test_a_query_that_is_not_finite_shows(implementation):
 
 def test_wrong_arguments_are_refused(implementation):
     case = Case([(1, 5), (1, 6)])
-    with pytest.raises(ValueError, match="page_starts"):
-        case.plan(page_starts=case.page_starts[:1])
-    with pytest.raises(ValueError, match="query_starts"):
-        case.plan(query_starts=case.query_starts[:2])
-    with pytest.raises(ValueError, match="window"):
-        case.plan(window=0)
-    with pytest.raises(ValueError, match="decodes"):
-        case.plan(num_decodes=3)
-    with pytest.raises(ValueError, match="heads"):
-        case.plan(heads=3)
+    check_refused("page_starts", case.plan, page_starts=case.page_starts[:1])
+    check_refused("query_starts", case.plan, query_starts=case.query_starts[:2])
+    check_refused("window", case.plan, window=0)
+    check_refused("decodes", case.plan, num_decodes=3)
+    check_refused("heads", case.plan, heads=3)
     plan = case.plan()
-    with pytest.raises(ValueError, match="tokens"):
-        paged_attention(case.q[:1], case.kv, plan, Scoring(1.0))
-    with pytest.raises(ValueError, match="fit"):
-        paged_attention(case.q[:, :3], case.kv, plan, Scoring(1.0))
-    with pytest.raises(ValueError, match="kv"):
-        paged_attention(case.q, case.kv[:, :, 0], plan, Scoring(1.0))
-    with pytest.raises(ValueError, match="above 0"):
-        paged_attention(case.q, case.kv, plan, Scoring(0.0))
-    with pytest.raises(ValueError, match="above 0"):
-        paged_attention(case.q, case.kv, plan, Scoring(1.0, soft_cap=0.0))
-    with pytest.raises(ValueError, match="sinks"):
-        paged_attention(case.q, case.kv, plan, Scoring(1.0, sinks=torch.zeros(3)))
+    check_refused("tokens", paged_attention, case.q[:1], case.kv, plan, Scoring(1.0))
+    check_refused("fit", paged_attention, case.q[:, :3], case.kv, plan, Scoring(1.0))
+    check_refused("kv", paged_attention, case.q, case.kv[:, :, 0], plan, Scoring(1.0))
+    check_refused("above 0", paged_attention, case.q, case.kv, plan, Scoring(0.0))
+    check_refused("above 0", paged_attention, case.q, case.kv, plan, Scoring(1.0, soft_cap=0.0))
+    too_few = Scoring(1.0, sinks=torch.zeros(3))
+    check_refused("sinks", paged_attention, case.q, case.kv, plan, too_few)

@@ -6,7 +6,7 @@ import torch
 
 from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 from kernels.sampling.sample import sample
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 from tests.kernels.test_sampling import columns
 
 
@@ -61,11 +61,7 @@ def test_no_rows_change_nothing(implementation):
 def test_wrong_shapes_strides_and_dtypes_are_refused():
     logits, row = torch.zeros(2, 40), torch.tensor([0])
     bitmask = torch.zeros(1, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="float32"):
-        apply_bitmask(logits.half(), row, bitmask)
-    with pytest.raises(ValueError, match=r"\(1, 2\) expected"):
-        apply_bitmask(logits, row, bitmask[:, :1])
-    with pytest.raises(ValueError, match=r"\(1, 2\) expected"):
-        apply_bitmask(logits, row, bitmask.long())
-    with pytest.raises(ValueError, match="rows"):
-        apply_bitmask(logits, torch.tensor([0, 0, 1])[::2], bitmask.repeat(2, 1))
+    check_refused("float32", apply_bitmask, logits.half(), row, bitmask)
+    check_refused(r"\(1, 2\) expected", apply_bitmask, logits, row, bitmask[:, :1])
+    check_refused(r"\(1, 2\) expected", apply_bitmask, logits, row, bitmask.long())
+    check_refused("rows", apply_bitmask, logits, torch.tensor([0, 0, 1])[::2], bitmask.repeat(2, 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.linear_attention.causal_conv import causal_conv
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
 
 KEY_HEADS, Q, V = 2, 8, 13
@@ -140,14 +140,11 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
     cells, _ = cells_of(KEY_HEADS, (CHANNELS, width - 1))
     rows = rows_of([3], [NONE], [0])
-    with pytest.raises(ValueError, match="columns"):
-        causal_conv(x, columns.long(), weight, cells, rows)
-    with pytest.raises(ValueError, match="do not fit weight"):
-        causal_conv(x, columns, weight[:, :, 1:].contiguous(), cells, rows)
-    with pytest.raises(ValueError, match="contiguous"):
-        causal_conv(x, columns, weight.mT.contiguous().mT, cells, rows)
-    with pytest.raises(ValueError, match="not contiguous"):
-        causal_conv(x.t().contiguous().t(), columns, weight, cells, rows)
+    check_refused("columns", causal_conv, x, columns.long(), weight, cells, rows)
+    narrow = weight[:, :, 1:].contiguous()
+    check_refused("do not fit weight", causal_conv, x, columns, narrow, cells, rows)
+    check_refused("contiguous", causal_conv, x, columns, weight.mT.contiguous().mT, cells, rows)
+    by_column = x.t().contiguous().t()
+    check_refused("not contiguous", causal_conv, by_column, columns, weight, cells, rows)
     other = replace(rows, writes=rows.writes[:, 1:])
-    with pytest.raises(ValueError, match="different shapes"):
-        causal_conv(x, columns, weight, cells, other)
+    check_refused("different shapes", causal_conv, x, columns, weight, cells, other)

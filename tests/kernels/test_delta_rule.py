@@ -1,5 +1,6 @@
 """The delta rule against itself written out, token by token in float64."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 
 from kernels.linear_attention.delta_chunks import CHUNK
 from kernels.linear_attention.delta_rule import Gates, delta_rule
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
 
 KEY_HEADS, GROUP, K, V = 2, 2, 16, 8
@@ -57,6 +58,19 @@ def of_row(gates, start, end):
     return Gates(gates.a[start:end], gates.b[start:end], gates.a_log, gates.dt_bias)
 
 
+def check_rows(out, given, firsts, cells, rows, writes, kept, tolerances=(2e-5, 2e-5)):
+    """Compare the outputs of every row, the state that it leaves, and the one at its mark."""
+    (x, gates), of_outputs, of_states = given, *tolerances
+    starts = rows.starts.tolist()
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        outputs, states = one_row(x[start:end], of_row(gates, start, end), firsts[row])
+        close(out[start:end], outputs, of_outputs)
+        if writes[row] != NONE:
+            close(get(cells, writes[row]), states[-1], of_states)
+        if rows.marks[row]:
+            close(get(cells, kept[row]), states[int(rows.marks[row]) - 1], of_states)
+
+
 def close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -85,17 +99,8 @@ def test_rows_of_all_lengths_go_from_their_states_to_those_that_are_asked_for(
         before[state] = torch.randn(KEY_HEADS * group, K, v, device=DEVICE)
         put(cells, state, before[state])
     out = delta_rule(x, gates, cells, rows)
-    start = 0
-    for row, count in enumerate(counts):
-        first = before.get(reads[row], torch.zeros(KEY_HEADS * group, K, v, device=DEVICE))
-        outputs, states = one_row(x[start : start + count], of_row(gates, start, start + count),
-                                  first)  # fmt: skip
-        close(out[start : start + count], outputs)
-        if writes[row] != NONE:
-            close(get(cells, writes[row]), states[-1])
-        if rows.marks[row]:
-            close(get(cells, int(rows.kept[row, 0])), states[int(rows.marks[row]) - 1])
-        start += count
+    firsts = [before.get(state, torch.zeros_like(before[1])) for state in reads]
+    check_rows(out, (x, gates), firsts, cells, rows, writes, kept)
     close(get(cells, 2), before[2].double())  # read, and written elsewhere
     close(get(cells, 3), before[3].double())
     num_written = len({0, 1, 2, 3, 4, 5, 6, 7, 8, 9})
@@ -178,7 +183,8 @@ def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance)
 def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(by_kernels, longest, mark, group, v):
     """Beside a short row and a decode row. float16 is rounded in products, as bfloat16 would be."""
     counts, reads, writes = [longest, 3, 1], [1, NONE, 2], [1, 4, NONE]
-    rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=[3, NONE, NONE])
+    kept = [3, NONE, NONE]
+    rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=kept)
     x, gates = inputs(sum(counts), torch.float16, group, v)
     heads = KEY_HEADS * group
     cells, pool = cells_of(heads, (K, v), per_page=3, first=1, step=2)
@@ -187,17 +193,7 @@ def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(by_kernels, longest, m
     put(cells, 2, before[1])
     out = delta_rule(x, gates, cells, rows)
     firsts = (before[0], torch.zeros_like(before[0]), before[1])
-    start = 0
-    for row, (count, first) in enumerate(zip(counts, firsts, strict=True)):
-        outputs, states = one_row(
-            x[start : start + count], of_row(gates, start, start + count), first
-        )
-        close(out[start : start + count], outputs, 2e-3)
-        if writes[row] != NONE:
-            close(get(cells, writes[row]), states[-1], 1e-3)
-        if rows.marks[row]:
-            close(get(cells, 3), states[mark - 1], 1e-3)
-        start += count
+    check_rows(out, (x, gates), firsts, cells, rows, writes, kept, (2e-3, 1e-3))
     close(get(cells, 2), before[1].double())
     assert int((~pool.isnan()).sum()) == 4 * heads * K * v
 
@@ -252,17 +248,12 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
     x, gates = inputs(3)
     cells, _ = cells_of(HEADS, (K, V))
     rows = rows_of([3], [NONE], [0])
-    with pytest.raises(ValueError, match="matrices"):
-        delta_rule(x[:, :, 1:], gates, cells, rows)
-    with pytest.raises(ValueError, match="contiguous x"):
-        delta_rule(x.transpose(0, 1).contiguous().transpose(0, 1), gates, cells, rows)
-    with pytest.raises(ValueError, match="float32 states"):
-        delta_rule(x, gates, cells._replace(view=cells.view.half()), rows)
-    with pytest.raises(ValueError, match="gates"):
-        delta_rule(x, gates._replace(a=gates.a[:2]), cells, rows)
-    with pytest.raises(ValueError, match="gates"):
-        delta_rule(x, gates._replace(b=gates.b.double()), cells, rows)
-    with pytest.raises(ValueError, match="a_log"):
-        delta_rule(x, gates._replace(a_log=gates.a_log.double()), cells, rows)
-    with pytest.raises(ValueError, match="int32"):
-        delta_rule(x, gates, cells, replace(rows, starts=rows.starts.long()))
+    check_refused("matrices", delta_rule, x[:, :, 1:], gates, cells, rows)
+    by_head = x.transpose(0, 1).contiguous().transpose(0, 1)
+    check_refused("contiguous x", delta_rule, by_head, gates, cells, rows)
+    halves = cells._replace(view=cells.view.half())
+    check_refused("float32 states", delta_rule, x, gates, halves, rows)
+    check_refused("gates", delta_rule, x, gates._replace(a=gates.a[:2]), cells, rows)
+    check_refused("gates", delta_rule, x, gates._replace(b=gates.b.double()), cells, rows)
+    check_refused("a_log", delta_rule, x, gates._replace(a_log=gates.a_log.double()), cells, rows)
+    check_refused("int32", delta_rule, x, gates, cells, replace(rows, starts=rows.starts.long()))

@@ -10,7 +10,7 @@ from kernels import device
 from kernels.experts.grouped_kernels import MANY_PAIRS, group_kernel, tile_for
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
 from kernels.quantised import Quantisation, widened
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 from tests.kernels.test_act_and_mul import in_float64
 from tests.kernels.test_quantised_linear import quantised
 
@@ -238,8 +238,7 @@ def test_wrong_shapes_and_dtypes_are_refused():
         (x, gate_up, down, weights.t(), ids.t()),
         (x, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, weights, ids),
     ):
-        with pytest.raises(ValueError, match=r"experts|weights|contiguous"):
-            computed(*wrong, "silu")
-    of_others = Quantisation(torch.ones(4, 32, 2))
-    with pytest.raises(ValueError, match=r"scales, zeros: \(4, 32, 1\) expected"):
-        computed(x, gate_up.char(), down, weights, ids, "silu", formats=(of_others, None))
+        check_refused(r"experts|weights|contiguous", computed, *wrong, "silu")
+    formats = (Quantisation(torch.ones(4, 32, 2)), None)
+    given = x, gate_up.char(), down, weights, ids, "silu"
+    check_refused(r"scales, zeros: \(4, 32, 1\) expected", computed, *given, formats=formats)

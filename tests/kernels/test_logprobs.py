@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.sampling.logprobs import logprobs
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 
 
 def assert_correct(logits, tokens, num_top, *, atol=1e-5):
@@ -79,11 +79,7 @@ def test_no_rows_give_none(implementation):
 
 def test_wrong_shapes_strides_and_dtypes_are_refused():
     logits, tokens = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="float32"):
-        logprobs(logits.double(), tokens, 1)
-    with pytest.raises(ValueError, match="strides"):
-        logprobs(torch.zeros(5, 2).T, tokens, 1)
-    with pytest.raises(ValueError, match="tokens for 2 rows"):
-        logprobs(logits, tokens[:1], 1)
-    with pytest.raises(ValueError, match="top 6 of 5"):
-        logprobs(logits, tokens, 6)
+    check_refused("float32", logprobs, logits.double(), tokens, 1)
+    check_refused("strides", logprobs, torch.zeros(5, 2).T, tokens, 1)
+    check_refused("tokens for 2 rows", logprobs, logits, tokens[:1], 1)
+    check_refused("top 6 of 5", logprobs, logits, tokens, 6)

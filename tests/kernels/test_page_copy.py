@@ -7,6 +7,7 @@ import torch
 
 from kernels.pages import copy as page_copy
 from kernels.pages.copy import copy_pages
+from tests.kernels.conftest import check_refused
 
 PAGES = [
     ([], []),
@@ -47,12 +48,9 @@ def test_a_long_run_is_copied_in_pieces(monkeypatch):
 
 def test_pools_of_different_pages_are_refused():
     one = torch.zeros(2, 4)
-    with pytest.raises(ValueError, match="pages differ"):
-        copy_pages(one, ids([0]), torch.zeros(2, 5), ids([0]))
-    with pytest.raises(ValueError, match="pages differ"):
-        copy_pages(one, ids([0]), one.half(), ids([0]))
-    with pytest.raises(ValueError, match="page ids"):
-        copy_pages(one, ids([0]), one.clone(), ids([0, 1]))
+    check_refused("pages differ", copy_pages, one, ids([0]), torch.zeros(2, 5), ids([0]))
+    check_refused("pages differ", copy_pages, one, ids([0]), one.half(), ids([0]))
+    check_refused("page ids", copy_pages, one, ids([0]), one.clone(), ids([0, 1]))
 
 
 def ids(pages):

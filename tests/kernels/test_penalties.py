@@ -11,7 +11,7 @@ from kernels.sampling.penalties import (
     count_tokens_reference,
     count_tokens_triton,
 )
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 
 VOCABULARY = 9
 
@@ -129,16 +129,11 @@ def test_triton_gives_every_bit_of_the_reference(vocabulary):
 
 
 def test_wrong_shapes_strides_and_dtypes_are_refused():
-    counts = torch.zeros(1, VOCABULARY, dtype=torch.int32)
+    counts, logits = torch.zeros(1, VOCABULARY, dtype=torch.int32), torch.zeros(1, VOCABULARY)
     none = {"repetition": torch.ones(1), "frequency": torch.zeros(1), "presence": torch.zeros(1)}
-    row = torch.tensor([0])
-    with pytest.raises(ValueError, match="rows and tokens"):
-        count_tokens(counts, torch.tensor([0, 0]), row, prompt=True)
-    with pytest.raises(ValueError, match="contiguous"):
-        count_tokens(counts, torch.tensor([0, 0, 0])[::2], torch.tensor([0, 0]), prompt=True)
-    with pytest.raises(ValueError, match="vocabulary"):
-        apply_penalties(torch.zeros(1, 4), row, counts, row, **none)
-    with pytest.raises(ValueError, match="float32"):
-        apply_penalties(torch.zeros(1, VOCABULARY).half(), row, counts, row, **none)
-    with pytest.raises(ValueError, match="length"):
-        apply_penalties(torch.zeros(1, VOCABULARY), row, counts, torch.tensor([0, 0]), **none)
+    row, two, strided = torch.tensor([0]), torch.tensor([0, 0]), torch.tensor([0, 0, 0])[::2]
+    check_refused("rows and tokens", count_tokens, counts, two, row, prompt=True)
+    check_refused("contiguous", count_tokens, counts, strided, two, prompt=True)
+    check_refused("vocabulary", apply_penalties, logits[:, :4], row, counts, row, **none)
+    check_refused("float32", apply_penalties, logits.half(), row, counts, row, **none)
+    check_refused("length", apply_penalties, logits, row, counts, two, **none)

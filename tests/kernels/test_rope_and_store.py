@@ -7,7 +7,7 @@ import torch
 
 from kernels.layers.rope import rope_angles
 from kernels.pages.rope_and_store import rope_and_store
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 
 PAGE_SIZE = 4
 NOWHERE = -1
@@ -16,6 +16,13 @@ EPS = 0.03  # so large that it shows
 
 def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def norms_of(head_dim, with_norm=True, dtype=torch.float32):
+    if not with_norm:
+        return {}
+    q_norm, k_norm = randn(2, head_dim, dtype=dtype)
+    return {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
 
 
 def kv_layer(kv_heads, head_dim, num_pages=6, num_layers=3, layer=1, dtype=torch.float32):
@@ -75,11 +82,8 @@ def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance, pairs
 def test_q_comes_back_and_k_and_v_go_to_their_places(
     implementation, heads, kv_heads, head_dim, with_norm
 ):
-    norms = {}
-    if with_norm:
-        norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
     qkv = randn(5, (heads + 2 * kv_heads) * head_dim + 3)[:, 3:]
-    locations = [5 * PAGE_SIZE + 3, 0, 9, 2 * PAGE_SIZE, 17]
+    locations, norms = [5 * PAGE_SIZE + 3, 0, 9, 2 * PAGE_SIZE, 17], norms_of(head_dim, with_norm)
     check(qkv, kv_heads, head_dim, [7, 0, 900, 3, 4], locations, norms, 1e-5)
 
 
@@ -88,17 +92,14 @@ def test_q_comes_back_and_k_and_v_go_to_their_places(
 def test_only_the_first_numbers_of_a_head_are_rotated_where_there_are_fewer_angles(
     implementation, heads, kv_heads, head_dim, pairs, with_norm
 ):
-    norms = {}
-    if with_norm:
-        norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
-    qkv = randn(4, (heads + 2 * kv_heads) * head_dim)
+    qkv, norms = randn(4, (heads + 2 * kv_heads) * head_dim), norms_of(head_dim, with_norm)
     check(qkv, kv_heads, head_dim, [7, 0, 90, 3], [9, NOWHERE, 0, 17], norms, 1e-5, pairs)
 
 
 @pytest.mark.parametrize("pairs", [8, 3])
 def test_gates_between_the_queries_are_skipped(implementation, pairs):
     heads, kv_heads, head_dim = 3, 2, 16
-    norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
+    norms = norms_of(head_dim)
     packed = randn(4, 2 * heads + 2 * kv_heads, head_dim)
     without = torch.cat((packed[:, : 2 * heads : 2], packed[:, 2 * heads :]), dim=1)
     angles, locations = torch.rand(2, 4, pairs, device=DEVICE), torch.arange(4, device=DEVICE)
@@ -108,8 +109,8 @@ def test_gates_between_the_queries_are_skipped(implementation, pairs):
     q = rope_and_store(packed.flatten(1), angles, layers[1], locations, **norms, gated=True)
     assert torch.equal(q, expected)
     assert torch.equal(*(layer.nan_to_num() for layer in layers))
-    with pytest.raises(ValueError, match="does not fit"):
-        rope_and_store(packed[:, 1:].flatten(1), angles, layers[1], locations, gated=True)
+    odd = packed[:, 1:].flatten(1)
+    check_refused("does not fit", rope_and_store, odd, angles, layers[1], locations, gated=True)
 
 
 @pytest.mark.parametrize("locations", [[NOWHERE, 9, NOWHERE], [NOWHERE] * 3, []])
@@ -146,24 +147,17 @@ def test_half_precision_is_rounded_after_the_norm_and_after_the_rotation(
 def test_wrong_shapes_strides_and_dtypes_are_refused():
     kv = kv_layer(2, 8)[0].cpu()
     angles, locations, good = torch.zeros(2, 3, 4), torch.arange(3), torch.zeros(3, 8 * 8)
-    with pytest.raises(ValueError, match="does not fit"):
-        rope_and_store(torch.zeros(3, 4 * 8), angles, kv, locations)
-    with pytest.raises(ValueError, match="does not fit"):
-        rope_and_store(good.half(), angles, kv, locations)
-    with pytest.raises(ValueError, match="does not fit"):
-        rope_and_store(good.t().contiguous().t(), angles, kv, locations)
-    with pytest.raises(ValueError, match="angles"):
-        rope_and_store(good, torch.zeros(2, 2, 4), kv, locations)
-    with pytest.raises(ValueError, match="angles"):
-        rope_and_store(good, torch.zeros(2, 3, 5), kv, locations)
-    with pytest.raises(ValueError, match="int64"):
-        rope_and_store(good, angles, kv, locations.int())
-    with pytest.raises(ValueError, match="together"):
-        rope_and_store(good, angles, kv, locations, q_norm=torch.ones(8))
-    with pytest.raises(ValueError, match="norms"):
-        rope_and_store(good, angles, kv, locations, q_norm=torch.ones(8), k_norm=torch.ones(1))
-    with pytest.raises(ValueError, match="kv"):
-        rope_and_store(good, angles, kv[:, :, 0], locations)
+    check_refused("does not fit", rope_and_store, torch.zeros(3, 4 * 8), angles, kv, locations)
+    check_refused("does not fit", rope_and_store, good.half(), angles, kv, locations)
+    check_refused("does not fit", rope_and_store, good.t().contiguous().t(), angles, kv, locations)
+    check_refused("angles", rope_and_store, good, torch.zeros(2, 2, 4), kv, locations)
+    check_refused("angles", rope_and_store, good, torch.zeros(2, 3, 5), kv, locations)
+    check_refused("int64", rope_and_store, good, angles, kv, locations.int())
+    one, short = torch.ones(8), torch.ones(1)
+    check_refused("together", rope_and_store, good, angles, kv, locations, q_norm=one)
+    norms = {"q_norm": one, "k_norm": short}
+    check_refused("norms", rope_and_store, good, angles, kv, locations, **norms)
+    check_refused("kv", rope_and_store, good, angles, kv[:, :, 0], locations)
 
 
 @pytest.mark.gpu
@@ -173,10 +167,7 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
 def test_agrees_with_float64_at_the_sizes_of_real_models(
     dtype, tolerance, heads, kv_heads, head_dim, with_norm
 ):
-    norms = {}
-    if with_norm:
-        weights = randn(2, head_dim, dtype=dtype)
-        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": EPS}
+    norms = norms_of(head_dim, with_norm, dtype)
     qkv = randn(17, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     locations = [NOWHERE, *torch.randperm(6 * PAGE_SIZE)[:16].tolist()]
     check(qkv, kv_heads, head_dim, [0, *range(1000, 1016)], locations, norms, tolerance)

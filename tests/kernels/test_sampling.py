@@ -14,7 +14,7 @@ from kernels.sampling.sample import (
     sample_reference,
     sample_triton,
 )
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +36,8 @@ def columns(n, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, posit
 
 
 def stacked(*parts):
-    return SamplingColumns(
-        **{
-            name: torch.cat([getattr(part, name) for part in parts])
-            for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-        }
-    )
+    names = (field.name for field in fields(SamplingColumns))
+    return SamplingColumns(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def few_or(many, implementation, *, few):
@@ -180,14 +176,11 @@ def test_no_rows_give_no_tokens(implementation):
 
 
 def test_wrong_shapes_strides_and_dtypes_are_refused():
-    with pytest.raises(ValueError, match="float32"):
-        sample(torch.zeros(2, 5, dtype=torch.float64), None)
-    with pytest.raises(ValueError, match="strides"):
-        sample(torch.zeros(5, 2).T, None)
-    with pytest.raises(ValueError, match="3 parameters for 2 rows"):
-        sample(torch.zeros(2, 5), columns(3))
-    with pytest.raises(ValueError, match="positions"):
-        sample(torch.zeros(2, 5), columns(2, positions=torch.zeros(3, dtype=torch.int32)))
+    check_refused("float32", sample, torch.zeros(2, 5, dtype=torch.float64), None)
+    check_refused("strides", sample, torch.zeros(5, 2).T, None)
+    check_refused("3 parameters for 2 rows", sample, torch.zeros(2, 5), columns(3))
+    of_three = columns(2, positions=torch.zeros(3, dtype=torch.int32))
+    check_refused("positions", sample, torch.zeros(2, 5), of_three)
 
 
 def mixture(n):
@@ -225,6 +218,14 @@ LOGITS = {
 }
 
 
+def drawn(kind, n, vocabulary, device="cpu"):
+    """Return parameters, logits, and the same logits in rows with NaN between them."""
+    logits = LOGITS[kind](n, vocabulary)
+    wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype, device=device)
+    wide[:, :vocabulary] = logits
+    return mixture(n), logits, wide[:, :vocabulary]
+
+
 @pytest.mark.parametrize(
     "kind, n, vocabulary",
     [
@@ -239,22 +240,15 @@ LOGITS = {
     ],
 )
 def test_triton_chooses_the_tokens_of_the_reference(kind, n, vocabulary):
-    parameters = mixture(n)
-    logits = LOGITS[kind](n, vocabulary)
-    wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype, device=DEVICE)
-    wide[:, :vocabulary] = logits  # what lies between the rows is no logit
-    tokens = sample_triton(wide[:, :vocabulary], on(DEVICE, parameters))
+    parameters, logits, strided = drawn(kind, n, vocabulary, DEVICE)
+    tokens = sample_triton(strided, on(DEVICE, parameters))
     assert tokens.tolist() == sample_reference(logits, parameters).tolist()
 
 
 @pytest.mark.parametrize("kind", LOGITS)
 def test_compiled_for_a_cpu_it_chooses_the_tokens_of_the_reference(kind, operators):
-    n, vocabulary = 60, 4099
-    parameters = mixture(n)
-    logits = LOGITS[kind](n, vocabulary)
-    wide = torch.full((n, vocabulary + 3), torch.nan, dtype=logits.dtype)
-    wide[:, :vocabulary] = logits  # what lies between the rows is no logit
-    tokens = operators.sample(wide[:, :vocabulary], **vars_of(parameters), not_finite=NOT_FINITE)
+    parameters, logits, strided = drawn(kind, 60, 4099)
+    tokens = operators.sample(strided, **vars_of(parameters), not_finite=NOT_FINITE)
     assert tokens.tolist() == sample_reference(logits, parameters).tolist()
 
 

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from kernels import device
 from kernels.attention import paged, split_kv, split_plan
-from kernels.attention.arguments import AttentionKind, Scoring
-from kernels.attention.paged import paged_attention
+from kernels.attention.arguments import AttentionKind
 from kernels.attention.split_plan import (
     busy_programs,
     first_tile,
@@ -18,7 +17,7 @@ from kernels.attention.split_plan import (
     plan_split,
     program_of,
 )
-from tests.kernels.attention_case import SCALE, Case, check_captured
+from tests.kernels.attention_case import Case, check_captured
 from tests.kernels.conftest import DEVICE
 
 pytestmark = pytest.mark.usefixtures("by_kernels")
@@ -57,11 +56,7 @@ def test_rows_with_several_queries_are_split_among_any_number_of_programs(
 @pytest.mark.parametrize("multiprocessors", [1, 20])
 def test_items_of_one_program_and_joined_ones_are_gated(monkeypatch, multiprocessors):
     split(monkeypatch, 16, multiprocessors)
-    case = Case(VERIFIED, heads=3, kv_heads=1, head_dim=24)
-    gate = torch.randn(*case.q.shape[:2], 2, 24, device=DEVICE)[:, :, 1]
-    attended = paged_attention(case.q, case.kv, case.plan(), Scoring(SCALE), gate=gate)
-    expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
-    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+    Case(VERIFIED, heads=3, kv_heads=1, head_dim=24).check_gated()
 
 
 def test_a_lane_that_sees_no_key_of_a_part_takes_nothing_from_it(monkeypatch):
@@ -78,11 +73,7 @@ def test_a_lane_that_sees_no_key_of_a_part_takes_nothing_from_it(monkeypatch):
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 1)])
 def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, kv_heads):
     split(monkeypatch, 16, 40)
-    case = Case(VERIFIED, heads=heads, kv_heads=kv_heads)
-    plan = case.plan()
-    layers = [paged_attention(case.q, case.kv, plan, Scoring(SCALE)) for _ in range(2)]
-    torch.testing.assert_close(layers[0].double(), case.expected(), atol=2e-6, rtol=1e-5)
-    assert torch.equal(*layers)
+    Case(VERIFIED, heads=heads, kv_heads=kv_heads).check_layers_of_one_plan()
 
 
 @pytest.mark.parametrize("rows", [[(2, 9), (0, 5)], [(0, 5), (2, 70), (0, 3), (3, 3)]], ids=str)

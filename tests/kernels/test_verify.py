@@ -13,7 +13,7 @@ from kernels.sampling.verify import (
     verify_drafts_reference,
     verify_drafts_triton,
 )
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, check_refused
 
 GARBAGE = -0x0BADBAD
 NUM_SLOTS = 9
@@ -132,9 +132,6 @@ def test_wrong_arguments() -> None:
         rows._replace(slots=rows.slots.int()),
         rows._replace(token_ids=rows.token_ids.float()),
     ):
-        with pytest.raises(ValueError, match="int"):
-            verify_drafts(wrong, sampled, newest, newest)
-    with pytest.raises(ValueError, match="int32"):
-        verify_drafts(rows, sampled.long(), newest, newest)
-    with pytest.raises(ValueError, match="contiguous"):
-        verify_drafts(rows, sampled[::2], newest, newest)
+        check_refused("int", verify_drafts, wrong, sampled, newest, newest)
+    check_refused("int32", verify_drafts, rows, sampled.long(), newest, newest)
+    check_refused("contiguous", verify_drafts, rows, sampled[::2], newest, newest)

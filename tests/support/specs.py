@@ -1,12 +1,15 @@
 """Default requests for tests that are not about requests."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from common.request import RequestSpec
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.request import Request
 
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
@@ -27,3 +30,13 @@ def make_request(token_ids: Iterable[int] = (5, 6, 7), *, key: int = 1, **fields
     names = ("origin", "deadline", "arrived", "start_by", "weights", "pooling")
     own |= {name: fields.pop(name) for name in names if name in fields}
     return Request.of(make_spec(token_ids, **fields), key=key, **own)
+
+
+def make_batch(
+    slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], **fields: Any
+) -> ScheduleBatch:
+    """Return a step that samples in each row. A step of one token in each row is a decode step."""
+    columns = [np.array(each, np.int32) for each in (slots, starts, ends)]
+    decodes = (columns[2] - columns[1] == 1).all()
+    mode = ForwardMode.DECODE if decodes else ForwardMode.MIXED
+    return ScheduleBatch(1, mode, *columns, np.ones(len(slots), np.bool_), **fields)

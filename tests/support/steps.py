@@ -1,9 +1,11 @@
 """Drives a ModelRunner like a scheduler, one step at a time, with or without overlap."""
 
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
 from engine.models import Model
 from engine.ranks import WHOLE, Share
 from engine.runner.graphs import Recorder
@@ -256,6 +259,42 @@ def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterMana
 
 def _mode(starts: Ints, ends: Ints) -> ForwardMode:
     return ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED
+
+
+@contextlib.contextmanager
+def make_all(model: Model, **options: Any) -> Iterator[Callable[..., Steps]]:
+    """Yield a function that makes Steps with these options and its own. Close them at the end."""
+    with contextlib.ExitStack() as exits:
+
+        def make(**own: Any) -> Steps:
+            steps = Steps(**{"model": model, **options, **own})
+            exits.callback(steps.close)
+            return steps
+
+        yield make
+
+
+class Scripted:
+    """A model whose logits are what a function of its batch says. It keeps no KV."""
+
+    def __init__(self, logits):
+        self.spec = SimpleNamespace(
+            vocabulary_size=8,
+            eos_token_ids=(7,),
+            layers=(PagedKV(1, 2),),
+            draft=None,
+            generates=True,
+            num_labels=0,
+            axial_images=False,
+        )
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self._logits = logits
+
+    def forward(self, inputs, pool, future_tokens, adapted=None, late=None):
+        return self._logits(inputs, future_tokens)
+
+    def logits(self, hidden):
+        return hidden
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from common.process import resources
 from common.rpc import services
 from common.rpc.services import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
+from tests.support.grpc_calls import status_of
 
 Code = grpc.StatusCode
 WATCH = health_pb2.HealthCheckRequest()
@@ -83,12 +84,6 @@ def called(channel, path: str, data: bytes, *, streams: bool):
     return channel.unary_unary(path)(data, timeout=60)
 
 
-async def failure(call) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details()
-
-
 async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(served, caplog):
     stub = router_pb2_grpc.RouterStub(served[1])
 
@@ -96,10 +91,10 @@ async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(ser
         return stub.Tokenize(router_pb2.TokenizeRequest(text=text))
 
     assert list((await tokenize("four")).token_ids) == [4]
-    assert await failure(tokenize("overloaded")) == (Code.RESOURCE_EXHAUSTED, "come back later")
-    assert await failure(tokenize("abort")) == (Code.NOT_FOUND, "its own words")
+    assert await status_of(tokenize("overloaded")) == (Code.RESOURCE_EXHAUSTED, "come back later")
+    assert await status_of(tokenize("abort")) == (Code.NOT_FOUND, "its own words")
     assert not caplog.records
-    code, sentence = await failure(tokenize("bug"))
+    code, sentence = await status_of(tokenize("bug"))
     assert code is Code.INTERNAL
     assert "secret" not in sentence
     assert "secret" in caplog.text
@@ -111,7 +106,7 @@ async def test_a_bug_that_callers_reach_is_no_flood_of_lines(served, caplog, mon
     monkeypatch.setattr(services, "log_of_faults", throttled)
     stub = router_pb2_grpc.RouterStub(served[1])
     for _ in range(30):
-        code, _ = await failure(stub.Tokenize(router_pb2.TokenizeRequest(text="bug")))
+        code, _ = await status_of(stub.Tokenize(router_pb2.TokenizeRequest(text="bug")))
         assert code is Code.INTERNAL
     assert caplog.text.count("Traceback") == 10
 
@@ -121,7 +116,7 @@ async def test_a_streaming_method_sends_what_it_had_before_its_error(served):
     assert [r.text async for r in stub.Generate(router_pb2.GenerateRequest(text="x"))] == ["a", "b"]
     call = stub.Generate(router_pb2.GenerateRequest(text="invalid"))
     assert (await call.read()).text == "a"
-    assert await failure(call.read()) == (Code.INVALID_ARGUMENT, "text is invalid")
+    assert await status_of(call.read()) == (Code.INVALID_ARGUMENT, "text is invalid")
 
 
 async def test_a_cancelled_stream_leaves_its_method_at_once(served):
@@ -157,7 +152,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(served, method,
     # Seen failing (UNKNOWN) with the generated deserialiser in place of the tolerant one.
     path = f"/baton.v1.Router/{method}"
     channel = served[1]
-    code, sentence = await failure(called(channel, path, data, streams=method == "Generate"))
+    code, sentence = await status_of(called(channel, path, data, streams=method == "Generate"))
     assert code is Code.INVALID_ARGUMENT
     assert "UTF-8" in sentence
 
@@ -183,7 +178,7 @@ async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(
     """Seen failing (UNKNOWN, and a traceback each) with the service as grpcio registers it."""
     path = f"/grpc.health.v1.Health/{method}"
     async with of_a_node() as address, rpc.make_channel(address) as channel:
-        code, _ = await failure(called(channel, path, b"\xff\xff\xff", streams=method == "Watch"))
+        code, _ = await status_of(called(channel, path, b"\xff\xff\xff", streams=method == "Watch"))
     assert code is Code.INVALID_ARGUMENT
     # gRPC's poller reports a wake-up of several event loops in one process, which is harmless.
     assert [one for one in caplog.records if "PollerCompletionQueue" not in one.message] == []
@@ -220,7 +215,7 @@ async def test_few_watch_the_health_of_a_node_and_probes_are_answered():
             watching = [stubs[number % 2].Watch(WATCH) for number in range(rpc.MAX_HEALTH_WATCHERS)]
             for call in watching:
                 await asyncio.wait_for(call.read(), 60)
-            code, _ = await failure(stubs[0].Watch(WATCH).read())
+            code, _ = await status_of(stubs[0].Watch(WATCH).read())
             assert code is Code.RESOURCE_EXHAUSTED
             assert await healthy(address)
             watching[0].cancel()
@@ -230,17 +225,13 @@ async def test_few_watch_the_health_of_a_node_and_probes_are_answered():
 
 
 async def watches(stub) -> bool:
-    try:
-        await stub.Watch(WATCH).read()
-    except grpc.aio.AioRpcError:
-        return False
-    return True
+    return await status_of(stub.Watch(WATCH).read()) == (Code.OK, "")
 
 
 async def test_a_call_without_its_message_is_an_invalid_argument(served):
     _, channel = served
     call = channel.stream_unary("/baton.v1.Router/Tokenize")
-    code, sentence = await failure(call(iter(())))
+    code, sentence = await status_of(call(iter(())))
     assert code is Code.INVALID_ARGUMENT
     assert sentence == "the call has no message"
 
@@ -250,7 +241,7 @@ async def test_a_message_of_too_many_fields_is_refused(served):
     call = channel.unary_unary("/baton.v1.Router/Tokenize")
     empty_messages = b"\x0a\x00" * (MAX_FIELDS + 1)
     data = b"\x12" + _varint(len(empty_messages)) + empty_messages
-    code, sentence = await failure(call(data))
+    code, sentence = await status_of(call(data))
     assert code is Code.INVALID_ARGUMENT
     assert sentence == f"the message has more than {MAX_FIELDS} fields"
 
@@ -259,7 +250,7 @@ async def test_an_error_is_cut_to_what_a_trailer_holds(served):
     _, channel = served
     stub = router_pb2_grpc.RouterStub(channel)
     text = "echo " + "\U0001f600" * 100_000
-    code, sentence = await failure(stub.Tokenize(router_pb2.TokenizeRequest(text=text)))
+    code, sentence = await status_of(stub.Tokenize(router_pb2.TokenizeRequest(text=text)))
     assert code is Code.INVALID_ARGUMENT
     assert sentence.startswith("echo \U0001f600") and sentence.endswith("…")
     assert len(sentence) == MAX_SENTENCE_CHARACTERS
@@ -273,6 +264,8 @@ def _varint(number: int) -> bytes:
 async def test_a_method_that_the_library_leaves_out_is_no_fault(caplog):
     """Health's List. Seen failing: INTERNAL, and a traceback."""
     async with of_a_node() as address, rpc.make_channel(address) as channel:
-        code, _ = await failure(called(channel, "/grpc.health.v1.Health/List", b"", streams=False))
+        code, _ = await status_of(
+            called(channel, "/grpc.health.v1.Health/List", b"", streams=False)
+        )
     assert code is Code.UNIMPLEMENTED
     assert not caplog.records

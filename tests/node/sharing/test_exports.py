@@ -31,15 +31,8 @@ def memory() -> Memory:
 
 
 def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> PrefixExports:
-    tables = PageTables(PAGE_SIZE)
-    return PrefixExports(
-        enabled=enabled,
-        cache=memory.cache,
-        pages=memory.pages,
-        tiers=None,
-        tables=tables,
-        port=port,
-    )
+    own = {"cache": memory.cache, "pages": memory.pages, "tiers": None, "port": port}
+    return PrefixExports(enabled=enabled, tables=PageTables(PAGE_SIZE), **own)
 
 
 def opened(serial: int) -> tuple[OpenedEvent, Prefix]:
