@@ -1,9 +1,11 @@
-"""Which kernels traffic would compile although the rehearsal is over. No GPU, and no interpreter.
+"""Kernels that traffic would compile although the warmup has ended. Needs no GPU and no
+interpreter.
 
     python -m tests.engine.rehearsed CHECKPOINT DTYPE GRAPHS SEED
 
-prints an object: how many kernels were rehearsed, how many traffic launched, and those of them that
-were not rehearsed. For a process of its own: kernels are recorded as Triton would specialise them.
+prints an object: the number of kernels of the warmup, the number that traffic launched, and those
+of them that the warmup lacks. It runs in its own process, because it records kernels as Triton
+would specialise them.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ launch_verification = verify.verify_drafts_triton
 
 
 class Silent:
-    """A graph: replayed, it launches no kernel by itself."""
+    """A graph whose replay launches no kernel."""
 
     def replay(self) -> None:
         pass
@@ -52,7 +54,7 @@ def record(work: Callable[[], Tensor]) -> tuple[Silent, Tensor]:
 def packed(
     columns: Sequence[HostColumn], device: torch.device, into: Tensor | None = None
 ) -> object:
-    """`upload` as for a GPU: tensors lie where packing puts them, not where the host has them."""
+    """Upload as for a GPU: tensors are where packing puts them, not where the host has them."""
     if into is None:
         into = torch.empty(packed_bytes(columns), dtype=torch.uint8)
     return upload(columns, device, into)
@@ -65,7 +67,7 @@ def recorded_verification(rows: verify.DraftRows, *tensors: Tensor) -> Tensor:
 
 
 def copy_pages(memory: StagedMemory, page_bytes: int) -> None:
-    """Pages as a peer reads them, and as they are read from one."""
+    """Copy pages as for a peer that reads them, and as from a peer."""
     rng = np.random.default_rng(0)
     whole = PageCut(0, page_bytes)
     departures, arrivals = memory.departures(), memory.arrivals()

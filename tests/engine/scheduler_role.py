@@ -1,4 +1,4 @@
-"""A role that has nothing but a scheduler, and what tests of ranks serve with it."""
+"""A role that has only a scheduler, and traffic for tests of ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ def config_of(tp: int = 1, num_pages: int = NUM_PAGES, **fields: Any) -> EngineC
 
 
 class SchedulerRole:
-    """A role that has nothing but a scheduler, and collects the tokens of its requests."""
+    """A role that has only a scheduler, and collects the tokens of its requests."""
 
     def __init__(self) -> None:
         self.answers: dict[int, list[int]] = defaultdict(list)
@@ -85,7 +85,7 @@ class SchedulerRole:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Return random tokens that repeat after a while, so that there is something to look up."""
+    """Return random tokens that repeat after a while, so that prompt lookup finds drafts."""
     drawn = np.random.default_rng(seed).integers(1, 250, min(length, 12)).tolist()
     return (drawn * length)[:length]
 
@@ -130,7 +130,7 @@ def serve_text(serving: Any, *, pooled: bool = False) -> None:
 
 
 def serve_adapters(serving: Any) -> None:
-    """Serve more adapters than slots."""
+    """Serve requests with more adapters than slots."""
     for names in (("a", "", "b"), ("c", "a", "")):
         for number, name in enumerate(names):
             serving.add(prompt(20 + number, number), adapter=name, sampling=EVERY_SAMPLING[number])

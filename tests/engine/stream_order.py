@@ -1,13 +1,14 @@
-"""Which work on which memory is ordered by nothing: a GPU's streams, followed and not run.
+"""Checks that all accesses of a GPU's streams to the same memory are ordered, without running them.
 
 Device tensors are torch's meta tensors, which have shapes and no bytes. Each operation and each
-kernel is noted with the bytes that it touches, at the time of the stream that is current: a vector
-clock of what it comes after, by stream and by the host. Streams learn of each other by events and
-waits alone, the host learns of them by waiting. Two accesses to the same bytes, one of them a
-write, of which neither comes after the other are a problem.
+kernel is recorded with the bytes that it accesses, and with a vector clock of the current stream:
+everything that precedes it, by stream and on the host. Streams are ordered only by events and
+waits, and the host only by waiting. Two accesses to the same bytes, at least one of them a write,
+are a problem if neither precedes the other.
 
-Host memory counts too, where a copy runs on a stream. Kernels are taken to write all that they are
-given. It knows nothing of pages: kernels on different pages of one pool touch the same bytes here.
+Host memory counts too, if a copy runs on a stream. Kernels are assumed to write all their
+arguments. The checker does not know pages: kernels on different pages of one pool access the same
+bytes here.
 """
 
 from collections import defaultdict
@@ -36,7 +37,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes [start, end) of a storage, touched by `who` at its own time `at`."""
+    """Bytes [start, end) of a storage, accessed by `who` at its own time `at`."""
 
     start: int
     end: int
@@ -51,7 +52,7 @@ class Operation:
     """An enqueued operation, as far as a captured graph would depend on it."""
 
     name: str
-    arguments: tuple[object, ...]  # tensors by place, shape and strides; numbers by value
+    arguments: tuple[object, ...]  # tensors by place, shape and strides, numbers by value
     touched: tuple[tuple[Tensor, bool], ...] = field(compare=False)  # and whether it is written
 
 
@@ -88,12 +89,14 @@ class FakeEvent:
 
 
 class StreamOrder(TorchDispatchMode):
-    """Everything of one engine between `with` and its end. For one thread.
+    """All work of one engine inside `with`. For one thread.
 
-    problems: accesses that nothing orders, a line each.
-    hazards: what a captured graph, or a forward that must not wait, cannot have: a wait of the
-        host, an upload, an allocation of pinned memory. Cleared by whoever wants to know.
-    operations: all that was enqueued. Likewise.
+    problems: accesses without an order, a line each.
+
+    hazards: operations that a captured graph, or a forward that must not wait, cannot contain: a
+    wait of the host, an upload, an allocation of pinned memory. Cleared by the caller.
+
+    operations: all enqueued operations. Cleared by the caller.
     """
 
     def __init__(self) -> None:
@@ -104,8 +107,9 @@ class StreamOrder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._num_streams = 0
         self._accesses: dict[int, list[Access]] = defaultdict(list)
-        self._alive: dict[int, object] = {}  # storages, or one's place would be another's
-        self._captured: list[Operation] | None = None  # of the capture under way
+        # storages, which must not be freed, or another one would get the address
+        self._alive: dict[int, object] = {}
+        self._captured: list[Operation] | None = None  # of the running capture
         self.current = FakeStream(self)
 
     def name_stream(self) -> str:
@@ -118,7 +122,7 @@ class StreamOrder(TorchDispatchMode):
             mine[other] = max(mine.get(other, 0), at)
 
     def synchronised(self, clock: Clock) -> None:
-        """The host has waited for that time."""
+        """Record that the host has waited for that time."""
         self.hazards.append("the host waits")
         self.learn(_HOST, clock)
 
@@ -142,7 +146,7 @@ class StreamOrder(TorchDispatchMode):
         return FakeGraph(self, captured), output
 
     def enqueue(self, operation: Operation) -> None:
-        """On the current stream."""
+        """Enqueue on the current stream."""
         self.operations.append(operation)
         if self._captured is not None:
             self._captured.append(operation)
@@ -151,7 +155,7 @@ class StreamOrder(TorchDispatchMode):
         self._touch(self.current.name, operation.name, operation.touched)
 
     def host_touches(self, tensor: Tensor, what: str) -> None:
-        """Reads or writes it, now."""
+        """Record that the host reads or writes it now."""
         self._touch(_HOST, what, ((tensor, True),))
 
     def launch(self, function: Any, *arguments: Any, grid: Any, **options: Any) -> None:
@@ -185,7 +189,7 @@ class StreamOrder(TorchDispatchMode):
         return result
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A copy out of a meta tensor is zeros."""
+        """Handle a copy out of a meta tensor, which gives zeros."""
         source = args[1] if function is _COPIES[0] else args[0] if function is _COPIES[1] else None
         if source is not None and source.device == GPU:
             if function is _COPIES[0] and args[0].device != GPU:
@@ -231,7 +235,7 @@ class StreamOrder(TorchDispatchMode):
                     f"{what} on {who}: {tuple(tensor.shape)} was {verb} by {other.what} on "
                     f"{other.who}, and nothing says that this has been done"
                 )
-            # Who comes after this access comes after what it covers and comes after, too.
+            # An access after this one is also after everything that precedes this one.
             stands_for = writes or (who == other.who and not other.writes)
             if not (stands_for and start <= other.start and other.end <= end):
                 kept.append(other)
@@ -252,12 +256,12 @@ class FakeGraph:
 
 @contextmanager
 def followed() -> Iterator[StreamOrder]:
-    """Inside, torch.cuda's streams and events are followed, and kernels noted instead of run."""
+    """Follow torch.cuda's streams and events inside, and record kernels instead of running them."""
     order = StreamOrder()
     numpy, tensor_of = Tensor.numpy, torch.tensor
 
     def made(data: Any, **kwargs: Any) -> Tensor:
-        # torch copies the numbers over by itself: no operation is seen.
+        # torch copies the numbers itself, without a visible operation.
         if torch.device(kwargs.get("device") or "cpu") == GPU:
             order.hazards.append("a tensor on the device made of numbers")
         return tensor_of(data, **kwargs)

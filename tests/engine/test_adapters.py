@@ -1,5 +1,5 @@
-"""Adapters from their files to their slots: what is read and what is refused, who keeps what, who
-waits for whom."""
+"""Adapters from their files to their slots: accepted and rejected files, eviction, and waiting
+requests."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_rank_stabilised_adapters_are_scaled_by_the_root_of_their_rank(shelf, ma
     assert all(torch.equal(one[name].up, other[name].up) for name in one)
 
 
-def test_its_id_is_of_its_content_and_of_nothing_else(shelf, make):
+def test_an_adapters_id_depends_only_on_its_content(shelf, make):
     make("a", seed=1), make("b", seed=1, lora_dropout=0.7), make("c", seed=2)
     make("d", seed=1, alpha=32.0), make("e", seed=1, modules=("q_proj",))
     ids = [shelf.read(name).id for name in "abcde"]
@@ -130,18 +130,18 @@ def test_its_id_is_of_its_content_and_of_nothing_else(shelf, make):
         ({"r": 0}, "r must"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(shelf, make, wrong, named):
+def test_unsupported_configurations_are_rejected_by_name(shelf, make, wrong, named):
     make(**wrong)
     assert named in refusal(shelf)
 
 
-def test_modules_that_the_model_has_not_are_refused_by_name(shelf, make):
+def test_modules_that_the_model_lacks_are_rejected_by_name(shelf, make):
     make(modules=("lm_head",))
     assert "the model has no lm_head that an adapter may change" in refusal(shelf)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
-def test_half_a_pair_and_pairs_of_other_sizes_are_refused(shelf, make, side):
+def test_incomplete_pairs_and_pairs_of_other_sizes_are_rejected(shelf, make, side):
     path = make(modules=("q_proj",)) / "adapter_model.safetensors"
     tensors = load_file(path)
     name = f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
@@ -153,7 +153,7 @@ def test_half_a_pair_and_pairs_of_other_sizes_are_refused(shelf, make, side):
     assert "lora_embedding_A is not a matrix of a LoRA adapter" in refusal(shelf)
 
 
-def test_what_is_too_large_is_refused_before_it_is_read(shelf, make, monkeypatch):
+def test_too_large_an_adapter_is_rejected_before_it_is_read(shelf, make, monkeypatch):
     make("rank", rank=17)
     directory = make("bytes")
     with (directory / "adapter_model.safetensors").open("ab") as file:
@@ -165,7 +165,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(shelf, make, monkeypatch
     assert "allowed" in refusal(shelf, "config")
 
 
-def test_whatever_is_in_its_files_the_engine_goes_on(shelf, make):
+def test_invalid_files_do_not_end_the_engine(shelf, make):
     path = make(modules=("q_proj",)) / "adapter_model.safetensors"
     length = int.from_bytes(path.read_bytes()[:8], "little")
     header = json.loads(path.read_bytes()[8 : 8 + length])
@@ -181,7 +181,7 @@ def test_whatever_is_in_its_files_the_engine_goes_on(shelf, make):
     assert refusal(shelf, "text").startswith("lora_path: text/adapter_config.json: ")
 
 
-def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
+def test_no_file_outside_of_the_directory_is_read(shelf, make, tmp_path):
     make("inside/a")
     outside = tmp_path / "outside"
     (tmp_path / "shelf" / "inside" / "a").rename(outside)
@@ -203,7 +203,7 @@ def test_without_a_directory_there_are_no_adapters(model):
     assert bank_of(LoraConfig(), model, free=0).num_slots == 0
 
 
-def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model, make, tmp_path):
+def test_an_engine_starts_only_if_its_configured_adapters_load(model, make, tmp_path):
     make("a"), make("b", seed=1)
     config = LoraConfig(adapter_dir=tmp_path / "shelf", preload=("a", "other=b"))
     library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
@@ -219,7 +219,7 @@ def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model,
             )
 
 
-def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
+def test_slots_that_do_not_fit_and_models_without_linear_layers_are_rejected(model, tmp_path):
     config = LoraConfig(adapter_dir=tmp_path)
     needed = bank_of(config, model, free=1 << 30).num_bytes
     assert bank_of(config, model, free=needed).num_slots == 4
@@ -244,7 +244,7 @@ def cached(max_adapters, max_bytes, names, num_numbers=4):
     return library
 
 
-def test_the_longest_unused_are_evicted_for_others_by_number_and_bytes():
+def test_the_least_recently_used_adapters_are_evicted_by_number_and_bytes():
     library = cached(2, 1 << 20, "ab")
     library.drop(library.hold(drawn("a").id).id)
     library.add("c", drawn("c"))
@@ -265,7 +265,7 @@ def test_adapters_in_use_are_never_evicted():
     assert set(library.names()) == {"a", "c"}
 
 
-def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
+def test_an_adapter_in_use_outlives_its_name_and_its_slot_is_not_reused():
     library = cached(2, 1 << 20, "a")
     held = library.hold(drawn("a").id)
     assert library.remove("a")
@@ -278,7 +278,7 @@ def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
     assert len(library) == 0
 
 
-def test_a_name_means_one_content_and_a_content_may_have_two_names():
+def test_a_name_has_one_content_and_a_content_may_have_two_names():
     library = AdapterCache(2, 1 << 20)
     assert library.add("a", drawn("a"))
     assert not library.add("a", drawn("a"))
@@ -292,7 +292,7 @@ def test_a_name_means_one_content_and_a_content_may_have_two_names():
 
 @pytest.fixture
 def rig(model):
-    """Requests by the name of their adapter, and two slots."""
+    """Return a rig with two slots, and requests by the name of their adapter."""
     library, engine = cached(9, 1 << 20, "abcd"), Rig()
     adapters = AdapterManager(library, AdapterBank((), 2, 16, CPU, torch.float32), engine.table)
     line = AdapterQueue(adapters)
@@ -310,7 +310,7 @@ def with_slot(line, now=0.0):
     return "".join(chr(request.spec.adapter[0]) for request, _ in line.ready(now))
 
 
-def test_as_many_adapters_as_slots_are_computed_at_once(rig):
+def test_as_many_adapters_as_slots_are_computed_together(rig):
     adapters, line, ask = rig
     asked = {name: ask(name) for name in "abca"}
     assert with_slot(line) == "aba"
@@ -329,7 +329,7 @@ def test_an_adapter_that_is_still_in_a_slot_is_not_copied_again(rig):
         adapters.release(request.key)
     assert adapters.num_fills == 2
     ask("c"), ask("b")
-    assert with_slot(line) == "cb"  # in place of a, the longest unused
+    assert with_slot(line) == "cb"  # replaces a, the least recently used
     assert adapters.num_fills == 3
 
 
@@ -342,7 +342,7 @@ def test_an_adapter_that_is_used_again_keeps_its_slot(rig):
     assert with_slot(line) == "ab"
 
 
-def test_who_waits_is_overtaken_by_those_whose_adapter_is_there_for_a_while(rig):
+def test_a_waiting_request_is_overtaken_for_a_limited_time_by_requests_with_loaded_adapters(rig):
     adapters, line, ask = rig
     first = {name: ask(name) for name in "ab"}
     assert with_slot(line) == "ab"
@@ -356,7 +356,7 @@ def test_who_waits_is_overtaken_by_those_whose_adapter_is_there_for_a_while(rig)
     assert with_slot(line, now=late) == "ca"
 
 
-def test_a_request_that_leaves_the_line_holds_nothing(rig):
+def test_a_request_that_leaves_the_queue_holds_no_slot(rig):
     adapters, line, ask = rig
     request = ask("a")
     assert line.remove(request)
@@ -387,12 +387,12 @@ def test_tokens_are_grouped_again_when_their_adapters_change():
     assert groups(1, 0, tokens=2).order.tolist() == [2, 3, 0, 1]
 
 
-def test_a_step_without_adapters_is_asked_for_nothing():
+def test_a_step_without_adapters_has_no_adapter_inputs():
     without = no_adapters(SlotTable(4, 64, 16))
     assert without.build(None) is None
 
 
-def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):
+def test_loaded_files_are_registered_in_a_turn_of_the_engine(shelf, make):
     make("a")
     library = AdapterCache(1, 1 << 20)
     loader = AdapterLoader(shelf, library)
@@ -404,7 +404,7 @@ def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):
     assert isinstance(missing.exception(), InvalidRequest)
 
 
-def test_no_more_are_read_than_can_be(shelf):
+def test_the_number_of_concurrent_loads_is_limited(shelf):
     loader = AdapterLoader(shelf, AdapterCache(1, 1 << 20))
     for number in range(MAX_LOADING):
         loader.load(str(number), "nowhere")
@@ -413,7 +413,7 @@ def test_no_more_are_read_than_can_be(shelf):
     loader.close()
 
 
-def test_configurations_say_what_is_wrong():
+def test_configuration_errors_are_explained():
     with pytest.raises(ValueError, match=r"needs lora\.adapter_dir"):
         LoraConfig(preload=("a",))
     with pytest.raises(ValueError, match="letters, digits"):

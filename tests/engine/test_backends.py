@@ -1,5 +1,5 @@
-"""Models compute the same with operations of optional packages, and nodes refuse a start without
-them."""
+"""Models compute the same with operations of optional packages, and nodes without them refuse to
+start."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -35,7 +35,7 @@ KINDS = {
 
 @pytest.fixture
 def packages():
-    """The operations of this process are those of fakes until the test ends."""
+    """Use the fake operations in this process until the test ends."""
     flashinfer, fla = optional_packages.flashinfer(), optional_packages.fla()
     made = chosen.Operations(
         FlashInfer(flashinfer, CPU).plan_attention, FlashLinearAttention(fla).delta_rule
@@ -45,7 +45,7 @@ def packages():
 
 
 def computed(model):
-    """The logits of two prompts in chunks, side by side with decode steps."""
+    """Return the logits of two prompts in chunks, computed beside decode steps."""
     recorder = Recorder(model)
     steps = Steps(recorder, overlap=False)
     long, short = steps.add(prompt(90)), steps.add(prompt(37, seed=1))

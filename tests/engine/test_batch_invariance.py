@@ -1,4 +1,5 @@
-"""`engine.batch_invariant`: a start is refused by name where the bits could depend on the batch."""
+"""`engine.batch_invariant`: an engine does not start if its bits could depend on the batch, and
+names the cause."""
 
 from dataclasses import replace
 
@@ -56,7 +57,8 @@ def keep(model):
 
 
 class Uneven:
-    """A matrix whose products of several rows are rounded in another order than those of one."""
+    """A matrix whose products of several rows are rounded in another order than those of one
+    row."""
 
     nbytes = 0
 
@@ -103,7 +105,7 @@ def test_a_class_of_transformers_without_experts_passes(tmp_path, kind):
     passes(make_tiny(tmp_path, kind))
 
 
-def test_a_class_that_multiplies_by_torch_is_refused(tmp_path):
+def test_a_class_that_multiplies_by_torch_is_rejected(tmp_path):
     model = load(make_tiny(tmp_path, "qwen3_moe"), CPU, torch.float32, backend="transformers")
     with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM computes torch's .*mm,"):
         keep(model)
@@ -143,7 +145,7 @@ def test_functions_of_rows_have_the_same_bits_in_any_batch(function):
     ],
     ids=["linear", "einsum", "sum of tokens", "mean of tokens", "two operations", "tokens last"],
 )
-def test_what_may_depend_on_other_rows_is_refused(function, words):
+def test_functions_that_may_depend_on_other_rows_are_rejected(function, words):
     by_row = RowByRow("Class")
 
     def computed():
@@ -154,7 +156,7 @@ def test_what_may_depend_on_other_rows_is_refused(function, words):
         computed()
 
 
-def test_experts_that_depend_on_their_rows_are_named(tmp_path):
+def test_experts_that_depend_on_other_rows_are_reported(tmp_path):
     model = load(make_checkpoint(tmp_path, "qwen3_moe"), CPU, torch.float32)
     first, *others = model.layers
     net = first.ffn.experts
@@ -165,7 +167,7 @@ def test_experts_that_depend_on_their_rows_are_named(tmp_path):
     assert differing_operation(model, layout_of(model)) == "the experts of layer 0"
 
 
-def test_a_product_that_depends_on_its_rows_is_named(checkpoint):
+def test_a_product_that_depends_on_other_rows_is_reported(checkpoint):
     model = load(checkpoint, CPU, torch.float32)
     first, second = model.layers
     down = Uneven(torch.randn(64, 96))
@@ -183,11 +185,13 @@ def test_a_product_that_depends_on_its_rows_is_named(checkpoint):
         ("float_product", "qkv_proj of layer 0"),
     ],
 )
-def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch, operation, name):
+def test_an_operation_that_depends_on_the_batch_is_reported(
+    checkpoint, monkeypatch, operation, name
+):
     operators = operators_here()
 
     class Broken:
-        """The operations, of which one gives a lone row other bits."""
+        """The operations, one of which gives other bits for a single row."""
 
         def __getattr__(self, asked):
             return getattr(operators, asked)
@@ -216,12 +220,12 @@ def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch
     ],
     ids=["stages", "whole experts", "gloo", "transformers"],
 )
-def test_a_setting_is_refused(checkpoint, settings, words):
+def test_an_incompatible_setting_is_rejected(checkpoint, settings, words):
     assert words in refusal(checkpoint, **settings)
 
 
 class TestGpu:
-    """A GPU, of which Triton's interpreter runs the kernels."""
+    """A GPU whose kernels run in Triton's interpreter."""
 
     WHERE = torch.device("cuda", 0)
 
@@ -241,7 +245,7 @@ class TestGpu:
         keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
 
     @pytest.mark.long
-    def test_attention_that_divides_keys_by_the_batch_is_named(self, checkpoint, monkeypatch):
+    def test_attention_that_divides_keys_by_the_batch_is_reported(self, checkpoint, monkeypatch):
         model = load(checkpoint, CPU, torch.float32)
         shipped = paged.plan_split
         monkeypatch.setattr(
@@ -250,7 +254,7 @@ class TestGpu:
         found = differing_operation(model, layout_of(model))
         assert found == "attention of layer 0"
 
-    def test_it_starts_once_its_bits_were_compared(self, checkpoint):
+    def test_a_gpu_starts_if_its_bits_have_been_compared(self, checkpoint):
         words = "run python -m tools.bench.gpu --parts compile bits, or set engine.device to cpu"
         assert words in refusal(checkpoint, where=self.WHERE)
         batch_invariance.record(self.WHERE, passed=True)
@@ -267,28 +271,28 @@ class TestGpu:
         ],
         ids=["ranks", "transformers"],
     )
-    def test_a_setting_is_refused(self, checkpoint, settings, words):
+    def test_an_incompatible_setting_is_rejected(self, checkpoint, settings, words):
         assert words in refusal(checkpoint, where=self.WHERE, **settings)
 
-    def test_models_with_states_are_refused(self, tmp_path):
+    def test_models_with_states_are_rejected(self, tmp_path):
         hybrid = make_checkpoint(tmp_path, "qwen3_next")
         assert "recurrent states are not supported on GPUs" in refusal(hybrid, where=self.WHERE)
 
 
-def test_float16_is_refused(checkpoint):
+def test_float16_is_rejected(checkpoint):
     refused = refusal(checkpoint, torch.float16)
     assert "do not multiply float16" in refused and "set engine.dtype to float32" in refused
 
 
-def test_a_start_without_compiled_kernels_is_refused(checkpoint, monkeypatch):
+def test_a_start_without_compiled_kernels_is_rejected(checkpoint, monkeypatch):
     use("torch", monkeypatch)
     assert "set engine.cpu_kernels to auto" in refusal(checkpoint, cpu_kernels="off")
     assert "install a C++ compiler" in refusal(checkpoint)
 
 
-def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
+def test_products_that_are_not_compiled_are_rejected(checkpoint, monkeypatch):
     class FloatsAlone:
-        """The library of a processor with AVX-512 alone, which multiplies float32."""
+        """The library of a processor with only AVX-512, which multiplies float32."""
 
         def multiplies(self, dtype):
             return dtype == torch.float32
@@ -299,7 +303,7 @@ def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
     assert "do not multiply int8" in refusal(checkpoint, quantize="int8")
 
 
-def test_a_layer_without_a_rule_is_refused(tmp_path):
+def test_a_layer_without_a_rule_is_rejected(tmp_path):
     model = load(make_checkpoint(tmp_path, "qwen3_next"), CPU, torch.float32)
     first, *others = model.layers
     model.layers = replace(first, mixer=object()), *others
@@ -307,13 +311,13 @@ def test_a_layer_without_a_rule_is_refused(tmp_path):
         keep(model)
 
 
-def test_a_state_that_depends_on_chunks_is_named(tmp_path, monkeypatch):
+def test_a_state_that_depends_on_chunks_is_reported(tmp_path, monkeypatch):
     model = load(make_checkpoint(tmp_path, "qwen3_5_text"), CPU, torch.float32)
     monkeypatch.setattr(chosen, "_used", [chosen.Operations(delta_rule=delta_rule_reference)])
     assert differing_operation(model, layout_of(model)) == "delta rule of layer 0"
 
 
-def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):
+def test_nodes_with_other_arithmetic_do_not_pair(checkpoint, monkeypatch):
     def hello(instance, *, promised):
         config = EngineConfig(model=str(checkpoint), batch_invariant=promised)
         servable, float32 = open_checkpoint(checkpoint), Precision(torch.float32, "asked for")

@@ -1,4 +1,4 @@
-"""Files below host memory as an engine is built with them: what they are versioned by."""
+"""Files of the offload tier in an assembled engine: the properties that determine their version."""
 
 import shutil
 import threading
@@ -43,12 +43,12 @@ def engine_of(model: Path, files: Path, **cache: Any) -> Engine:
 
 
 def kept(engine: Engine) -> int:
-    """Pages of tokens that files have."""
+    """Return how many pages of these tokens the files have."""
     return len(engine.tiers.files.cache.index)
 
 
 def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
-    """A turn of the tiers now, and whenever their threads have done something."""
+    """Run a turn of the tiers now, and after each event of their threads."""
     news = threading.Event()
     engine.backend.copier.notify = news.set
     engine.tiers.poll()
@@ -59,7 +59,7 @@ def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
 
 
 def bring_four_pages(engine: Engine, tokens: Ints) -> int:
-    """Bring what files have of these tokens. Return the number of tokens on the device."""
+    """Load these tokens from files. Return the number of tokens on the device."""
     over: list[bool] = []
     way = engine.tiers.way(tokens, b"")
     assert way is not None and len(way.filed) == 4
@@ -69,7 +69,7 @@ def bring_four_pages(engine: Engine, tokens: Ints) -> int:
 
 
 def fill(engine: Engine) -> None:
-    """With what four pages hold now, as if it had been computed."""
+    """Insert the present content of four pages, as if it had been computed."""
     pages = engine.cache.allocate(4, PageHolder.REQUEST)
     assert pages is not None
     engine.pool.tensor[pages.tolist()] = 7
@@ -88,14 +88,14 @@ def filled(model: Path, files: Path) -> dict[str, str]:
 
 
 def change_one_number(model: Path) -> None:
-    """The last of the largest tensor."""
+    """Change the last number of the largest tensor."""
     stored = max(Checkpoint(model).tensors.values(), key=lambda each: each.num_bytes)
     content = bytearray(stored.path.read_bytes())
     content[stored.offset + stored.num_bytes - 3] ^= 1
     stored.path.write_bytes(content)
 
 
-def test_the_same_model_finds_its_pages_wherever_it_lies(model: Path, tmp_path: Path) -> None:
+def test_the_same_model_finds_its_pages_in_any_directory(model: Path, tmp_path: Path) -> None:
     filled(model, tmp_path / "files")
     engine = engine_of(shutil.copytree(model, tmp_path / "elsewhere"), tmp_path / "files")
     assert kept(engine) == 4
@@ -105,7 +105,7 @@ def test_the_same_model_finds_its_pages_wherever_it_lies(model: Path, tmp_path: 
     engine.close()
 
 
-def test_weights_that_differ_in_one_number_find_none(model: Path, tmp_path: Path) -> None:
+def test_weights_that_differ_in_one_number_find_no_page(model: Path, tmp_path: Path) -> None:
     told = filled(model, tmp_path / "files")
     change_one_number(model)
     engine = engine_of(model, tmp_path / "files")
@@ -114,14 +114,14 @@ def test_weights_that_differ_in_one_number_find_none(model: Path, tmp_path: Path
     engine.close()
 
 
-def test_pages_of_other_numbers_are_of_no_use(model: Path, tmp_path: Path) -> None:
+def test_pages_of_another_dtype_are_not_used(model: Path, tmp_path: Path) -> None:
     filled(model, tmp_path / "files")
     engine = engine_of(model, tmp_path / "files", dtype="fp8_e4m3")
     assert kept(engine) == 0
     engine.close()
 
 
-def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> None:
+def test_the_other_role_of_a_node_finds_the_pages_too(model: Path, tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path / "files")
     fill(engine)
     config = config_of(model, tmp_path / "files", swap_pages=5)
@@ -137,12 +137,14 @@ def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> N
         ({"disk_dir": "x", "disk_bytes": 1}, "needs cpu_bytes"),
     ],
 )
-def test_half_of_what_files_need_is_refused(told: dict[str, object], sentence: str) -> None:
+def test_an_incomplete_configuration_of_files_is_rejected(
+    told: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         OffloadConfig.model_validate(told)
 
 
-def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: Path) -> None:
+def test_files_smaller_than_a_page_are_rejected(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.offload\.disk_bytes: 4097 bytes are less than a page"
     ):

@@ -1,4 +1,4 @@
-"""Watchers of the prefix cache know its content at any time, through all of its operations."""
+"""Watchers of the prefix cache always know its content, through all of its operations."""
 
 import random
 
@@ -21,7 +21,7 @@ from tests.support.engine_rig import ints
 
 
 class Watched(Books):
-    """A cache under random use, and one who hears of it."""
+    """A cache under random use, and its watcher."""
 
     def __init__(self, seed: int, *, num_pages: int = 48, max_untold: int = 1 << 16) -> None:
         super().__init__(num_pages)
@@ -56,7 +56,7 @@ class Watched(Books):
             self.use()
 
     def use(self) -> None:
-        """Something that engines do to their caches."""
+        """Run a random operation of the cache."""
         match self.random.randrange(8):
             case 0 if self._live:
                 self._end(self.random.randrange(len(self._live)))
@@ -75,7 +75,7 @@ class Watched(Books):
                 self._begin()
 
     def truth(self) -> set[int]:
-        """By asking the cache for every prompt it has ever seen."""
+        """Return the content by asking the cache for every prompt ever used."""
         pages = set()
         for prompt, namespace in self._prompts:
             cached = self.cache.match(ints(prompt), namespace).num_tokens
@@ -84,7 +84,7 @@ class Watched(Books):
         return pages
 
     def _begin(self) -> None:
-        # Few different tokens: prompts share prefixes, and part in the middle of nodes.
+        # Few different tokens, so prompts share prefixes and diverge in the middle of nodes.
         tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 40))]
         namespace = self.random.choice((SHARED, SHARED, namespace_of("theirs")))
         pages = self.begin(tokens, namespace)
@@ -98,7 +98,7 @@ class Watched(Books):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_watcher_knows_exactly_the_pages_that_are_in_the_tree(seed):
+def test_a_watcher_knows_exactly_the_pages_of_the_tree(seed):
     watched = Watched(seed)
     for _ in range(100):  # unwatched for a while
         watched.use()
@@ -109,7 +109,7 @@ def test_a_watcher_knows_exactly_the_pages_that_are_in_the_tree(seed):
     assert watched.num_cleared == 1
 
 
-def test_with_more_changes_than_are_kept_everything_is_told_anew():
+def test_after_more_changes_than_are_kept_everything_is_listed_again():
     watched = Watched(1, num_pages=400, max_untold=10)
     watched.start()
     for _ in range(40):
@@ -118,7 +118,7 @@ def test_with_more_changes_than_are_kept_everything_is_told_anew():
     assert watched.num_cleared > 3
 
 
-def test_whoever_watches_again_hears_what_happened_meanwhile():
+def test_a_watcher_that_returns_gets_the_changes_in_between():
     watched = Watched(2)
     for _ in range(5):
         watched.start()
@@ -131,7 +131,7 @@ def test_whoever_watches_again_hears_what_happened_meanwhile():
         assert watched.events.take() is None
 
 
-def test_a_page_that_comes_and_goes_between_two_takes_is_told_as_gone():
+def test_a_page_that_was_added_and_removed_between_two_reads_is_reported_as_removed():
     watched = Watched(3)
     watched.events.start()
     pages = watched.pages.allocate(1, PageHolder.REQUEST)
@@ -152,7 +152,7 @@ def test_names_of_prefixes_are_the_same_everywhere():
     assert page_names(tokens, 2 * SIZE) == names[1:2]
     assert as_bytes(tokens) == ints(tokens).tobytes()
     assert PrefixHasher(as_bytes(tokens[:4])).extend(as_bytes(tokens[4:]), SIZE) == names[1:]
-    # Written down once: machines of different versions must agree.
+    # Recorded once, because machines of different versions must agree.
     assert [f"{name:016x}" for name in names] == [
         "6fc1ebd4f4d6ea31",
         "f4c3a04d9a059938",

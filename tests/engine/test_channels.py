@@ -1,5 +1,5 @@
-"""Harmony's channels under a grammar: whatever is thought first, no other message than one that is
-asked for can come, marked with tokens."""
+"""Harmony's channels under a grammar: after any reasoning only requested messages are possible,
+marked with special tokens."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def call(name: str, arguments: str, channel: str = "<|channel|>commentary") -> s
 
 
 def called(name: str, arguments: str) -> str:
-    """With the recipient where the role stands, as often as not."""
+    """Return a call, with the recipient in the role or in the channel."""
     return f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{arguments}"
 
 
@@ -61,14 +61,14 @@ def made() -> GrammarCompilers:
 
 @pytest.fixture(scope="module")
 def calls() -> Mapping[bool, GuidedDecoding]:
-    """By whether there may be more than one."""
+    """Return grammars for required calls, by whether there may be several."""
     tools = [("get", SCHEMA), ("get.more", {"type": "object"})]
     channels = Channels(TOKENS)
     return {many: tag(channels.calls(tools, parallel=many)) for many in (False, True)}
 
 
 def _ids(text: str) -> list[int]:
-    """Markers as the tokens that they are."""
+    """Return the tokens of markers."""
     ids: list[int] = []
     for part in re.split(r"(<\|\w+\|>)", text):
         ids += [TOKENS[part]] if part in TOKENS else part.encode()
@@ -82,7 +82,7 @@ def _mask(matcher: Any) -> Any:
 
 
 def _follow(made: GrammarCompilers, guide: GuidedDecoding, ids: list[int]) -> Any:
-    """Return a matcher behind these tokens, or None if a mask forbids one of them."""
+    """Return a matcher after these tokens, or None if a mask forbids one of them."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     for token in ids:
         if not allows(_mask(matcher), token):
@@ -117,7 +117,7 @@ def _ends(made: GrammarCompilers, guide: GuidedDecoding, text: str) -> set[int]:
     [PARIS, THOUGHT + PARIS, MORE, THOUGHT + MORE],
     ids=["a call", "thought first", "another", "another behind thought"],
 )
-def test_an_answer_that_must_call_may_think_first(
+def test_a_response_with_a_required_call_may_start_with_reasoning(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
@@ -153,7 +153,7 @@ def test_an_answer_that_must_call_may_think_first(
         PARIS.replace("<|constrain|>json", "<|constrain|>xml"),
     ],
 )
-def test_an_answer_that_must_call_can_be_nothing_else(
+def test_a_response_with_a_required_call_has_no_other_content(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
@@ -166,7 +166,7 @@ AND = "<|end|><|start|>assistant"
 
 @pytest.fixture(scope="module")
 def free(made: GrammarCompilers) -> Mapping[bool, GuidedDecoding]:
-    """By whether there may be more than one call."""
+    """Return grammars for optional calls, by whether there may be several."""
     tools = [("get", SCHEMA), ("get.more", {"type": "object"}), ("no header's", {})]
     channels = Channels(TOKENS)
     return {many: tag(channels.free(tools, parallel=many)) for many in (False, True)}
@@ -183,7 +183,7 @@ def free(made: GrammarCompilers) -> Mapping[bool, GuidedDecoding]:
         f"in the midst of one{AND}{FINAL}",
     ],
 )
-def test_an_answer_that_need_not_call_is_free(
+def test_a_response_without_a_required_call_is_free(
     made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in free.values():
@@ -192,7 +192,7 @@ def test_an_answer_that_need_not_call_is_free(
 
 @pytest.mark.parametrize("before", ["", THOUGHT, f"{THOUGHT}{PREAMBLE}{AND}"])
 @pytest.mark.parametrize("one", [PARIS, MORE, called("get", '{"city": "x", "days": 1}')])
-def test_a_call_that_need_not_be_is_whole(
+def test_an_optional_call_is_complete(
     made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], before: str, one: str
 ) -> None:
     for guide in free.values():
@@ -218,14 +218,14 @@ def test_a_call_that_need_not_be_is_whole(
         "<|channel|>other<|message|>hello",
     ],
 )
-def test_a_call_that_has_begun_can_only_be_a_good_one(
+def test_a_started_call_must_be_valid(
     made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], before: str, bad: str
 ) -> None:
     for guide in free.values():
         assert not _ends(made, guide, before + bad)
 
 
-def test_markers_that_are_spelt_are_no_markers(
+def test_spelled_markers_are_text(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding]
 ) -> None:
     assert not _follows(made, calls[True], [*PARIS.encode(), TOKENS[CALL_ENDS]])
@@ -235,7 +235,7 @@ def test_markers_that_are_spelt_are_no_markers(
     assert _follows(made, calls[True], thought + spelt + rest)
 
 
-def test_what_is_thought_ends_with_its_marker_alone(
+def test_reasoning_ends_only_with_its_marker(
     made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding]
 ) -> None:
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(calls[True])))
@@ -245,7 +245,7 @@ def test_what_is_thought_ends_with_its_marker_alone(
     assert [marker for marker in MARKERS if allows(mask, TOKENS[marker])] == ["<|end|>"]
 
 
-def test_a_call_under_the_grammar_is_heard(made: GrammarCompilers) -> None:
+def test_a_call_that_follows_the_grammar_is_parsed(made: GrammarCompilers) -> None:
     listener = StreamParser(lambda: ModelFormat("harmony", "harmony").parser("", {}, reasons=True))
     answer = f"{THOUGHT}{PARIS}<|end|><|start|>assistant{MORE}{CALL_ENDS}"
     heard = listener.hear(answer, last=True)
@@ -272,10 +272,10 @@ def test_a_call_under_the_grammar_is_heard(made: GrammarCompilers) -> None:
     ],
     ids=lambda value: value.kind if isinstance(value, GuidedDecoding) else None,
 )
-def test_the_final_channel_keeps_to_a_form(
+def test_the_final_channel_follows_a_schema(
     made: GrammarCompilers, guide: GuidedDecoding, good: tuple[str, ...], bad: tuple[str, ...]
 ) -> None:
-    """Seen failing with a compiler that keeps what it found out about rules of other grammars."""
+    """Seen failing with a compiler that caches rules of other grammars."""
     form = as_form(guide)
     assert form is not None
     held = tag(Channels(TOKENS).final(form))
@@ -291,14 +291,16 @@ def test_the_final_channel_keeps_to_a_form(
             assert not _ends(made, held, thought + header + text), text
 
 
-def test_what_is_no_form_by_itself_is_none() -> None:
+def test_a_grammar_without_rules_of_its_own_is_invalid() -> None:
     assert as_form(GuidedDecoding("structural_tag", "{}")) is None
     assert as_form(GuidedDecoding("json_schema", '{}, "type": "regex"')) is None
     assert as_form(GuidedDecoding("json_schema", "[" * 100_000)) is None
 
 
-def test_an_answer_is_of_its_form_in_the_final_channel_or_is_calls(made: GrammarCompilers) -> None:
-    """Seen failing: with a form no tool could be called."""
+def test_a_response_follows_its_schema_in_the_final_channel_or_has_calls(
+    made: GrammarCompilers,
+) -> None:
+    """Seen failing: with a schema no tool could be called."""
     form = as_form(GuidedDecoding("regex", "[0-9]+"))
     assert form is not None
     guide = tag(Channels(TOKENS).calls_or(form, [("get", SCHEMA)], parallel=False))

@@ -1,4 +1,4 @@
-"""Into what an engine cuts prompts: by its configuration, its device, or not at all."""
+"""The sizes of prompt chunks: by configuration, by device, or without chunks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -55,13 +55,13 @@ def first_forward(directory: str) -> Iterator[First]:
 
 
 # Seen failing without EngineShape's chunk in Engine.scheduler: [39].
-def test_prompts_are_cut_as_the_machine_can_bear_it(first_forward, monkeypatch):
+def test_the_chunk_size_follows_from_the_speed_of_the_machine(first_forward, monkeypatch):
     monkeypatch.setattr(sizing, "_cpu_flops", lambda dtype, quantize: 1.0)
     assert first_forward(0, [39]) == [16]
 
 
 # Seen failing with the rate of float32 for every dtype: 16.
-def test_a_chunk_is_as_large_as_the_rate_in_the_models_own_dtype_allows(directory, monkeypatch):
+def test_the_chunk_size_uses_the_rate_in_the_models_own_dtype(directory, monkeypatch):
     monkeypatch.setattr(
         sizing, "_cpu_flops", lambda dtype, quantize: 1e15 if dtype is torch.bfloat16 else 1.0
     )
@@ -79,12 +79,12 @@ def test_the_rate_is_measured_in_every_dtype(dtype):
     assert sizing._cpu_flops(dtype, "none") > 1e6
 
 
-def test_prompts_are_cut_as_it_is_asked_for(first_forward):
+def test_the_configured_chunk_size_is_used(first_forward):
     assert first_forward(32, [39]) == [32]
 
 
 # Seen failing with a chunk of the context's length: [32], and [30, 0] before that.
-def test_prompts_that_are_not_to_be_cut_are_not(first_forward):
+def test_prompts_are_not_cut_if_chunking_is_disabled(first_forward):
     assert first_forward(-1, [39]) == [39]
     assert first_forward(-1, [30, 39, 39]) == [30, 39, 39]
 

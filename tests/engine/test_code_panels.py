@@ -1,4 +1,4 @@
-"""Weights of 4 bits are multiplied as they are stored, on a CPU."""
+"""4-bit weights are multiplied on a CPU in their stored form."""
 
 from dataclasses import replace
 
@@ -13,10 +13,11 @@ from kernels.quantised import QuantFormat
 from tests.support.devices import CPU, operators_here
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# Of an output's usual size: inputs are drawn in the dtype, so only sums and the output are rounded.
+# Relative to an output's usual size. Inputs are drawn in the dtype, so only sums and the output are
+# rounded.
 BOUNDS = {F32: 1e-6, F16: 1e-3, BF16: 8e-3}
-# Outputs, inputs and the group: less than a panel, parts of panels, groups of more than is widened
-# at a time, of less than a tile's word, and one group of everything.
+# Outputs, inputs and the group: less than a panel, parts of panels, groups larger than the part
+# widened at a time, groups smaller than a tile's word, and one group of everything.
 SHAPES = ((1, 16, 16), (100, 128, 64), (130, 208, 16), (65, 1024, 512), (64, 1000, 0), (70, 96, 24))
 
 
@@ -46,8 +47,10 @@ def drawn(rows, inputs, dtype):
 @pytest.mark.parametrize("kind", ["int4", "fp4"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_is_near_the_exact_one_and_no_row_affects_another(form, shape, dtype, kind):
-    """384 rows share a panel, so 385 have a row alone at the end."""
+def test_a_product_is_close_to_the_exact_one_and_rows_do_not_affect_each_other(
+    form, shape, dtype, kind
+):
+    """384 rows share a panel, so the last of 385 rows is alone."""
     stored = matrix(*shape, kind)
     weight, bias = stored.floats().double(), torch.randn(shape[0]).to(dtype)
     linear = form.hold(stored, bias)
@@ -62,14 +65,14 @@ def test_a_product_is_near_the_exact_one_and_no_row_affects_another(form, shape,
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_rows_between_other_columns_are_read_where_they_are(form, dtype):
+def test_rows_between_other_columns_are_read_in_place(form, dtype):
     linear = form.hold(matrix(96, 64, 32, "int4"))
     wide = drawn(5, 129, dtype)
     part = wide[:, 33:97]
     assert torch.equal(linear.apply(part), linear.apply(part.contiguous()))
 
 
-def test_a_row_that_is_not_finite_spoils_no_other(form):
+def test_a_row_that_is_not_finite_affects_no_other(form):
     linear = form.hold(matrix(96, 64, 32, "int4"))
     x = drawn(3, 64, BF16)
     clean = linear.apply(x)
@@ -79,7 +82,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(form):
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp4"])
-def test_memory_is_what_is_stored(form, kind):
+def test_weights_take_the_memory_of_their_stored_form(form, kind):
     stored = matrix(128, 256, 32, kind)
     linear = form.hold(stored)
     held = [linear.panels, linear.scales, *([linear.zeros] if kind == "int4" else [])]
@@ -88,7 +91,7 @@ def test_memory_is_what_is_stored(form, kind):
     assert taken < 128 * 256 * (0.73 if kind == "int4" else 0.57)
 
 
-def test_groups_that_words_straddle_become_floats(form):
+def test_groups_across_words_become_floats(form):
     """A rank's part of the inputs may have such groups."""
     whole = matrix(8, 64, 32, "int4")
     part = whole.columns(range(28, 64))
@@ -99,7 +102,7 @@ def test_groups_that_words_straddle_become_floats(form):
 
 
 def reordered(order):
-    """A matrix [64, 128] in groups of 32 whose inputs are in this order."""
+    """Return a matrix [64, 128] in groups of 32 whose inputs are in this order."""
     stored = matrix(64, 128, 32, "int4")
     return replace(stored, format=QuantFormat("int4", 32, reordered=True), order=order)
 
@@ -118,7 +121,7 @@ def test_inputs_in_activation_order_are_read_in_that_order(form):
 
 
 def test_matrices_with_other_orders_of_inputs_are_joined_as_floats():
-    """The same for a part of the inputs, which no consecutive groups have."""
+    """Also for a part of the inputs without consecutive groups."""
     one, other = reordered(torch.arange(128).flip(0)), reordered(torch.arange(128).roll(3))
     both = joined([one, other])
     assert both.format is None
@@ -131,7 +134,7 @@ def test_matrices_with_other_orders_of_inputs_are_joined_as_floats():
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp4"])
-def test_experts_are_multiplied_as_they_are_stored(form, kind):
+def test_experts_are_multiplied_in_their_stored_form(form, kind):
     nets = [(matrix(64, 48, 16, kind), matrix(48, 32, 16, kind)) for _ in range(3)]
     net = form.experts((StoredExpert(*pair) for pair in nets), 3, "silu")
     x, weights = drawn(20, 48, F32), torch.full((20, 2), 0.5)

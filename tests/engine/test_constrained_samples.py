@@ -1,4 +1,4 @@
-"""Samples after drafts against a step-by-step oracle: random drafts, random acceptance."""
+"""Samples after drafts, compared with a step-by-step oracle, for random drafts and acceptance."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def _params(source: random.Random) -> SamplingParams:
-    """Return any features but grammars."""
+    """Return random features except grammars."""
     fields: dict[str, Any] = {}
     if source.random() < 0.6:
         fields |= {"frequency_penalty": source.choice((0.0, 0.5, -0.4)), "presence_penalty": 0.3}
@@ -60,7 +60,7 @@ def _params(source: random.Random) -> SamplingParams:
 
 
 class Row:
-    """A request, and what the device knows of it."""
+    """A request, and the device's state of it."""
 
     def __init__(self, slot: int, sampling: SamplingParams, tokens: list[int]) -> None:
         self.slot = slot
@@ -80,7 +80,7 @@ def _edited(works: Sequence[Any], logits: Tensor) -> Tensor:
 
 
 class StepByStep:
-    """Edits logits for one request at a time, which comes with all its tokens."""
+    """Edits logits of one request at a time, from all its tokens."""
 
     def __init__(self) -> None:
         self._table = SlotTable(1, 512, 16)
@@ -103,7 +103,7 @@ class StepByStep:
 
 @dataclass
 class Launched:
-    rows: list[Row]  # those with more drafts first
+    rows: list[Row]  # rows with more drafts first
     drafts: list[int]
     batch: ScheduleBatch
     inputs: SamplingInputs
@@ -168,8 +168,8 @@ class Simulation:
         return Launched(rows, drafts, batch, inputs)
 
     def _sampled(self, launched: Launched) -> Launched:
-        """Edit random logits, and compare them with those of the oracle. Draw tokens that are often
-        the drafts."""
+        """Edit random logits, and compare them with those of the oracle. The sampled tokens are
+        often the drafts."""
         table, works = self._table, launched.inputs.works
         if launched.inputs.late:
             works = (*works, *self._features.build_late(launched.batch, launched.inputs.late))
@@ -191,7 +191,7 @@ class Simulation:
             self.num_compared += 1
             by_place[number, count if after < 0 else after] = place
         tokens = told.argmax(dim=1).int()
-        for (number, after), place in by_place.items():  # drafts that stand
+        for (number, after), place in by_place.items():  # accepted drafts
             row, count = launched.rows[number], launched.drafts[number]
             draft = int(table.tokens[row.slot, len(row.tokens) + after]) if after < count else -1
             if draft >= 0 and self._random.random() < 0.7 and told[place, draft] > -1e20:
@@ -222,10 +222,10 @@ class Simulation:
 @pytest.mark.parametrize(
     "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 12))]
 )
-def test_logits_after_drafts_are_those_step_by_step(seed: int, overlap: bool) -> None:
-    """Seen failing with drafts that stay counted, that are not counted, with accepted tokens that
-    are not, with budgets and bad words of the known tokens alone, with positions as launched, and
-    with a bias after the penalties."""
+def test_logits_after_drafts_equal_those_step_by_step(seed: int, overlap: bool) -> None:
+    """Seen failing with rejected drafts that stay counted, with drafts that are not counted,
+    with accepted tokens that are not counted, with budgets and bad words that use only known
+    tokens, with positions of the launch, and with a bias after the penalties."""
     simulation = Simulation(random.Random(seed), overlap=overlap)
     for _ in range(25):
         simulation.step()
@@ -258,7 +258,7 @@ def compilers() -> GrammarCompilers:
 
 
 class Oracle:
-    """A matcher that follows one token after another, from the first one, for every mask."""
+    """A matcher that processes all tokens from the first one for every mask."""
 
     def __init__(self, grammar: Any, thought: ReasoningTokens | None, thinking: Any) -> None:
         self._grammar = grammar
@@ -288,8 +288,8 @@ def _allowed(source: random.Random, mask: Any) -> int:
 
 @pytest.mark.parametrize("opened", [False, None, 7], ids=["no reasoning", "reasoning", "perhaps"])
 @pytest.mark.parametrize("guide", range(len(GUIDES)))
-def test_masks_along_drafts_are_those_step_by_step(compilers, threads, guide, opened) -> None:
-    """Look ahead along allowed and forbidden drafts, and accept any number of them."""
+def test_masks_along_drafts_equal_those_step_by_step(compilers, threads, guide, opened) -> None:
+    """Along allowed and forbidden drafts, with any number of them accepted."""
     grammar = compilers.compiled(prepared(GUIDES[guide]))
     thought = None if opened is False else ReasoningTokens(8, open=opened)
     thinking = np.full(words_of(len(WORDS)), -1, np.int32)
@@ -306,7 +306,7 @@ def test_masks_along_drafts_are_those_step_by_step(compilers, threads, guide, op
                     drafts.append(source.randrange(len(WORDS)))
                     break
                 drafts.append(_allowed(source, oracle.mask([*tokens, *drafts])))
-            if source.random() < 0.5:  # as when drafts are proposed
+            if source.random() < 0.5:  # like proposed drafts
                 match.ask(new, drafts, room := source.randrange(MAX_DRAFTS + 3))
                 if not match.continued:
                     threads.drive([match])
@@ -339,7 +339,7 @@ def test_masks_along_drafts_are_those_step_by_step(compilers, threads, guide, op
     ],
 )
 def test_a_grammar_continues_with_the_forced_text(compilers, threads, text, continuation) -> None:
-    """In its longest tokens, with spaces where JSON mostly has them."""
+    """In its longest tokens, with spaces where JSON usually has them."""
     grammar = compilers.compiled(prepared(GUIDES[0]))
     thinking = np.full(words_of(len(WORDS)), -1, np.int32)
     match = Match(CompiledGuide(grammar, WORDS), None, thinking, threads)

@@ -1,8 +1,8 @@
 """Reads between nodes with different numbers of ranks, by brute force and without processes.
 
 The pages of each rank are filled through its layout's own views. The heads of a rank follow from
-formulas of this module, not from the product's. Every tensor of a model has random bytes, so that
-bytes in a wrong place are noticed.
+formulas of this module, not from the product's. Every tensor of a model has random bytes, so
+misplaced bytes are detected.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def is_served(layout: KVLayout, tp: int, pp: int) -> bool:
 
 
 def random_model(seed: int) -> Make:
-    """Tensors of the whole model. The same name is the same tensor."""
+    """Return tensors of the whole model. The same name is the same tensor."""
     made: dict[object, Tensor] = {}
     rng = torch.Generator().manual_seed(seed)
 
@@ -89,7 +89,7 @@ def all_ones(what: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class Rank:
     """A rank with the pages of one request.
 
-    tables: page ids by table. memory: the pages. used: where it keeps anything.
+    tables: page ids by table. memory: the pages. used: bytes that it uses.
     """
 
     number: int
@@ -101,7 +101,7 @@ class Rank:
 
 
 def ranks_of(whole: KVLayout, tp: int, pp: int, make: Make, seed: int) -> list[Rank]:
-    """All ranks of a node, whose pages hold a request."""
+    """Return all ranks of a node whose pages hold a request."""
     return [
         _rank(whole, stage * tp + place, (place, tp, layers), make, seed)
         for stage, layers in enumerate(stages_of(len(whole.places), pp))
@@ -159,8 +159,8 @@ def _fill(
 
 
 def check_read(consumer: Rank, producers: list[Rank]) -> tuple[tuple[Slice, ...], ...]:
-    """Read by the map into empty pages, and compare with the pages as the consumer would fill them.
-    Every byte in use is read exactly once. No other page is written."""
+    """Read by the map into empty pages, and compare them with the pages as the consumer would
+    fill them. Every used byte is read exactly once. No other page is written."""
     moves = copy_map(consumer.number, consumer.pages, [producer.pages for producer in producers])
     memory, times = np.zeros_like(consumer.memory), np.zeros(consumer.memory.shape, np.uint8)
     for table, slices in enumerate(moves[:-1]):
@@ -184,7 +184,7 @@ def check_read(consumer: Rank, producers: list[Rank]) -> tuple[tuple[Slice, ...]
 
 
 def net(values: int, keys: int) -> RecurrentState:
-    """A small delta net."""
+    """Return a small delta net."""
     return RecurrentState(
         (StateCells("delta", values, (3, 4), torch.float32), StateCells("conv", keys, (6, 3)))
     )
@@ -221,7 +221,7 @@ def layout_of(model: str, kept_in: str, page_size: int = 16) -> KVLayout:
 
 
 def check_pairs(whole: KVLayout, sizes: Sequence[tuple[int, int]], seed: int = 0) -> int:
-    """Check all pairs of nodes of these sizes. Returns the number of maps."""
+    """Check all pairs of nodes of these sizes. Return the number of maps."""
     make = random_model(seed)
     served = [size for size in sizes if is_served(whole, *size)]
     for size in set(sizes) - set(served):
@@ -289,7 +289,7 @@ def test_ranks_of_any_model_read_every_byte_once(
     kept_in: str,
     sizes: list[tuple[int, int]],
 ) -> None:
-    """A page that is too small for a cell of a rank is enlarged as the error says."""
+    """If a page is too small for a cell of a rank, it is enlarged as the error says."""
     if all(each.window for each in layers if each.token_numbers):
         draft = None
 
@@ -321,7 +321,7 @@ def test_one_rank_has_the_whole_layout_and_reads_pages_as_one_slice() -> None:
         assert [each.page for each in state] == list(range(whole.state_pages))
 
 
-def test_ranks_with_the_same_head_are_read_by_turns() -> None:
+def test_ranks_with_the_same_head_are_read_in_turn() -> None:
     whole = layout_of("latents", "bf16")
     ranks = [whole.rank_pages(place, 4, range(4)) for place in range(4)]
     producers = [
@@ -356,14 +356,14 @@ def test_pages_are_smaller_by_the_heads_that_a_rank_lacks_and_states_have_their_
         ("dense", (0, 1, range(-1, 2)), "3 layers"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused_with_the_numbers(
+def test_an_impossible_rank_is_rejected_with_the_numbers(
     model: str, share: tuple[int, int, range], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(model, "bf16").share(*share)
 
 
-def test_a_cell_that_is_larger_than_a_page_of_a_rank_is_refused_with_a_page_size() -> None:
+def test_a_cell_larger_than_a_page_of_a_rank_is_rejected_with_a_page_size() -> None:
     cells = StateCells("delta", 2, (256, 4), torch.float32)
     layers = [RecurrentState((cells,)), PagedKV(2, 4)]
     whole = KVLayout.of(layers, 128, torch.bfloat16)
@@ -376,7 +376,7 @@ KEY = AtomKey("tokens", 0, 0)
 
 
 def pages_with(*atoms: Atom, page_bytes: int = 64, tables: int = 1) -> RankPages:
-    """A rank that has these atoms, one a layer."""
+    """Return a rank with these atoms, one for each layer."""
     keys = (KEY._replace(layer=layer) for layer in range(len(atoms)))
     return RankPages(page_bytes, 0, range(1), (dict(zip(keys, atoms, strict=True)), *[{}] * tables))
 
@@ -403,7 +403,7 @@ GOOD = pages_with(Atom(0, 0, 64))
         (0, GOOD, [pages_with()], "no rank of the producer"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_with_the_numbers(
+def test_impossible_combinations_of_ranks_are_rejected_with_the_numbers(
     consumer: int, mine: RankPages, producers: list[RankPages], message: str
 ) -> None:
     with pytest.raises(LayoutMismatch, match=message):

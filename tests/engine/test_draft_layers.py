@@ -1,5 +1,5 @@
-"""Layers that guess ahead of a model: they say what transformers' layer of their kind says of the
-same vectors, or what its draft model says, however the tokens before were computed."""
+"""Draft layers and draft models: their drafts are those of transformers' layer or model for the
+same vectors, however earlier tokens were computed."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -44,8 +44,8 @@ Draw = Callable[[Tensor, int], int]  # of the logits of a token at an index
 
 @dataclass(frozen=True)
 class Guessing:
-    """A model and its layer; `behind` is what transformers makes of a text: so many drafts, each
-    drawn from its logits."""
+    """A model and its draft layer. `behind` returns transformers' drafts after a text: this
+    number of drafts, each drawn from its logits."""
 
     model: Path
     speculation: SpeculativeConfig
@@ -53,7 +53,7 @@ class Guessing:
     known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def drafts(self, text: list[int], sampling: SamplingParams) -> list[int]:
-        """Return the drafts behind a text. Tests of one model ask for the same ones."""
+        """Return the drafts after a text, cached because tests of one model use the same ones."""
         key = (sampling.seed, *text)
         if key not in self.known:
             self.known[key] = self.behind(text, _draw(sampling))
@@ -184,7 +184,8 @@ def _draft_model(root: Path, architecture: str = "qwen3") -> Guessing:
 
 
 def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn.Module:
-    """transformers' decoder layer, the last of its model, with these tensors of a checkpoint."""
+    """Return transformers' decoder layer, of the type of the model's last one, with these
+    tensors of a checkpoint."""
     config = AutoConfig.from_pretrained(directory)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -194,7 +195,7 @@ def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn
     for name in [name for name in mine if name.startswith("mlp.experts.")]:
         _, _, number, matrix, _ = name.split(".")
         experts.setdefault(int(number), {})[matrix] = mine.pop(name)
-    if experts:  # as transformers has them
+    if experts:  # in transformers' format
         each = [experts[number] for number in sorted(experts)]
         mine["mlp.experts.gate_up_proj"] = torch.stack(
             [torch.cat((one["gate_proj"], one["up_proj"])) for one in each]
@@ -213,10 +214,10 @@ def _behind(
     for_head: Callable[[Tensor], Tensor],
     recurring: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Callable[[list[int], Draw], list[int]]:
-    """The plainest loop there is: all vectors of the text and of its drafts, anew for each.
+    """Compute the definition: all vectors of the text and of its drafts, again for each draft.
 
     Args:
-        recurring: of what the layer has made, that with which it goes on.
+        recurring: the output of the layer that is its next input.
     """
 
     @torch.no_grad()
@@ -225,7 +226,7 @@ def _behind(
         vectors = model.model(torch.tensor([text[:-1]])).last_hidden_state[0]
         for _ in range(NUM_DRAFTS):
             tokens = torch.tensor([*text, *drafts])
-            # Nothing is before the first token: a key and a value of zeros.
+            # Nothing precedes the first token: its key and value are zeros.
             x = torch.cat(
                 (vectors.new_zeros(1, vectors.shape[1]), joined(vectors, embed(tokens[1:])))
             )
@@ -268,13 +269,14 @@ def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: bool) -> None:
-    """Behind prompts in chunks of any size, behind pages of another request, and behind drafts that
-    did not stand; with overlap it is not known yet which do. Each is drawn with its own request's
-    noise for its place.
+    """After prompts in chunks of any size, after pages of another request, and after rejected
+    drafts. With overlap the rejection is not known yet. Each draft is drawn with its own request's
+    noise for its position.
 
-    Seen failing with vectors of a step's last drafts in place of those that stand, with those of
-    rows' last tokens alone, with a first token that has one before it, and with noise of places
-    that are so many too far as were rejected."""
+    Seen failing with vectors of a step's last drafts instead of the accepted ones, with only those
+    of rows' last tokens, with a first token that has a predecessor, and with noise of positions
+    shifted by the number of rejected drafts.
+    """
     model = load(guessing.model, CPU, torch.float32, speculation=guessing.speculation)
     said, guess = [], model.drafter.guess
 
@@ -292,7 +294,7 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     slots = [steps.add(*one) for one in zip(prompts, samplings, strict=True)]
     for slot, chunk in zip(slots[:3], (1, 40, 13), strict=True):
         steps.prefill(slot, chunk=chunk)
-    if steps.table.tables.state_pages:  # what stands in these pages is of no use without a state
+    if steps.table.tables.state_pages:  # the content of these pages is useless without a state
         steps.prefill(slots[3])
     else:
         pages = steps.table.page_table
@@ -337,7 +339,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_head_that_is_not_for_this_model_is_refused_by_name(tmp_path, llama, changes, words):
+def test_a_head_for_another_model_is_rejected_by_name(tmp_path, llama, changes, words):
     head = make_eagle(tmp_path / "head", llama)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | changes))
@@ -367,15 +369,13 @@ def _with_draft(draft: Path) -> SpeculativeConfig:
     ],
     ids=["vocabulary", "states", "no head"],
 )
-def test_a_draft_model_that_cannot_draft_for_this_model_is_refused_by_name(
-    tmp_path, llama, made, words
-):
+def test_an_incompatible_draft_model_is_rejected_by_name(tmp_path, llama, made, words):
     draft = make_checkpoint(tmp_path / "draft", **{"architecture": "llama", **made})
     words = (*words, str(draft))
     _check_refused(words, lambda: open_checkpoint(llama, speculation=_with_draft(draft)))
 
 
-def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_path, llama):
+def test_draft_models_of_transformers_and_with_images_are_rejected_by_name(tmp_path, llama):
     for make, words in (
         (lambda root: make_tiny(root, "granite"), "granite.* is not supported; llama"),
         (make_vision_checkpoint, "images are not supported"),
@@ -387,7 +387,7 @@ def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_pa
             open_checkpoint(llama, speculation=_with_draft(draft))
 
 
-def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
+def test_models_without_a_draft_layer_are_rejected(llama, tmp_path):
     mtp, without = SpeculativeConfig(method="mtp"), make_checkpoint(tmp_path, "qwen3_next")
     for directory, backend, speculation, words in (
         (llama, "native", mtp, "mtp needs an MTP layer"),
@@ -400,8 +400,8 @@ def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
             open_checkpoint(directory, backend, speculation)
 
 
-def test_who_has_another_layer_is_another_node_to_pair_with(llama, tmp_path):
-    """By name: whether there is one, whose, and its weights. Who guesses without one is not."""
+def test_the_fingerprint_of_a_node_includes_its_draft_layer(llama, tmp_path):
+    """Its presence, its name, and its weights. Drafts without a layer are not included."""
     plain = fingerprint(llama)
     assert plain == fingerprint(llama, speculation=SpeculativeConfig(method="ngram"))
     for make, with_drafter in ((make_eagle, _with_head), (make_draft, _with_draft)):
@@ -411,7 +411,7 @@ def test_who_has_another_layer_is_another_node_to_pair_with(llama, tmp_path):
         assert {name for name in plain if plain[name] != first[name]} == {"drafter", "config"}
 
 
-def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
+def test_a_layer_of_the_checkpoint_counts_as_weights_and_is_updated_with_them(tmp_path):
     old, new = (
         make_mtp(make_checkpoint(tmp_path / str(seed), "deepseek_v3", seed=seed), seed=seed)
         for seed in range(2)
@@ -433,10 +433,10 @@ def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
 @pytest.mark.parametrize(
     "make, with_drafter", [(make_eagle, _with_head), (make_draft, _with_draft)]
 )
-def test_a_drafter_of_another_checkpoint_stays_in_updates_and_is_given_back_with_the_weights(
+def test_a_drafter_of_another_checkpoint_is_kept_in_updates_and_released_with_the_weights(
     llama, tmp_path, make, with_drafter
 ):
-    """Once they are given back, they come back as they were, or not at all."""
+    """After a release they are restored unchanged, or not at all."""
     drafter, new = (
         make(tmp_path / "drafter", llama),
         make_checkpoint(tmp_path / "new", "llama", seed=4),

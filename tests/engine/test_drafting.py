@@ -1,4 +1,4 @@
-"""Drafters, and the number of drafts that pays: arithmetic on tokens and numbers."""
+"""Drafters, and the most profitable number of drafts."""
 
 import random
 
@@ -25,7 +25,7 @@ def propose(tokens, count=4, min_match=2):
     return NgramDrafter(min_match).propose(np.array(tokens, np.int32), count).tolist()
 
 
-def test_another_text_is_looked_in_and_followed_as_far_as_it_goes():
+def test_another_text_is_searched_and_followed_to_its_end():
     text = np.array([9, 1, 2, 3, 4], np.int32)
     drafter = NgramDrafter(2)
     for tokens, found in (([1, 2], [3, 4]), ([5, 3, 4], []), ([2], []), ([9, 2], [])):
@@ -37,7 +37,7 @@ def _expecting(prediction: list[int]) -> Request:
     return make_request([8, 7, 6], prediction=as_bytes(prediction))
 
 
-def test_the_first_tokens_of_an_answer_find_their_place_in_its_prediction():
+def test_the_first_tokens_of_a_response_are_found_in_its_prediction():
     predictions = Predictions(min_match=3)
     predictions.acquired(4, _expecting([1, 2, 3]))
     tokens = np.array([8, 7, 6, 1], np.int32)
@@ -48,7 +48,7 @@ def test_the_first_tokens_of_an_answer_find_their_place_in_its_prediction():
 
 
 def _plainly(tokens: list[int], count: int, min_match: int) -> list[int]:
-    """The same, place by place."""
+    """Search position by position."""
     best, place = 0, None
     for end in range(1, len(tokens)):
         alike = 0
@@ -63,14 +63,14 @@ def _plainly(tokens: list[int], count: int, min_match: int) -> list[int]:
 
 
 @pytest.mark.parametrize("min_match", [1, 2, 3, 5])
-def test_proposals_are_those_of_a_plain_search(min_match):
+def test_proposals_equal_those_of_a_plain_search(min_match):
     rng = random.Random(min_match)
     for _ in range(300):
         tokens = [rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.randrange(1, 60))]
         assert propose(tokens, 5, min_match) == _plainly(tokens, 5, min_match)
 
 
-def test_a_steps_cost_is_told_apart_from_its_tokens_cost():
+def test_the_cost_of_a_step_and_of_its_tokens_are_distinguished():
     costs, rng = StepCosts(), random.Random(0)
     for _ in range(500):
         tokens = rng.choice((1, 2, 5))
@@ -79,7 +79,7 @@ def test_a_steps_cost_is_told_apart_from_its_tokens_cost():
     assert costs.share(16) == pytest.approx(32 / 42, abs=0.05)
 
 
-def test_before_anything_is_known_and_while_all_steps_are_alike_a_tokens_share_is_supposed():
+def test_without_measurements_or_with_equal_steps_the_cost_of_a_token_is_assumed():
     costs = StepCosts()
     assert costs.share(1) == pytest.approx(0.15)
     assert costs.share(16) == pytest.approx(2.4 / 3.25)
@@ -88,8 +88,8 @@ def test_before_anything_is_known_and_while_all_steps_are_alike_a_tokens_share_i
     assert costs.share(16) == pytest.approx(2.4 / 3.25)
 
 
-def test_what_a_token_costs_is_known_until_a_step_differs():
-    """Keep the estimate for a saturated batch, in which all steps without drafts are alike."""
+def test_the_cost_of_a_token_is_kept_while_all_steps_are_alike():
+    """This is the case of a saturated batch without drafts."""
     costs = StepCosts()
     for tokens in (16, 16, 26, 16):
         costs.took(tokens, 0.002 * tokens)
@@ -101,8 +101,8 @@ def test_what_a_token_costs_is_known_until_a_step_differs():
 
 
 def _tokens_of(policy: AdaptiveDrafts, of_step: float, of_token: float, stands: float) -> float:
-    """Tokens a second of 16 requests, over those without drafts: everybody has as many as there
-    may be, and of these each stands with that probability."""
+    """Return tokens per second of 16 requests relative to those without drafts. Every request
+    has as many drafts as allowed, each accepted with that probability."""
     rng, slots = np.random.default_rng(0), np.arange(16)
     for slot in slots.tolist():
         policy.acquired(slot)
@@ -121,11 +121,11 @@ def _tokens_of(policy: AdaptiveDrafts, of_step: float, of_token: float, stands: 
 
 
 @pytest.mark.parametrize("stands", [0.0, 0.3, 0.7])
-def test_a_large_batch_that_computes_all_the_time_loses_little_by_trials(stands):
+def test_a_large_compute_bound_batch_loses_little_by_trials(stands):
     assert _tokens_of(AdaptiveDrafts(16, 7), of_step=1, of_token=10, stands=stands) > 0.98
 
 
-def test_a_large_batch_that_waits_for_memory_finds_out_that_drafts_pay():
+def test_a_large_memory_bound_batch_finds_out_that_drafts_pay():
     assert _tokens_of(AdaptiveDrafts(16, 7), of_step=100, of_token=0.1, stands=0.8) > 2
 
 
@@ -148,7 +148,7 @@ def _verified(policy: AdaptiveDrafts, drafted: int, accepted: int, times: int = 
         policy.verified(SLOT, np.array([drafted], np.int32), np.array([accepted], np.int32))
 
 
-def test_who_is_right_has_as_many_drafts_as_there_may_be_and_who_is_wrong_none():
+def test_an_accurate_drafter_gets_the_most_drafts_and_a_wrong_one_none():
     policy = _policy(of_step=10, of_token=1)
     _verified(policy, 4, 4)
     assert _limit(policy, 1) == 7
@@ -156,27 +156,27 @@ def test_who_is_right_has_as_many_drafts_as_there_may_be_and_who_is_wrong_none()
     assert _limit(policy, 1) == 0
 
 
-def test_the_larger_the_batch_the_likelier_a_draft_must_be():
+def test_a_larger_batch_requires_more_likely_drafts():
     policy = _policy(of_step=10, of_token=1)
     limits = [_limit(policy, rows) for rows in (1, 4, 16, 64, 256)]
     assert limits == sorted(limits, reverse=True)
     assert limits[0] > 0 and limits[-1] == 0
 
 
-def test_where_a_step_takes_what_its_tokens_take_no_draft_pays():
+def test_if_a_step_costs_only_its_tokens_no_draft_pays():
     policy = _policy(of_step=0, of_token=1)
     _verified(policy, 4, 3)
     assert _limit(policy, 1) == 0
 
 
-def test_what_does_not_pay_is_tried_again_at_times():
+def test_unprofitable_drafts_are_tried_again_at_intervals():
     policy = _policy(of_step=10, of_token=1)
     _verified(policy, 4, 0)
     turns = [_limit(policy, 1) for _ in range(1000)]
     assert turns[0] == 0 and turns[-1] > 0
 
 
-def test_a_request_that_is_new_is_expected_to_be_like_those_before():
+def test_a_new_request_is_expected_to_be_like_earlier_ones():
     policy = _policy(of_step=10, of_token=10)
     policy.acquired(0)
     assert _limit(policy, 1) > 0
@@ -185,6 +185,6 @@ def test_a_request_that_is_new_is_expected_to_be_like_those_before():
     assert _limit(policy, 1) == 0
 
 
-def test_nobody_guesses_unless_somebody_is_named():
+def test_there_are_no_drafts_unless_a_drafter_is_configured():
     assert Speculator.of(SpeculativeConfig(), 8) is None
     assert Speculator.of(SpeculativeConfig(method="ngram"), 8) is not None

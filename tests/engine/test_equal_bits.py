@@ -1,4 +1,4 @@
-"""Logits and KV of a request have the same bits however it is computed, on a CPU."""
+"""On a CPU, the logits and KV of a request have the same bits however it is computed."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,12 +50,12 @@ NUM_DRAFTS = 3
 class Result(NamedTuple):
     tokens: list[int]
     logits: Tensor  # [NUM_TOKENS, vocabulary]
-    kv: list[Tensor]  # of every layer, of all tokens but the last
-    states: list[Tensor]  # after all tokens but the last
+    kv: list[Tensor]  # of every layer, of all tokens except the last
+    states: list[Tensor]  # after all tokens except the last
 
 
 class Run:
-    """A request, the logits of its tokens, and the KV that it leaves behind."""
+    """A request, the logits of its tokens, and its KV."""
 
     def __init__(self, model: Model, page_size: int = 16) -> None:
         self.recorder = Recorder(model)
@@ -65,17 +65,18 @@ class Run:
         self.logits: list[Tensor] = []
 
     def keep(self, start: int, end: int | None) -> None:
-        """Keep logits of the last step."""
+        """Store logits of the last step."""
         self.logits += self.recorder.seen[-1][start:end]
 
     def decode(self, slots: Sequence[int], count: int) -> None:
-        """Decode all slots. The first one's logits are kept."""
+        """Decode all slots, and store the first one's logits."""
         for _ in range(count):
             self.steps.decode(*slots)
             self.keep(0, 1)
 
     def finish(self, slot: int) -> Result:
-        """Return all tokens, the kept logits, and what every layer keeps."""
+        """Finish the request. Return all tokens, the stored logits, and the KV or state of every
+        layer."""
         steps = self.steps
         tokens = steps.table.tokens_of(slot).tolist()
         kv = []
@@ -101,7 +102,7 @@ def alone(model: Model, chunk: int = 10_000, page_size: int = 16) -> Result:
 
 
 def in_a_batch(model: Model) -> Result:
-    """Beside eight requests, whose prompts are computed in the same steps."""
+    """Compute it beside eight requests whose prompts are computed in the same steps."""
     run = Run(model)
     others = [run.steps.add(prompt(10 + 60 * i, seed=i + 1)) for i in range(8)]
     slot = run.steps.add(PROMPT)
@@ -117,7 +118,7 @@ def in_a_batch(model: Model) -> Result:
 
 
 def replayed(model: Model, tokens: Sequence[int]) -> Result:
-    """Each token computed as the last one of a prompt, over the KV of the one before."""
+    """Compute each token as the last one of a prompt, over the KV of the previous one."""
     run = Run(model)
     for i in range(NUM_TOKENS):
         slot = run.steps.add(tokens[: len(PROMPT) + i])
@@ -129,7 +130,7 @@ def replayed(model: Model, tokens: Sequence[int]) -> Result:
 
 
 def verified(model: Model, tokens: Sequence[int], right: int = NUM_DRAFTS) -> Result:
-    """With drafts of which the first ones are right."""
+    """Compute with drafts, the first of which are right."""
     run = Run(model)
     slot = run.steps.add(PROMPT)
     run.steps.prefill(slot)
@@ -143,7 +144,7 @@ def verified(model: Model, tokens: Sequence[int], right: int = NUM_DRAFTS) -> Re
         run.steps.launch([(slot, length - 1, length + NUM_DRAFTS)], verify=True)
         run.keep(1, right + 2)
         if right == NUM_DRAFTS:
-            run.keep(0, 1)  # the samples of a step begin with those after rows' last tokens
+            run.keep(0, 1)  # the samples of a step start with those after rows' last tokens
     return run.finish(slot)
 
 
@@ -169,7 +170,7 @@ def check(model: Model) -> None:
 
 
 def narrow(directory: Path, family: str) -> Path:
-    """Return a checkpoint with weights of 4 bits."""
+    """Return a checkpoint with 4-bit weights."""
     source = make_checkpoint(directory / "source", family, moe_intermediate_size=64)
     if family == "gpt_oss":
         return in_mxfp4(source, directory)[0]

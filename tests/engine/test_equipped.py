@@ -1,4 +1,4 @@
-"""An engine that another role is to have: the same memory, and what that role alone needs."""
+"""An engine that is reused for another role: the same memory, plus the parts of that role."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from engine.build import build
 from tests.support.checkpoints import make_checkpoint
 
 
-def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_path: Path) -> None:
+def test_another_role_has_the_same_pool_and_tree_and_its_own_host_pages(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",
@@ -35,7 +35,7 @@ def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_p
         engine.close()
 
 
-def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: Path) -> None:
+def test_host_memory_with_evicted_prefixes_is_kept(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",

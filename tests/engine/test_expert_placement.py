@@ -1,4 +1,4 @@
-"""The experts of ranks: balanced loads, replicas on different ranks, and few moves."""
+"""Placement of experts on ranks: balanced loads, replicas on different ranks, and few moves."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from engine.ranks.expert_placement import (
     slot_table,
 )
 
-SKEWED = [12, 13, 25, 50, 100, 200, 400, 800]  # tokens of 8 experts, half of them of the last
+SKEWED = [12, 13, 25, 50, 100, 200, 400, 800]  # tokens of 8 experts, half of them of the last one
 
 
 def first_slots(count: int, redundant: int, size: int) -> LayerSlots:
@@ -39,12 +39,12 @@ def check_slots(slots: LayerSlots, like: LayerSlots) -> None:
     [
         (0, 2, 1.875, 1.0625),
         (2, 2, 1.765625, 1.03125),
-        (0, 4, 3.0, 2.03),  # one rank has the last expert, which is half of all
+        (0, 4, 3.0, 2.03),  # one rank has the last expert, with half of all tokens
         (4, 4, 3.015, 1.0625),
     ],
 )
 def test_skewed_tokens_are_balanced(redundant: int, size: int, before: float, after: float) -> None:
-    """The largest load of a rank divided by the mean one."""
+    """The largest load of a rank divided by the mean load."""
     present = first_slots(8, redundant, size)
     wanted = balanced(SKEWED, present)
     check_slots(wanted, present)
@@ -58,7 +58,7 @@ def test_layers_are_weighted_by_their_largest_load() -> None:
     assert imbalance([[0, 0]], [slots]) == 1.0
 
 
-def test_random_tokens_are_balanced_and_no_load_is_worse() -> None:
+def test_random_tokens_are_balanced_and_no_load_gets_worse() -> None:
     random.seed(0)
     for _ in range(300):
         size, count = random.choice([2, 3, 4, 8]), random.randrange(8, 33)
@@ -74,14 +74,14 @@ def test_random_tokens_are_balanced_and_no_load_is_worse() -> None:
             present = wanted
 
 
-def test_replicas_that_come_last_find_a_rank() -> None:
+def test_late_replicas_find_a_rank() -> None:
     """The ranks with free slots have the expert already."""
     counts = [100, 10, 10, 10, 1]
     present = ((0, 1, 2), (3, 4, 0))
     check_slots(balanced(counts, present), present)
 
 
-def test_experts_stay_if_others_are_hardly_better() -> None:
+def test_experts_stay_if_other_ranks_are_hardly_better() -> None:
     present = ((0, 1), (2, 3))
     assert balanced([10, 10, 10, 10], present) == present
     assert balanced([0, 0, 0, 0], present) == present
@@ -111,7 +111,7 @@ def test_one_rank_computes_each_pair(count: int, redundant: int, size: int) -> N
 
 
 def test_tokens_of_each_expert_are_counted() -> None:
-    """Also those whose expert is computed by another rank."""
+    """This includes tokens whose expert is computed by another rank."""
     slots, seen = ((0, 1), (2, 0)), []
 
     def apply(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -145,15 +145,13 @@ def test_replicas_share_single_tokens_of_decode_steps() -> None:
         (4, 8, 2, "2 ranks cannot have more than 4 replicas of 4 experts"),
     ],
 )
-def test_slots_that_cannot_be_equal_are_refused(
-    count: int, redundant: int, size: int, why: str
-) -> None:
+def test_unequal_slots_are_rejected(count: int, redundant: int, size: int, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.parallel\.redundant_experts: {why}"):
         first_slots(count, redundant, size)
 
 
 @pytest.mark.parametrize("setting", ["redundant_experts", "rebalance_steps"])
-def test_settings_without_whole_experts_are_refused(setting: str, tmp_path) -> None:
+def test_settings_without_whole_experts_are_rejected(setting: str, tmp_path) -> None:
     on = {setting: 2}
     for parallel in ({}, {"tp": 2}, {"experts": "ep"}):
         with pytest.raises(ValueError, match=f"{setting} needs experts ep and a tp of 2 or more"):

@@ -1,5 +1,6 @@
-"""The tier of files below host memory: what host memory forgets is read back, after a restart too;
-what is not whole there, or made with something else, is computed anew."""
+"""The offload tier of files below host memory. Prefixes evicted from host memory are read back,
+also after a restart. Incomplete or incompatible files are ignored and the prefix is computed
+again."""
 
 import contextlib
 import errno
@@ -36,7 +37,7 @@ def small(path: Path, **options: object) -> Rig:
 
 
 def restarted(rig: Rig, **options: object) -> Rig:
-    """The next process of the same node."""
+    """Return the next process of the same node."""
     rig.run()
     rig.tiers.close()
     return rig.again(**options)
@@ -47,13 +48,13 @@ def file_of(path: Path, name: str = "pages") -> Path:
 
 
 def forgotten(rig: Rig, prompt: list[int]) -> None:
-    """Ask for so much else that only files have the prompt."""
+    """Use so many other prompts that only files have this one."""
     FileTier(Path()).forget(rig, prompt)
     way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
     assert way is not None and len(way.filed) == len(prompt) // SIZE
 
 
-def test_it_is_there_after_a_restart(tmp_path):
+def test_a_prefix_is_found_after_a_restart(tmp_path):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -63,7 +64,7 @@ def test_it_is_there_after_a_restart(tmp_path):
     rig.assert_at_rest()
 
 
-def test_other_weights_find_nothing_of_it(tmp_path):
+def test_other_weights_do_not_find_it(tmp_path):
     rig = small(tmp_path, weights=b"a")
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -73,14 +74,14 @@ def test_other_weights_find_nothing_of_it(tmp_path):
 
 
 def damage(path: Path, at: int, how: int) -> None:
-    """By one bit, or up to the end."""
+    """Damage the file by one bit, or truncate it."""
     content = bytearray(path.read_bytes())
     content[at] ^= how
     path.write_bytes(content if how else content[:at])
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_a_page_that_is_not_what_was_written_is_computed_anew(tmp_path, running):
+def test_a_changed_page_is_computed_again(tmp_path, running):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -111,7 +112,7 @@ def written_slots(rig: Rig, prompt: list[int]) -> list[int]:
     ],
     ids=["record", "torn record", "torn page", "header", "torn header"],
 )
-def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name, at, how, left):
+def test_the_rest_of_truncated_or_changed_files_is_found(tmp_path, name, at, how, left):
     rig = small(tmp_path)
     ask(rig, drawn(1, 160), 1)
     assert len(rig.tiers.files.cache.index) == 10
@@ -124,7 +125,7 @@ def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name,
     rig.assert_at_rest()
 
 
-def test_a_record_in_anothers_place_is_none(tmp_path):
+def test_a_record_in_the_place_of_another_is_ignored(tmp_path):
     rig = small(tmp_path)
     ask(rig, drawn(1, 160), 1)
     rig.tiers.close()
@@ -135,7 +136,7 @@ def test_a_record_in_anothers_place_is_none(tmp_path):
     assert len(rig.again().tiers.files.cache.index) == 9
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path):
+def test_the_least_recently_used_prefixes_are_dropped_first(tmp_path):
     rig = small(tmp_path, file_pages=30)
     old, used = drawn(1, 160), drawn(2, 160)
     ask(rig, old, 1)
@@ -151,7 +152,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
     assert rig.tiers.way(np.array(drawn(4, 160), np.int32), SHARED) is not None
 
 
-def test_fewer_bytes_than_before_keep_what_they_have_room_for(tmp_path):
+def test_with_a_smaller_limit_as_much_as_fits_is_kept(tmp_path):
     rig = small(tmp_path)
     ask(rig, drawn(1, 160), 1)
     rig = restarted(rig, file_pages=4)
@@ -159,7 +160,7 @@ def test_fewer_bytes_than_before_keep_what_they_have_room_for(tmp_path):
     assert file_of(tmp_path).stat().st_size == 4 * 4 * SIZE
 
 
-def test_a_flush_forgets_the_files_too_and_gives_the_disk_back(tmp_path):
+def test_a_flush_deletes_the_files_and_frees_the_disk(tmp_path):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -173,7 +174,7 @@ def test_a_flush_forgets_the_files_too_and_gives_the_disk_back(tmp_path):
     assert file_of(tmp_path).stat().st_size < 30 * 4 * SIZE
 
 
-def test_a_full_disk_leaves_the_room_that_there_is(tmp_path, monkeypatch):
+def test_on_a_full_disk_the_existing_capacity_remains(tmp_path, monkeypatch):
     most, write_all = HEADER_BYTES + 20 * RECORD_BYTES, page_files._write_all
 
     def write(file: int, data: memoryview, at: int) -> None:
@@ -192,7 +193,7 @@ def test_a_full_disk_leaves_the_room_that_there_is(tmp_path, monkeypatch):
     rig.assert_at_rest()
 
 
-def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
+def test_a_disk_that_fails_ends_no_process_and_is_retried(tmp_path):
     rig = small(tmp_path)
     files, now = rig.store.files, [0.0]
     rig.tiers.files._now = lambda: now[0]
@@ -209,7 +210,7 @@ def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
     rig.assert_at_rest()
 
 
-def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
+def test_watchers_are_notified_of_a_changed_page(tmp_path):
     rig = small(tmp_path)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -226,7 +227,7 @@ def test_watchers_hear_of_a_page_that_is_not_what_was_written(tmp_path):
 
 
 def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: int) -> Rig:
-    """Conversations, of which one process after the other hears a part."""
+    """Run conversations whose turns are served by one process after the other."""
     rng = random.Random(seed)
     rig = talking_rig(rng, windows, state_pages, (40, 90), (60, 400), disk_dir=path)
     said = None
@@ -243,12 +244,12 @@ def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: in
 @pytest.mark.long
 @pytest.mark.parametrize("windows, state_pages", KINDS)
 @pytest.mark.parametrize("seed", range(8))
-def test_conversations_go_on_right_whatever_is_where(seed, tmp_path, windows, state_pages):
+def test_conversations_continue_correctly_from_any_tier(seed, tmp_path, windows, state_pages):
     talk(seed, tmp_path, windows, state_pages)
 
 
 @pytest.mark.parametrize("windows, state_pages", QUICK_KINDS)
-def test_conversations_go_on_from_files(tmp_path, windows, state_pages):
+def test_conversations_continue_from_files(tmp_path, windows, state_pages):
     rigs = [talk(seed, tmp_path / str(seed), windows, state_pages) for seed in (50, 51)]
     assert sum(rig.tiers.file_tokens for rig in rigs) > 200
 
@@ -260,7 +261,7 @@ def opened(path: Path, num_bytes: int = 1 << 16, version: bytes = b"v" * 16) -> 
     return PageFiles(path, MEMORY, version=version, num_bytes=num_bytes)
 
 
-def test_each_node_has_a_directory_of_its_own(tmp_path):
+def test_each_node_has_its_own_directory(tmp_path):
     first, second = opened(tmp_path), opened(tmp_path)
     assert first.directory != second.directory
     first.close()
@@ -270,7 +271,7 @@ def test_each_node_has_a_directory_of_its_own(tmp_path):
     third.close()
 
 
-def test_a_node_takes_rather_what_was_left_by_its_like(tmp_path):
+def test_a_node_prefers_the_directory_of_a_compatible_one(tmp_path):
     first, second = opened(tmp_path), opened(tmp_path, version=b"w" * 16)
     place = second.directory
     first.close()
@@ -280,7 +281,7 @@ def test_a_node_takes_rather_what_was_left_by_its_like(tmp_path):
     again.close()
 
 
-def test_nobody_else_may_read_it(tmp_path):
+def test_other_users_cannot_read_the_files(tmp_path):
     files = opened(tmp_path / "new")
     assert [p.stat().st_mode & 0o777 for p in (tmp_path / "new", files.directory)] == [0o700] * 2
     assert {p.stat().st_mode & 0o777 for p in files.directory.iterdir()} == {0o600}
@@ -288,8 +289,8 @@ def test_nobody_else_may_read_it(tmp_path):
 
 
 def left(path: Path, kind: str, elsewhere: Path) -> None:
-    """Leave something under a name that is opened next, as another user of a shared directory
-    may."""
+    """Leave a file under a name that is opened next, as another user of a shared directory
+    might."""
     path.unlink(missing_ok=True)
     match kind:
         case "symbolic link":
@@ -302,7 +303,7 @@ def left(path: Path, kind: str, elsewhere: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard links", "regular"])
 @pytest.mark.parametrize("name", ["pages", "index"])
-def test_a_file_that_others_prepared_is_refused_and_not_touched(tmp_path, name, kind):
+def test_a_file_prepared_by_another_user_is_rejected_and_not_changed(tmp_path, name, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(b"precious" * 100)
     elsewhere.chmod(0o640)
@@ -314,7 +315,7 @@ def test_a_file_that_others_prepared_is_refused_and_not_touched(tmp_path, name, 
     assert elsewhere.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_directory_that_is_a_symbolic_link_is_refused_and_not_touched(tmp_path):
+def test_a_directory_that_is_a_symbolic_link_is_rejected_and_not_changed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o755)
     (tmp_path / "tier").mkdir()
@@ -325,7 +326,7 @@ def test_a_directory_that_is_a_symbolic_link_is_refused_and_not_touched(tmp_path
 
 
 @pytest.mark.parametrize("name", ["0", "0/index", "0/pages"])
-def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
+def test_files_of_another_user_are_rejected(tmp_path, name, monkeypatch):
     opened(tmp_path).close()
     real, other = os.fstat, os.stat(tmp_path / name).st_ino
 
@@ -342,7 +343,7 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
         opened(tmp_path)
 
 
-def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
+def test_a_directory_writable_for_all_users_is_rejected_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.offload.page_files.MOST_NODES", 1)
     files = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: 1 nodes already use"):
@@ -350,7 +351,7 @@ def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatc
     files.close()
 
 
-def test_what_cannot_be_there_is_refused_by_name(tmp_path):
+def test_impossible_directories_are_rejected_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: .*file"):
         opened(tmp_path / "file")
@@ -386,7 +387,7 @@ LOCAL = "27 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
         ("fuse.remote", "rw", ""),
     ],
 )
-def test_mounts_that_hide_locks_from_other_hosts_are_refused(
+def test_mounts_that_hide_locks_from_other_hosts_are_rejected(
     tmp_path, caplog, kind, options, refused
 ):
     shared = tmp_path / "on shared"

@@ -1,4 +1,4 @@
-"""The memory that serving takes of a GPU is measured correctly while other processes use the
+"""The memory that serving needs on a GPU is measured correctly while other processes use the
 GPU."""
 
 import random
@@ -29,8 +29,8 @@ DRIVER = DRIVER_BYTES_PER_GRAPH + DRIVER_BYTES_PER_CHOICE  # of the graphs of a 
 
 
 class FakeGpu:
-    """A device with this process's caching allocator, and other processes whose memory is another
-    size whenever somebody looks."""
+    """A device with this process's caching allocator, and with other processes whose memory has
+    another size at every reading."""
 
     def __init__(self, monkeypatch, seed=0, others=GIB):
         self.total = 80 * GIB
@@ -41,7 +41,7 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
     def use(self, num_bytes):
-        """Allocates and frees: the allocator keeps it."""
+        """Allocate and free: the allocator keeps the memory."""
         self.cached = max(self.cached, num_bytes)
         self.most = max(self.most, self.live + self.cached)
 
@@ -66,7 +66,7 @@ class FakeGpu:
 
 
 class FakeRunner:
-    """A runner, as far as it is measured. A graph needs memory for each of its tokens."""
+    """The measured interface of a runner. A graph needs memory for each of its tokens."""
 
     def __init__(self, gpu, *, state=0, forward=0, largest=0, of_token=0, sizes=()):
         self._gpu, self._forward = gpu, forward
@@ -83,15 +83,15 @@ class FakeRunner:
         self._gpu.use(self._forward)
 
     def capture(self, shape):
-        self._gpu.use(self._forward // 4)  # the work is done once before it is captured
+        self._gpu.use(self._forward // 4)  # the work is done once before its capture
         self._gpu.empty_cache()  # as torch does before every capture
         self._gpu.take(self._bytes_of[shape])
 
 
-def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeypatch):
+def test_a_forward_and_graphs_are_measured_correctly_beside_other_processes(monkeypatch):
     gpu = FakeGpu(monkeypatch, others=52 * GIB)
     gpu.take(16 * GIB)  # weights
-    gpu.use(3 * GIB)  # what loading them has left
+    gpu.use(3 * GIB)  # left over from loading
     footprint = footprint_of(
         lambda: FakeRunner(
             gpu,
@@ -124,7 +124,7 @@ def test_the_largest_choice_of_tokens_is_measured_with_its_logits(monkeypatch):
     assert footprint_of(Ragged, 2304, CUDA).graphs == graphs
 
 
-def test_without_graphs_none_are_counted(monkeypatch):
+def test_without_graphs_their_memory_is_zero(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     footprint = footprint_of(lambda: FakeRunner(gpu, forward=7 * MIB), 16, CUDA)
     assert footprint == MemoryFootprint(state=0, forward=7 * MIB, graphs=0)
@@ -140,9 +140,9 @@ def measuring(tmp_path):
     return model, shape, AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
 
 
-# Seen failing without the features, whose counts of tokens for penalties are a part of the state,
-# and without the decode rows.
-def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuring, monkeypatch):
+# Seen failing without the features, whose token counts for penalties are part of the state, and
+# without the decode rows.
+def test_the_measured_runner_has_all_parts_and_its_largest_step(measuring, monkeypatch):
     FakeGpu(monkeypatch)
     measured = []
 
@@ -162,14 +162,15 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuri
     assert measured == [("every feature", shape.prefill_tokens + 7)]
 
 
-# Seen failing without each of the three: the collection, the emptied cache, the closed stream.
-def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
+# Seen failing without each of the three: the garbage collection, the emptied cache, the closed
+# stream.
+def test_memory_of_the_measurement_is_released(measuring, monkeypatch):
     gpu = FakeGpu(monkeypatch)
 
     class Runner(FakeRunner):
         def __init__(self, *_):
             super().__init__(gpu, state=3 * GIB, forward=GIB)
-            self.itself = self  # as what a real one is made of refers to each other
+            self.itself = self  # like the parts of a real runner, which refer to each other
             weakref.finalize(self, gpu.give, 3 * GIB)
 
     monkeypatch.setattr(footprint_module, "make_runner", Runner)
@@ -181,8 +182,8 @@ def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
 
 
 # Seen failing without the clamps, each of the three.
-def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
-    """Measure correctly even if memory left over from loading is collected at any time."""
+def test_memory_freed_during_the_measurement_does_not_reduce_the_result(monkeypatch):
+    """Memory left over from loading may be collected at any time."""
     gpu = FakeGpu(monkeypatch)
     gpu.take(GIB)
 
@@ -198,9 +199,9 @@ def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_node_stays_within_its_share_and_uses_it_while_another_one_starts(monkeypatch, seed):
-    """Two nodes of 45 % each start on one GPU. What the other one has at any moment is anything up
-    to its share."""
+def test_a_node_uses_exactly_its_share_while_another_one_starts(monkeypatch, seed):
+    """Two nodes of 45 % each start on one GPU. The memory of the other one changes at any
+    moment, within its share."""
     rng = random.Random(seed)
     share = int(0.45 * 80 * GIB)
     gpu = FakeGpu(monkeypatch, seed, others=share)

@@ -1,4 +1,4 @@
-"""Followers as forks of one process: each is known by its pidfd, and all end together."""
+"""Followers as forks of one process: each is watched by its pidfd, and all end together."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import pytest
 from engine.ranks import forking
 
 WAIT_S = 60.0
-# Each fork obeys its socket: it ends with the code in a packet, or in order at the end of file.
+# Each fork follows its socket: it ends with the code of a packet, or with 0 at the end of file.
 PROGRAM = """
 import os, runpy, socket, sys
 
@@ -26,7 +26,7 @@ os._exit(int(packet or b"0"))
 
 
 class Forks:
-    """Two forks, and the process that they come from."""
+    """Two forks and their parent process."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -66,7 +66,7 @@ def forks() -> Iterator[Forks]:
         yield made
 
 
-def test_forks_end_in_order_by_the_end_of_their_sockets(forks: Forks) -> None:
+def test_forks_end_with_0_at_the_end_of_their_sockets(forks: Forks) -> None:
     forks.sockets[0].close()
     forks.await_end(0)
     assert forks.runs(1)
@@ -74,8 +74,8 @@ def test_forks_end_in_order_by_the_end_of_their_sockets(forks: Forks) -> None:
     assert forks.process.wait(WAIT_S) == 0
 
 
-# Seen failing with the end of all forks at the first exit: the error of another one is lost.
-def test_a_fork_that_exits_leaves_the_others_time_for_their_errors(forks: Forks) -> None:
+# Seen failing if all forks end at the first exit: the error of another one is lost.
+def test_a_fork_that_exits_leaves_the_others_time_to_report_errors(forks: Forks) -> None:
     forks.sockets[1].send(b"2")
     forks.await_end(1)
     assert forks.runs(0)

@@ -26,7 +26,7 @@ SKEWED = [5, 16, 2000, 17, 1, 32, 33, 15]
 def table_of(
     num_slots: int, context_length: int, windows: tuple[int | None, ...] = (None,)
 ) -> SlotTable:
-    """Every page of every slot is another one, every token another one."""
+    """Return a table in which all pages and tokens of all slots are different."""
     table = SlotTable(num_slots, context_length, PAGE_SIZE, windows)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
@@ -35,13 +35,13 @@ def table_of(
 
 
 def build(table: SlotTable, lengths: list[int], num_new: list[int]) -> HostBatch:
-    """Rows in slots from the last one down."""
+    """Build rows of slots, from the last slot down."""
     slots = [table.num_slots - 1 - row for row in range(len(lengths))]
     starts = [end - new for end, new in zip(lengths, num_new, strict=True)]
     return BatchBuilder(table).build(make_batch(slots, starts, lengths))
 
 
-def test_the_host_knows_the_rows_before_the_decode_rows_when_tensors_are_on_a_device() -> None:
+def test_the_host_knows_the_prefill_rows_of_tensors_on_a_device() -> None:
     made = build(table_of(9, 2048), [40, 33, 48, 16], [40, 1, 3, 1])
     assert made.extends == ((40, 40), (1, 33), (3, 48))
     assert made.to(torch.device("meta"))[0].extends == made.extends
@@ -50,7 +50,7 @@ def test_the_host_knows_the_rows_before_the_decode_rows_when_tensors_are_on_a_de
 
 @pytest.mark.parametrize("lengths", [EVEN, SKEWED, [1], [PAGE_SIZE], [2000]])
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
+def test_every_row_finds_its_pages_and_the_locations_of_its_tokens(
     lengths: list[int], chunk: int
 ) -> None:
     table = table_of(9, 2048)
@@ -71,10 +71,13 @@ def test_every_row_finds_its_pages_and_the_places_of_its_tokens(
     assert locations.tolist() == places
 
 
-# Seen failing with a window of one token more or less, and with starts where the first page is.
+# Seen failing with a window one token larger or smaller, and with starts at the first page.
 @pytest.mark.parametrize("chunk", [1, 20])
-def test_of_a_table_with_a_window_a_row_finds_what_its_tokens_see_and_no_more(chunk: int) -> None:
-    # The oldest token that the long row sees is a page's last one, of the row of 49 its first.
+def test_in_a_table_with_a_window_a_row_finds_exactly_the_pages_that_its_tokens_see(
+    chunk: int,
+) -> None:
+    # The oldest token that the long row sees is the last one of a page, and that of the row of 49
+    # is the first one.
     window, lengths = 33, [*SKEWED, 49]
     table = table_of(9, 2048, (None, window))
     new = [min(chunk, length) for length in lengths]
@@ -91,7 +94,7 @@ def test_of_a_table_with_a_window_a_row_finds_what_its_tokens_see_and_no_more(ch
     assert made.page_ids.size == num_ids
 
 
-def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise() -> None:
+def test_a_row_continues_from_its_own_state_unless_it_starts_or_has_another_one() -> None:
     table = SlotTable(4, 64, PAGE_SIZE, state_pages=2)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.state[:] = [[70, 71], [80, 81], [90, 91], [60, 61]]
@@ -112,7 +115,7 @@ def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise(
     assert np.array_equal(uploaded.state_reads, made.state_reads)
 
 
-def test_a_long_row_among_short_ones_costs_its_own_pages_only() -> None:
+def test_a_long_row_among_short_ones_costs_only_its_own_pages() -> None:
     table = table_of(257, 131_072)
     made = build(table, [1000] * 256 + [131_000], [1] * 257)
     assert made.page_ids.size == 256 * 63 + 8188
@@ -128,8 +131,8 @@ def test_there_are_never_many_more_page_ids_than_pages(seed: int) -> None:
     assert made.page_ids.size <= 5 * sum(-(-length // PAGE_SIZE) for length in lengths)
 
 
-def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_path):
-    """Against each request alone: page ids row after row, and padding rows behind them."""
+def test_a_long_row_among_short_ones_changes_no_token_with_or_without_graphs(tmp_path):
+    """Compared with each request alone: page ids row after row, and padding rows after them."""
     model = load(make_checkpoint(tmp_path), CPU, torch.float32)
     generator = torch.Generator().manual_seed(3)
     prompts = [

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
 def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architecture):
-    """Without graphs: tests/engine/test_model_parity.py."""
+    """tests/engine/test_model_parity.py tests this without graphs."""
     directory = make_checkpoint(tmp_path, architecture)
     prompts = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 200))]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
@@ -36,7 +36,7 @@ def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architectur
     steps.close()
 
 
-def test_tokens_are_those_of_a_cpu_whatever_is_sampled(tmp_path):
+def test_tokens_equal_those_of_a_cpu_with_any_sampling(tmp_path):
     directory = make_checkpoint(tmp_path)
     params = [
         SamplingParams(max_tokens=9999, seed=8, temperature=0.8, top_k=20, min_p=0.01),
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_a_cpu_whatever_is_sampled(tmp_path):
     assert answers[0] == answers[1]
 
 
-def test_pages_go_to_host_memory_and_come_back(tmp_path):
+def test_pages_are_copied_to_host_memory_and_back(tmp_path):
     steps = Steps(load(make_checkpoint(tmp_path), CUDA, torch.float32))
     slot, other = steps.add(prompt(40)), steps.add(prompt(5))
     for each in (slot, other):
@@ -73,7 +73,7 @@ def test_pages_go_to_host_memory_and_come_back(tmp_path):
     assert torch.equal(written, before[pages[:3]])
 
 
-def test_the_pool_takes_what_weights_graphs_and_the_largest_forward_leave(tmp_path):
+def test_the_pool_uses_the_memory_left_by_weights_graphs_and_the_largest_forward(tmp_path):
     directory = make_checkpoint(tmp_path, max_position_embeddings=32768)
     total = torch.cuda.mem_get_info(CUDA)[1]
     engine = build(

@@ -34,7 +34,7 @@ LAYOUT = KVLayout.of((PagedKV(1, 8),) * 2, 16, torch.bfloat16)
 
 
 def has(monkeypatch, *, complaint=None, gpus=1):
-    """A torch with CUDA on a machine with GPUs, or one where `torch.cuda.init` complains."""
+    """Return a torch with CUDA on a machine with GPUs, or one whose `torch.cuda.init` fails."""
 
     def init():
         raise RuntimeError(complaint)
@@ -46,7 +46,7 @@ def has(monkeypatch, *, complaint=None, gpus=1):
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
-def test_a_gpu_that_torch_cannot_use_is_an_error_with_torchs_words(monkeypatch, name):
+def test_an_unusable_gpu_is_an_error_with_torchs_message(monkeypatch, name):
     complaint = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
     has(monkeypatch, complaint=complaint)
     with pytest.raises(ConfigError, match=r"driver on your system is too old .*12020") as error:
@@ -61,14 +61,14 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_with_torchs_words(monkeypatch, 
         "No CUDA GPUs are available",
     ],
 )
-def test_a_machine_without_a_gpu_serves_on_its_cpu(monkeypatch, complaint):
+def test_a_machine_without_a_gpu_uses_its_cpu(monkeypatch, complaint):
     has(monkeypatch, complaint=complaint)
     assert resolve_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match="cuda:0 does not exist"):
         resolve_device("cuda:0")
 
 
-def test_a_torch_that_was_built_without_cuda_serves_on_the_cpu(monkeypatch):
+def test_a_torch_without_cuda_uses_the_cpu(monkeypatch):
     has(monkeypatch, complaint="Torch not compiled with CUDA enabled")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert resolve_device("auto").type == "cpu"
@@ -78,7 +78,7 @@ def test_a_torch_that_was_built_without_cuda_serves_on_the_cpu(monkeypatch):
     "name, expected",
     [("auto", [0, 1, 2]), ("cuda", [0, 1, 2]), ("cuda:1-3", [1, 2, 3]), ("cuda:2,0-1", [2, 0, 1])],
 )
-def test_each_rank_has_the_gpu_in_its_place(monkeypatch, name, expected):
+def test_each_rank_has_the_gpu_of_its_number(monkeypatch, name, expected):
     has(monkeypatch, gpus=4)
     EngineConfig(model="m", device=name, parallel=ParallelConfig(tp=3))
     assert [resolve_device(name, rank).index for rank in range(3)] == expected
@@ -91,7 +91,7 @@ def test_ranks_on_a_cpu_have_one_device(monkeypatch):
     }
 
 
-def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+def test_a_rank_without_a_gpu_is_rejected(monkeypatch):
     has(monkeypatch, gpus=2)
     with pytest.raises(ConfigError, match="cuda:2 does not exist, this machine has 2 CUDA devices"):
         resolve_device("auto", 2)
@@ -109,7 +109,7 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
         ("cuda:0-1,1", 3, "cuda:0-1,1 names a GPU twice"),
     ],
 )
-def test_other_numbers_of_gpus_than_of_ranks_are_refused(device, tp, error):
+def test_different_numbers_of_gpus_and_ranks_are_rejected(device, tp, error):
     with pytest.raises(ValueError, match=error):
         EngineConfig(model="m", device=device, parallel=ParallelConfig(tp=tp))
 
@@ -135,7 +135,7 @@ def test_collectives_are_chosen_by_the_device(monkeypatch, device, collectives, 
         ("cuda", "auto", "this torch is built without NCCL"),
     ],
 )
-def test_collectives_that_a_device_does_not_support_are_refused(
+def test_collectives_that_a_device_does_not_support_are_rejected(
     monkeypatch, device, collectives, error
 ):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
@@ -146,7 +146,7 @@ def test_collectives_that_a_device_does_not_support_are_refused(
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_memory_that_no_other_process_could_map_is_refused_by_name(monkeypatch, name, device):
+def test_memory_that_no_other_process_could_map_is_rejected_by_name(monkeypatch, name, device):
     has(monkeypatch)
     monkeypatch.setenv(name, "garbage_collection_threshold:0.8, expandable_segments: True")
     with pytest.raises(ConfigError, match=f"{name}: expandable_segments"):
@@ -156,7 +156,7 @@ def test_memory_that_no_other_process_could_map_is_refused_by_name(monkeypatch, 
     assert resolve_device(device) == CUDA
 
 
-def test_sums_of_products_are_not_rounded_to_sixteen_bits_on_the_way(monkeypatch):
+def test_sums_of_products_are_not_rounded_to_sixteen_bits_in_between(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     matmul = torch.backends.cuda.matmul
@@ -182,7 +182,7 @@ def test_sums_of_products_are_not_rounded_to_sixteen_bits_on_the_way(monkeypatch
         ((9, 0), 13000, False, "engine.early_launch is off"),
     ],
 )
-def test_kernels_start_early_where_the_gpu_and_its_driver_can(
+def test_kernels_start_early_if_the_gpu_and_its_driver_support_it(
     monkeypatch, caplog, capability, driver, wanted, said
 ):
     caplog.set_level("INFO")
@@ -194,7 +194,7 @@ def test_kernels_start_early_where_the_gpu_and_its_driver_can(
     assert said in caplog.text
 
 
-def test_the_thread_that_builds_an_engine_has_its_gpu_first_of_all(monkeypatch):
+def test_the_thread_that_builds_an_engine_selects_its_gpu_first(monkeypatch):
     class ChosenError(Exception):
         pass
 
@@ -224,7 +224,7 @@ class FakeRuntime:
         return 0
 
 
-def test_host_pages_for_a_gpu_are_pinned_where_they_are_and_not_a_byte_more(monkeypatch):
+def test_host_pages_for_a_gpu_are_pinned_in_place_and_no_other_byte(monkeypatch):
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     pool = HostPool(LAYOUT, 35, CUDA)
@@ -237,7 +237,7 @@ def test_host_pages_for_a_gpu_are_pinned_where_they_are_and_not_a_byte_more(monk
     assert runtime.pinned == {}
 
 
-def test_host_pages_that_cannot_be_pinned_are_an_error_that_names_the_knob(monkeypatch):
+def test_host_pages_that_cannot_be_pinned_are_an_error_that_names_the_setting(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(result=2))
     with pytest.raises(
         ConfigError, match=r"pinned \(CUDA error 2\); lower engine\.cache\.swap_pages"
@@ -245,14 +245,14 @@ def test_host_pages_that_cannot_be_pinned_are_an_error_that_names_the_knob(monke
         HostPool(LAYOUT, 4, CUDA)
 
 
-def test_no_host_pages_pin_nothing_and_those_of_a_cpu_are_not_pinned(monkeypatch):
+def test_empty_host_pages_and_those_of_a_cpu_are_not_pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("asked to pin"))
     assert HostPool(LAYOUT, 0, CUDA).tensor.shape[0] == 0
     assert HostPool(LAYOUT, 3, torch.device("cpu")).tensor.shape[0] == 3
 
 
 @pytest.mark.parametrize(("left_gib", "pinned_gib"), [(100, 4), (8, 2)])
-def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is_left(
+def test_a_gpu_has_four_gib_of_host_pages_and_at_most_a_quarter_of_free_memory(
     tmp_path, monkeypatch, left_gib, pinned_gib
 ):
     has(monkeypatch)
@@ -286,7 +286,7 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
 def test_chunks_are_larger_on_prefill_nodes_with_room(
     tmp_path, monkeypatch, role, asked, free_gib, chunk_tokens
 ):
-    """Choose the chunk size of a model with the widths of Llama 3 8B in two layers."""
+    """With the widths of Llama 3 8B in two layers."""
     has(monkeypatch)
     monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1 << 30)
     spec = read_spec(make_checkpoint(tmp_path))
@@ -302,7 +302,7 @@ def test_chunks_are_larger_on_prefill_nodes_with_room(
     assert shape.chunk_tokens == shape.prefill_tokens == chunk_tokens
 
 
-def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
+def test_a_prefill_node_has_no_host_pages_and_captures_no_graphs(monkeypatch):
     class BuiltError(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""The shapes of graphs: every step of a decode node finds one, and padding fits in."""
+"""The shapes of graphs: every step of a decode node finds one, and its padding fits."""
 
 import random
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def step_of(counts: list[int], state_pages: int = 0) -> HostBatch:
-    """Return a step with rows of so many tokens, as far as its shape is concerned."""
+    """Return a step with rows of these numbers of tokens, as far as its shape depends on it."""
     starts = np.cumsum([0, *counts], dtype=np.int32)
     made = padding(GraphShape(int(starts[-1]), len(counts)), 1, state_pages=state_pages)
     made = replace(made, query_starts=starts)
@@ -57,7 +57,7 @@ def test_every_step_with_drafts_or_of_decode_rows_or_of_a_short_prompt_has_a_sha
             assert fitting(shapes, step_of([prompt, *[1] * num_rows]), adapted=adapted)
 
 
-def test_padding_changes_not_how_recurrent_layers_compute_rows() -> None:
+def test_padding_does_not_change_how_recurrent_layers_compute_rows() -> None:
     shapes = graph_shapes(16, late=True, adapted=False)
     for counts in ([200], [64, 1, 1], [FEW, 2], [5], [40, *[1] * 20]):
         batch = step_of(counts, state_pages=1)

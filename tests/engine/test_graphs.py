@@ -1,4 +1,4 @@
-"""Decode steps by graph: what a graph was captured over is all that its replay may depend on."""
+"""Decode steps by graphs: a replay depends only on the memory of the capture."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def generate(steps, num_requests, num_tokens):
         slots.append(steps.add(prompt(5 + 13 * number, number), PARAMS[number % len(PARAMS)]))
         steps.prefill(slots[-1], chunk=16)
         for _ in range(2):
-            steps.decode(*slots)  # one row more each time: every padding there is
+            steps.decode(*slots)  # one row more each time, so every amount of padding
     for _ in range(num_tokens):
         steps.decode(*slots)
     steps.settle()
@@ -60,7 +60,7 @@ def test_graphs_change_no_token(model, overlap):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_chosen_by_graphs_unless_a_feature_changes_logits(model, overlap):
-    """Greedy rows and sampled ones, in steps of all sizes, and in the prompts beside them."""
+    """Greedy and sampled rows, in steps of all sizes, and in prompts beside them."""
     texts, recorder = [], RepeatRecorder()
     for recorded in (None, recorder):
         steps = Steps(model, num_slots=11, overlap=overlap, recorder=recorded)
@@ -106,7 +106,7 @@ def test_a_head_that_cannot_be_captured_is_launched_after_the_graph_of_layers(mo
 
 
 class Failing(RepeatRecorder):
-    """Captures the first graphs, and no other."""
+    """Captures the first graphs, and then fails."""
 
     def __init__(self, error, num_captures=1):
         super().__init__()
@@ -134,11 +134,11 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog)
     assert "decode=False" in caplog.records[0].message and "nonzero" in caplog.text
 
 
-def test_a_capture_that_fails_is_a_fault_and_its_sentence_names_the_flag(model):
-    """The allocator of torch is not usable afterwards: the next empty_cache asserts, or the memory
-    of the graph is lost."""
+def test_a_failed_capture_is_an_error_that_names_the_flag(model):
+    """The allocator of torch is not usable afterwards: the next empty_cache asserts, or the
+    memory of the graph is lost."""
     error = RuntimeError("operation not permitted when stream is capturing\nmore")
-    recorder = Failing(error, num_captures=2)  # of the layers, and of the choice of tokens
+    recorder = Failing(error, num_captures=2)  # of the layers, and of sampling
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
     steps.runner.capture(GraphShape(4, 4))
     with pytest.raises(EngineFault) as raised:
@@ -170,12 +170,12 @@ COUNTS = torch.tensor([1, 2])
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_operations_that_wait_for_the_device_or_copy_are_found_before_a_capture(operation, name):
-    """On a CPU, which stands for the device."""
+    """On a CPU, which stands in for the device."""
     with torch.inference_mode(), pytest.raises(Uncapturable, match=name):
         check_capturable(operation, CPU)
 
 
-def test_operations_that_a_graph_can_have_are_not_refused():
+def test_operations_that_a_graph_supports_are_accepted():
     def work():
         chosen = VALUES[COUNTS - 1].masked_fill(VALUES > 2, 0.0)
         chosen.index_put_((MASK,), VALUES.new_zeros(()))
@@ -186,7 +186,7 @@ def test_operations_that_a_graph_can_have_are_not_refused():
         check_capturable(lambda: VALUES.sum().item(), torch.device("meta"))
 
 
-def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
+def test_a_step_uses_the_smallest_graph_that_fits_or_none(model):
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=5, overlap=False, recorder=recorder)
     slots = [steps.add(prompt(3)) for _ in range(5)]
@@ -214,10 +214,10 @@ def test_a_chunk_of_one_token_with_an_embedding_has_no_graph(model):
     steps.close()
 
 
-def test_the_rehearsal_writes_no_page_and_leaves_no_trace(model):
+def test_the_warmup_writes_no_page_and_leaves_no_state(model):
     plain, rehearsed = Steps(model, num_slots=3), Steps(model, num_slots=3)
     rehearsed.runner.rehearse(70)
-    assert (rehearsed.pool.tensor == 0xFF).all()  # as it was made
+    assert (rehearsed.pool.tensor == 0xFF).all()  # unchanged
     answers = []
     for steps in (plain, rehearsed):
         answers.append(steps.generate([prompt(9)], 7, [PARAMS[3]]))
@@ -226,7 +226,7 @@ def test_the_rehearsal_writes_no_page_and_leaves_no_trace(model):
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 9, 100, 256, 1000, 4096])
-def test_sizes_waste_little_and_end_at_the_largest_batch(max_rows):
+def test_graph_sizes_waste_little_and_end_at_the_largest_batch(max_rows):
     sizes = ladder(max_rows, 8)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows
     assert len(sizes) < 60

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate:
-    """A Prover to which all guides are slow but one, and whose slow lane is shut."""
+    """A verifier for which all grammars except one are slow, and whose slow lane is blocked."""
 
     def __init__(self) -> None:
         self.open = Event()
@@ -74,7 +74,7 @@ def _slow(number: int) -> GuidedDecoding:
     return GuidedDecoding("regex", f"a{{{number}}}")
 
 
-def test_slow_guides_wait_for_each_other_and_small_ones_do_not(
+def test_slow_grammars_wait_for_each_other_and_delay_no_small_ones(
     guides: GrammarCache, gate: Gate
 ) -> None:
     slow = [guides.compiled(_slow(number)) for number in range(MAX_SLOW)]
@@ -85,7 +85,7 @@ def test_slow_guides_wait_for_each_other_and_small_ones_do_not(
         assert isinstance(each.exception(WAIT_S), InvalidRequest)
 
 
-def test_slow_guides_beyond_some_are_overload_which_is_forgotten(
+def test_too_many_slow_grammars_are_rejected_as_overload_which_is_not_cached(
     guides: GrammarCache, gate: Gate
 ) -> None:
     for number in range(MAX_SLOW):
@@ -99,7 +99,7 @@ def test_slow_guides_beyond_some_are_overload_which_is_forgotten(
     assert isinstance(guides.compiled(one_more).exception(WAIT_S), InvalidRequest)
 
 
-def test_what_a_guide_came_to_is_kept(guides: GrammarCache, gate: Gate) -> None:
+def test_the_result_of_a_grammar_is_cached(guides: GrammarCache, gate: Gate) -> None:
     gate.open.set()
     assert guides.compiled(SMALL) is guides.compiled(SMALL)
     refused = guides.compiled(_slow(1))
@@ -107,7 +107,7 @@ def test_what_a_guide_came_to_is_kept(guides: GrammarCache, gate: Gate) -> None:
     assert guides.compiled(_slow(1)) is refused
 
 
-def test_only_so_many_guides_wait(model: Path) -> None:
+def test_the_number_of_waiting_grammars_is_limited(model: Path) -> None:
     class Shut(Gate):
         def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
             assert self.open.wait(WAIT_S)
@@ -121,7 +121,7 @@ def test_only_so_many_guides_wait(model: Path) -> None:
     guides.close()
 
 
-def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_grammar_is_limited(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = compilers.GrammarCompilers.of_model(model, VOCABULARY, EOS)
     small = prepared(SMALL)
     size = made.compiled(small).memory_size_bytes
@@ -132,9 +132,9 @@ def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPa
         made.compiled(small)
 
 
-# Seen failing without the deadline: the first guide blocks the quick lane for good.
+# Seen failing without the deadline: the first grammar blocks the quick lane forever.
 @pytest.mark.timeout(60)
-def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
+def test_a_verifier_process_that_never_answers_is_overload_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = tmp_path / "silent"
@@ -143,7 +143,7 @@ def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
     monkeypatch.setattr(sys, "executable", str(silent))
     prover = SubprocessVerifier(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
     try:
-        for lane in GrammarWorker:  # the second is asked of a new process
+        for lane in GrammarWorker:  # the second request goes to a new process
             with pytest.raises(Overloaded):
                 prover.prove(SMALL, lane)
     finally:
@@ -151,8 +151,8 @@ def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
 
 
 # Seen failing with costs by the clock of the process, which RLIMIT_CPU makes coarse, and with walks
-# that take the bits behind the last token for tokens: then the tokens of a text cost nothing.
-def test_a_trial_refuses_a_grammar_with_many_readings_of_a_text(model: Path) -> None:
+# that use the bits after the last token as tokens: then the tokens of a text cost nothing.
+def test_a_trial_rejects_a_grammar_with_many_parses_of_a_text(model: Path) -> None:
     prover = SubprocessVerifier(model, VOCABULARY, EOS)
     try:
         with pytest.raises(InvalidRequest, match="less ambiguous"):
@@ -163,8 +163,8 @@ def test_a_trial_refuses_a_grammar_with_many_readings_of_a_text(model: Path) -> 
 
 
 @pytest.mark.long
-def test_a_trial_ends_what_would_not(model: Path) -> None:
-    """By the kernel, and in a process of its own: the next one is tried as if nothing had been."""
+def test_a_trial_that_would_not_end_is_killed(model: Path) -> None:
+    """The kernel kills it in its own process, so the next trial is not affected."""
     prover = SubprocessVerifier(model, VOCABULARY, EOS)
     try:
         prover.prove(JSON_OBJECT, GrammarWorker.SLOW)
@@ -183,8 +183,8 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
         prover.close()
 
 
-def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) -> None:
-    """It does not work on the guide itself, which may take seconds under its lock."""
+def test_the_engine_compiles_the_verifiers_prepared_grammar(model: Path) -> None:
+    """Not the request's own text, whose preparation may take seconds under its lock."""
 
     class Rewriting(Gate):
         def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
@@ -196,7 +196,7 @@ def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) ->
 
 
 class Stuck:
-    """A matcher that takes as long as the gate is shut."""
+    """A matcher that waits while the gate is closed."""
 
     spending_s = 0.0
 

@@ -27,7 +27,7 @@ def adapter_of(namespace: Namespace) -> str | None:
 
 
 class Reader:
-    """A router. Every block names the one before it, which is known."""
+    """A router. Every block names its predecessor, which must be known."""
 
     def __init__(self) -> None:
         self.prompts: dict[int, tuple[int, ...]] = {}  # by block hash
@@ -68,7 +68,7 @@ def logged(seed: int, num_pages: int = 48, max_pages: int = 1 << 16) -> tuple[Wa
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_reader_knows_the_tokens_of_every_page_in_the_tree_and_watchers_still_do(seed):
+def test_a_reader_knows_the_tokens_of_every_page_in_the_tree_and_watchers_still_work(seed):
     watched, log = logged(seed)
     reader = Reader()
     for turn in range(60):

@@ -1,6 +1,6 @@
 """The number of operations that a forward enqueues on a device.
 
-Every launch costs a decode step a microsecond or more, whatever it computes.
+Every launch costs a decode step at least a microsecond, whatever it computes.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ LAYER = {
 }
 # After attention and after the MLP.
 GEMMA_LAYER = LAYER | {"_add_rms_norm_kernel": 4}
-# The router is a product too; the experts' are in kernels of their own.
+# The router is a product, too. The experts' products are in kernels of their own.
 EXPERTS_LAYER = {
     "product": 3,
     "_add_rms_norm_kernel": 2,
@@ -57,7 +57,7 @@ ONCE = {"_embed_kernel": 1, "_rope_angles_kernel": 1, "_add_rms_norm_kernel": 1}
 
 
 class _Operations(TorchDispatchMode):
-    """Counts torch's operations that do something on a device."""
+    """Counts torch's operations that run on a device."""
 
     def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Operations(TorchDispatchMode):
 
 
 def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
-    """Rows of (new tokens, length)."""
+    """Return a batch of (new tokens, length) rows."""
     new, ends = np.array(rows, np.int32).T
     table = SlotTable(len(rows), 128, PAGE_SIZE, layout.windows, layout.state_pages)
     table.known[:] = ends
@@ -86,7 +86,7 @@ def launched(
     rows: list[tuple[int, int]],
     dtype: torch.dtype = torch.float32,
 ) -> Counter[str]:
-    """By kernel or operation, of one forward; nothing is computed by kernels."""
+    """Return the launches of one forward, by kernel or operation. Kernels compute nothing."""
     counts: Counter[str] = Counter()
     where = directory / f"{architecture}-{num_layers}"
     checkpoint = make_checkpoint(where, architecture, num_hidden_layers=num_layers)
@@ -108,7 +108,7 @@ def forward_of(
 
 @contextmanager
 def launching(counts: Counter[str]) -> Iterator[None]:
-    """Inside, operations take their kernels, which are counted and do not run."""
+    """Count kernels inside, without running them."""
 
     def note(kernel, grid):
         return lambda *args, **kwargs: counts.update([kernel.fn.__name__])
@@ -122,7 +122,7 @@ def launching(counts: Counter[str]) -> Iterator[None]:
 
 
 DECODE = [(1, 40), (1, 3), (1, 17)]
-# Prompts that occupy the device, and rows whose keys are split among programs.
+# Prompts that occupy the device, and rows whose keys are divided among programs.
 ROWS = {
     "decode": (DECODE, {"_split_kernel": 1}, {"_plan_kernel": 1}),
     "verify": ([(5, 40), (3, 30), *DECODE], {"_split_kernel": 1}, {"_plan_kernel": 1}),
@@ -137,8 +137,8 @@ ROWS = {
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"])
-def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
-    """Nine of a dense layer's decode step: its four products, attention, and four around them."""
+def test_a_layer_has_the_budgeted_number_of_launches(tmp_path, architecture, rows):
+    """A dense layer's decode step has nine: its four products, attention, and four around them."""
     rows, attention, plan = ROWS[rows]
     few, many = (launched(tmp_path, architecture, layers, rows) for layers in (2, 4))
     gemma = architecture == "gemma2"
@@ -150,9 +150,10 @@ def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     assert few - (many - few) == once
 
 
-# The launches of a layer's decode step, on average over layers of all kinds. They may only fall.
+# The launches of a layer's decode step, on average over layers of all kinds. They may only
+# decrease.
 PER_LAYER = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 20, "qwen3_next": 16.75}
-# What torch computes there: the sum of DeepSeek's shared expert and of the others.
+# Operations of torch: the sum of DeepSeek's shared expert and of the others.
 EAGER = {"deepseek_v3": {"bmm": 4, "add": 2}}
 
 
@@ -171,8 +172,8 @@ def test_a_decode_step_launches_no_more_than_before(tmp_path, architecture):
 
 
 def test_a_chunk_on_latents_launches_one_kernel_more_for_keys_and_values(tmp_path):
-    """Expansion replaces the products with queries and outputs. Decode rows beside the chunk keep
-    theirs."""
+    """The expansion replaces the products with queries and outputs. Decode rows beside the chunk
+    keep theirs."""
     of_rows = {
         "chunk": ([(128, 128)], {"_expand_kernel": 1, "_extend_kernel": 1, "copy_": 1}),
         "few queries": ([(100, 128)], {"_extend_kernel": 1, "bmm": 2}),
@@ -228,12 +229,12 @@ def check_shapes(model, drafts: bool = False) -> None:
 
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
-def test_a_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, architecture):
+def test_a_step_has_no_operation_that_a_cuda_graph_does_not_support(tmp_path, architecture):
     check_shapes(load(make_checkpoint(tmp_path, architecture), CPU, torch.float32))
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "draft_model"])
-def test_a_drafter_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, method):
+def test_a_drafter_has_no_operation_that_a_cuda_graph_does_not_support(tmp_path, method):
     if method == "mtp":
         directory, head = make_mtp(make_checkpoint(tmp_path / "model", "deepseek_v3")), ""
     else:

@@ -22,7 +22,7 @@ def mixed(full: int, sliding: int, window: int, heads: int, head_dim: int) -> li
     return [PagedKV(heads, head_dim)] * full + [PagedKV(heads, head_dim, window)] * sliding
 
 
-def test_layers_that_keep_the_same_share_one_table_and_lie_as_they_are_numbered():
+def test_layers_with_the_same_tokens_share_one_table_in_order():
     layout = KVLayout.of([PagedKV(2, 8)] * 3, 16, BF16)
     assert layout.windows == (None,)
     assert [(place.table, place.index) for place in layout.places] == [(0, 0), (0, 1), (0, 2)]
@@ -41,7 +41,7 @@ def test_layers_that_keep_the_same_share_one_table_and_lie_as_they_are_numbered(
         pytest.param(mixed(0, 32, 4096, 8, 128), 0, 1, 0.0, id="mistral 0.1"),
     ],
 )
-def test_kinds_of_layers_are_cut_into_tables_that_waste_little(
+def test_kinds_of_layers_are_grouped_into_tables_that_waste_little(
     layers: list[PagedKV], full_tables: int, window_tables: int, padding: float
 ) -> None:
     layout = KVLayout.of(layers, 16, BF16)
@@ -51,7 +51,7 @@ def test_kinds_of_layers_are_cut_into_tables_that_waste_little(
     assert layout.padding <= MAX_PADDING
 
 
-def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_what_all_its_tokens_would():
+def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_the_memory_of_all_its_tokens():
     layout = KVLayout.of(mixed(10, 52, 1024, 16, 128), 16, BF16)
     num_tokens = TYPICAL_TOKENS[-1]
     held = layout.tables.pages_for(num_tokens) * layout.page_bytes
@@ -69,7 +69,7 @@ def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_what_all_its_tokens_woul
     ],
     ids=["alike", "of several shapes", "one large", "latents"],
 )
-def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[LayerState]) -> None:
+def test_every_number_of_a_layer_has_its_own_place(layers: list[LayerState]) -> None:
     layout = KVLayout.of(layers, 16, torch.float32)
     pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
     by_table: dict[int, int] = {}
@@ -90,7 +90,7 @@ def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[LayerState])
         assert not written[[0, 2]].any()
 
 
-def test_layouts_that_differ_are_described_differently():
+def test_different_layouts_have_different_descriptions():
     layers = mixed(2, 2, 40, 2, 8)
     others = [mixed(2, 2, 48, 2, 8), mixed(2, 3, 40, 2, 8), mixed(2, 2, 40, 1, 8), layers[:2]]
     described = {KVLayout.of(each, 16, BF16).describe() for each in (layers, *others)}
@@ -101,7 +101,7 @@ def test_layouts_that_differ_are_described_differently():
     )
 
 
-def test_of_a_latent_one_vector_is_kept_whatever_the_number_of_heads():
+def test_one_latent_vector_is_kept_for_any_number_of_heads():
     layout = KVLayout.of([PagedLatent(576)] * 61, 64, BF16)  # DeepSeek-V3
     assert layout.token_bytes == 61 * 576 * 2 and layout.padding == 0
     assert layout.page_bytes == 64 * layout.token_bytes
@@ -118,7 +118,7 @@ def recurrent(heads: int = 3, size: int = 4) -> RecurrentState:
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_cells_of_all_heads_and_layers_lie_in_the_pages_of_a_state_and_nowhere_twice(page_size):
+def test_cells_of_all_heads_and_layers_are_in_the_pages_of_a_state_exactly_once(page_size):
     layers = [recurrent(), KV, recurrent(), recurrent(5), KV]
     layout = KVLayout.of(layers, page_size, BF16)
     assert layout.windows == (None,) and layout.tables.state_pages == layout.state_pages
@@ -156,7 +156,7 @@ def test_a_state_of_qwen3_next_takes_as_many_pages_as_its_bytes_need():
         assert layout.state_pages * layout.page_bytes == pytest.approx(77.3e6, rel=0.03)
 
 
-def test_states_that_differ_are_described_differently():
+def test_different_states_have_different_descriptions():
     described = {
         KVLayout.of([KV, each], 16, BF16).describe()
         for each in (KV, recurrent(), recurrent(4), recurrent(3, 8))
@@ -168,14 +168,14 @@ def test_states_that_differ_are_described_differently():
     )
 
 
-def test_what_cannot_be_laid_out_is_refused():
+def test_impossible_layouts_are_rejected():
     with pytest.raises(ConfigError, match=r"page_size: 4 tokens .* 20480; 256 are enough"):
         KVLayout.of([KV, recurrent(size=1024)], 4, torch.float32)
     with pytest.raises(ConfigError, match="without layers that keep"):
         KVLayout.of([recurrent()], 16, BF16)
 
 
-def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
+def test_with_fewer_bits_pages_are_smaller_and_states_unchanged():
     layers = [PagedKV(2, 32), recurrent(), PagedKV(2, 32)]
     wide = KVLayout.of(layers, 16, BF16)
     narrow = KVLayout.of(layers, 16, BF16, torch.float8_e4m3fn)
@@ -190,9 +190,8 @@ def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
 
 
 @pytest.mark.parametrize("vector", [10, 0])
-def test_a_drafters_layers_lie_behind_the_others_in_the_pages_of_the_first_table(vector):
-    """Place the drafter's layers there for any shape. Each has its own KV, and a drafter may have a
-    vector once a page."""
+def test_a_drafters_layers_are_after_the_others_in_the_pages_of_the_first_table(vector):
+    """For any shape. Each has its own KV, and a drafter may have one vector for each page."""
     layers = [KV, KV, PagedKV(2, 8, window=64)]
     draft = DraftState((PagedKV(3, 4), PagedKV(1, 6, window=8)), vector)
     plain, layout = (
@@ -216,12 +215,12 @@ def test_a_drafters_layers_lie_behind_the_others_in_the_pages_of_the_first_table
     assert view.vectors.shape == (3, 1, 2, 1, vector // 2)
 
 
-def test_a_drafters_layer_wants_one_that_sees_all_tokens():
+def test_a_drafters_layer_requires_a_table_with_all_tokens():
     with pytest.raises(ConfigError, match="only sliding windows"):
         KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState((KV,), 16))
 
 
-def test_nodes_differ_if_only_one_of_them_splits_heads_between_ranks() -> None:
+def test_layouts_differ_if_only_one_node_splits_heads_between_ranks() -> None:
     split, whole = (KVLayout.of([PagedKV(4, 8, split=split)], 16, BF16) for split in (True, False))
     assert split.describe() != whole.describe()
     assert split.share(1, 2, range(1)).page_bytes * 2 == split.page_bytes

@@ -1,4 +1,4 @@
-"""Every form of a matrix computes the product it stands for, within bounds stated here."""
+"""Every form of a matrix computes its product, within the bounds given here."""
 
 import functools
 
@@ -37,7 +37,7 @@ F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 
 
 def compiled(dtype):
-    """Return the products that are compiled for matrices of a dtype, or skip the test."""
+    """Return the compiled products for matrices of a dtype, or skip the test."""
     operators = operators_here()
     if operators is None or not operators.multiplies(dtype):
         pytest.skip("no such compiled product here")
@@ -52,7 +52,7 @@ def int8_panels():
     return Int8PanelForm(compiled(I8))
 
 
-# With the dtype of inputs and outputs, and the bound of errors in units of an output's usual size.
+# With the dtype of inputs and outputs, and the bound of errors relative to an output's usual size.
 FORMS = [
     pytest.param(lambda: DenseForm(CPU, F32), F32, 3e-6, id="dense float32"),
     pytest.param(lambda: DenseForm(CPU, BF16), BF16, 2e-2, id="dense bfloat16"),
@@ -82,7 +82,9 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_a_product_is_near_the_exact_one_at_any_number_of_rows(form, dtype, bound, biased, shape):
+def test_a_product_is_close_to_the_exact_one_for_any_number_of_rows(
+    form, dtype, bound, biased, shape
+):
     weight = drawn(*shape)
     bias = drawn(shape[0], seed=1).to(dtype) if biased else None
     linear = form.hold(Matrix(weight), bias)
@@ -95,7 +97,7 @@ def test_a_product_is_near_the_exact_one_at_any_number_of_rows(form, dtype, boun
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_rows_between_other_columns_are_read_where_they_are(form, dtype, bound):
+def test_rows_between_other_columns_are_read_in_place(form, dtype, bound):
     linear = form.hold(Matrix(drawn(96, 64)))
     wide = drawn(5, 128, seed=2).to(dtype)
     torch.testing.assert_close(
@@ -104,7 +106,7 @@ def test_rows_between_other_columns_are_read_where_they_are(form, dtype, bound):
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_what_is_held_does_not_change_with_what_was_stored(form, dtype, bound):
+def test_the_matrix_does_not_change_with_the_tensor_that_it_was_made_from(form, dtype, bound):
     stored, x = drawn(96, 64).to(dtype), drawn(3, 64, seed=2).to(dtype)
     linear = form.hold(Matrix(stored))
     before = linear.apply(x)
@@ -113,14 +115,14 @@ def test_what_is_held_does_not_change_with_what_was_stored(form, dtype, bound):
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_the_bytes_that_are_told_are_those_that_are_taken(form, dtype, bound):
+def test_the_reported_bytes_are_the_allocated_ones(form, dtype, bound):
     for rows, columns in SHAPES:
         assert nbytes(form.hold(Matrix(drawn(rows, columns)))) == form.num_bytes(rows, columns)
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
-def test_experts_are_near_their_exact_sum_at_any_number_of_rows(form, dtype, bound):
-    """In stacks or each by itself; nobody may want an expert, or all the same one."""
+def test_experts_are_close_to_their_exact_sum_for_any_number_of_rows(form, dtype, bound):
+    """In stacks or separately. An expert may get no token, or all tokens the same expert."""
     count, hidden, inner, k = 5, 96, 64, 2
     stored = [
         (drawn(2 * inner, hidden, seed=2 * n) / 9, drawn(hidden, inner, seed=2 * n + 1) / 8)
@@ -145,7 +147,7 @@ def test_experts_are_near_their_exact_sum_at_any_number_of_rows(form, dtype, bou
         assert ((y - exact).abs() <= 2 * bound).all()
 
 
-def test_bfloat16_is_packed_where_it_can_be_and_float32_stays_as_it_is(monkeypatch):
+def test_bfloat16_is_packed_if_possible_and_float32_is_unchanged(monkeypatch):
     monkeypatch.setattr(onednn, "packs_bfloat16", lambda: True)
     assert isinstance(form_of(CPU, torch.bfloat16, "none"), PackedForm)
     for dtype in (torch.float32, torch.float16):
@@ -165,13 +167,13 @@ def test_a_gpu_keeps_the_stored_format_if_it_can_widen_it(monkeypatch):
     assert not isinstance(form_of(CPU, BF16, "none", QuantFormat("int4", 128)), WeightOnlyForm)
 
 
-def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
+def test_a_torch_without_packed_products_uses_plain_ones(monkeypatch):
     monkeypatch.setattr(onednn, "_BFLOAT16", object())
     assert form_of(CPU, torch.bfloat16, "none") == DenseForm(CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
+def test_the_bits_of_an_int8_row_do_not_depend_on_other_rows(form):
     linear = form.hold(Matrix(drawn(384, 128)), drawn(384, seed=1))
     x = drawn(40, 128, seed=2) * torch.logspace(-6, 6, 40)[:, None]
     together = linear.apply(x)
@@ -180,8 +182,8 @@ def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_rows_and_channels_in_int8_have_scales_of_their_own(form):
-    """Large ones take nothing from the precision of small ones beside them."""
+def test_rows_and_channels_in_int8_have_their_own_scales(form):
+    """Large ones do not reduce the precision of small ones."""
     sizes = torch.logspace(-4, 4, 12)
     weight, x = drawn(12, 256) * sizes[:, None], drawn(12, 256, seed=2) * sizes[:, None]
     exact = x @ weight.T
@@ -197,7 +199,7 @@ def test_a_row_of_zeros_in_int8_gives_the_bias(form):
 
 
 @pytest.mark.parametrize("make_form", INT8)
-def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
+def test_a_large_matrix_is_quantized_like_its_channels_alone(form):
     weight, x = drawn(3000, 2048), drawn(2, 2048, seed=2)
     linear = form.hold(Matrix(weight))
     for rows in (slice(0, 5), slice(2040, 2056), slice(2990, 3000)):
@@ -206,7 +208,7 @@ def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_row_in_panels_gives_the_same_to_the_bit_whatever_is_beside_it(dtype):
+def test_the_bits_of_a_row_in_panels_do_not_depend_on_other_rows(dtype):
     linear = panels(dtype).hold(Matrix(drawn(200, 1500)))
     x = drawn(500, 1500, seed=2).to(dtype)
     together = linear.apply(x)
@@ -215,7 +217,7 @@ def test_a_row_in_panels_gives_the_same_to_the_bit_whatever_is_beside_it(dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_sums_in_int8_panels_are_those_of_integers(dtype):
+def test_sums_in_int8_panels_equal_those_of_integers(dtype):
     weight, bias, x = (
         drawn(130, 999),
         drawn(130, seed=1).to(dtype),
@@ -230,14 +232,14 @@ def test_sums_in_int8_panels_are_those_of_integers(dtype):
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
+def test_a_row_in_int8_that_is_not_finite_gives_no_finite_number(wrong):
     x = drawn(3, 64)
     x[1, 40] = wrong
     y = int8_panels().hold(Matrix(drawn(96, 64))).apply(x)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
-def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room():
+def test_large_matrices_start_on_a_huge_page():
     form = panels(F32)
     large, small = (form.hold(Matrix(torch.ones(rows, 1024))) for rows in (1000, 64))
     assert large.panels.data_ptr() % (2 << 20) == 0
@@ -246,7 +248,7 @@ def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room(
         assert torch.equal(sums, torch.full_like(sums, 1024))
 
 
-def test_products_compiled_for_this_cpu_go_before_all_others(monkeypatch):
+def test_products_compiled_for_this_cpu_are_preferred(monkeypatch):
     class Everything:
         def multiplies(self, dtype):
             return dtype != torch.float16
@@ -259,7 +261,7 @@ def test_products_compiled_for_this_cpu_go_before_all_others(monkeypatch):
     assert form_of(CPU, BF16, "int8") == Int8PanelForm(compiled)
 
 
-def test_int8_is_refused_where_nothing_multiplies_it(monkeypatch):
+def test_int8_is_rejected_if_no_product_supports_it(monkeypatch):
     with pytest.raises(ConfigError, match=r"engine\.quantize: int8 .* on CPUs, .* cuda:0"):
         form_of(torch.device("cuda:0"), torch.bfloat16, "int8")
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: False)
@@ -295,7 +297,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize(
     "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES]
 )
-def test_weights_take_what_is_said_before_they_are_loaded(
+def test_weights_take_the_memory_reported_before_loading(
     checkpoint, monkeypatch, architecture, tied, products, dtype, quantize
 ):
     test_devices.use(products, monkeypatch)

@@ -1,4 +1,5 @@
-"""Loading takes little more memory at its height than what stays, and what stays was told."""
+"""Loading needs little more memory at its peak than the loaded weights, whose size is reported
+before."""
 
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from engine.models import open_checkpoint
 from engine.models.linear import onednn
 from tests.support.checkpoints import make_checkpoint
 
-MOST = 1.15  # of the weights, with the pages of the file that are mapped meanwhile
-SLACK_BYTES = 24 << 20  # of a fresh process: what torch sets up with its first products
+MOST = 1.15  # of the weights, with the mapped pages of the file
+SLACK_BYTES = 24 << 20  # of a fresh process: memory that torch allocates for its first products
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
-# In a process of its own, so that the height is that of loading.
+# In its own process, so that the peak is that of loading.
 LOAD = """
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def directory(tmp_path_factory):
         ),
     ],
 )
-def test_loading_takes_at_its_height_what_stays_and_a_little_more(directory, quantize):
+def test_the_peak_of_loading_is_the_reported_size_and_a_little_more(directory, quantize):
     said = open_checkpoint(directory).weight_bytes(torch.device("cpu"), torch.bfloat16, quantize)
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, directory, quantize],

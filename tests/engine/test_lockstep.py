@@ -1,4 +1,4 @@
-"""Nodes of a group begin each step together, fall asleep together, and end together."""
+"""Nodes of a group start each step together, sleep together, and end together."""
 
 import contextlib
 import itertools
@@ -32,14 +32,14 @@ NUM_WAKES = 400
 
 
 class Sleeper(threading.Thread):
-    """A node that sleeps until it has work, or another node wakes it. Never looks otherwise."""
+    """A node that sleeps until it has work, or until another node wakes it, without polling."""
 
     def __init__(self, lockstep: Lockstep, wake: int) -> None:
         super().__init__(daemon=True)
         self.steps: list[list[int]] = []
         self._work: deque[int] = deque()
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._num_open = 0  # for the thread that gives work
+        self._num_open = 0  # for the thread that submits work
         self._lockstep = lockstep
         self._wake = wake
         self._ended = False
@@ -73,7 +73,7 @@ class Sleeper(threading.Thread):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_no_wake_up_of_a_sleeping_group_is_lost(size: int, tmp_path: Path) -> None:
-    """Work comes to random nodes, some of it while the group falls asleep."""
+    """Random nodes get work, some of it while the group falls asleep."""
     draw = random.Random(size)
     wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(size)]
     groups = join_all(size, tmp_path / "group", wakes, PATIENCE_S)
@@ -84,7 +84,7 @@ def test_no_wake_up_of_a_sleeping_group_is_lost(size: int, tmp_path: Path) -> No
         chosen = draw.sample(nodes, draw.randint(1, size))
         for node in chosen:
             node.give()
-        for node in chosen[: draw.randint(0, size)]:  # of the others, work may be left
+        for node in chosen[: draw.randint(0, size)]:  # the others may have work left
             node.settle()
     for node in nodes:
         node.settle()
@@ -152,7 +152,7 @@ def test_a_frozen_node_ends_the_group_at_the_next_step(tmp_path: Path) -> None:
         assert nodes[0].process.wait(PATIENCE_S) == 0
         os.kill(nodes[1].process.pid, signal.SIGCONT)
         said = nodes[1].says()
-        if said == "step [1, 0]":  # it slept, and sees the step that it was woken for
+        if said == "step [1, 0]":  # it slept, and notices the step for which it was woken
             said = nodes[1].says()
         assert "has ended" in said
 
@@ -190,14 +190,16 @@ def test_a_node_with_other_settings_or_an_invalid_rank_may_not_join(tmp_path: Pa
     os.close(wake)
 
 
-def test_a_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_node_is_reported_by_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node_group, "MEET_S", 0.2)
     for rank, reason in ((0, r"nodes \[1\] of the group"), (1, "rank 0 of the group")):
         with pytest.raises(Exception, match=reason):
             join_group(parallel(tmp_path / "group", rank), "equal", 0)
 
 
-def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_other_users_may_enter_is_rejected(tmp_path: Path) -> None:
     directory = tmp_path / "group"
     directory.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match=r"must belong to this user alone \(mode 0700\)"):
@@ -205,8 +207,8 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_prompts_are_delayed_only_where_that_may_gain_something(size: int) -> None:
-    """All that the nodes of a group can announce in a step."""
+def test_prompts_are_delayed_only_if_that_may_gain_something(size: int) -> None:
+    """For everything that the nodes of a group can announce in a step."""
     per_node = [
         (has_room, wants and has_room, decodes, chunks)
         for has_room, wants, decodes, chunks in itertools.product((False, True), repeat=4)
@@ -221,14 +223,13 @@ def test_prompts_are_delayed_only_where_that_may_gain_something(size: int) -> No
 
 # A node in the search: whether it decodes, and the number of steps since its prompt has arrived.
 State = tuple[bool, int, tuple[tuple[bool, int], ...]]
-MAX_SEARCHED = 4  # steps that prompts are delayed, in place of MAX_PASSES
+MAX_SEARCHED = 4  # steps by which prompts are delayed, instead of MAX_PASSES
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_whatever_nodes_do_no_prompt_waits_longer_than_the_limit(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All reachable states of a group, in which prompts arrive and decode rows end at any time."""
+def test_no_prompt_waits_longer_than_the_limit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches all reachable states of a group, in which prompts arrive and decode rows end at
+    any time."""
     monkeypatch.setattr(next_rows, "MAX_PASSES", MAX_SEARCHED)
     choices = list(itertools.product((False, True), repeat=2 * size))
     first: State = (True, 0, ((False, 0),) * size)

@@ -23,7 +23,7 @@ def _batch(step: int, mode: ForwardMode = ForwardMode.DECODE, num_tokens: int = 
 
 @dataclass
 class ScriptedRole:
-    """Batches by number; a log of all calls, the runner's too."""
+    """Returns batches by number. Logs all calls, including those of the runner."""
 
     batches: list[ScheduleBatch | None]
     log: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class ScriptedLaunch:
         return BatchResult(ints([0]))
 
 
-def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
+def test_with_overlap_the_next_step_is_launched_before_the_last_result_is_awaited():
     """Sample rows that need the last step's tokens after that step has finished.
 
     Seen failing with `sample` before `_finish`.
@@ -84,14 +84,14 @@ def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
     ]
 
 
-def test_every_turn_begins_with_a_poll():
+def test_every_turn_starts_with_a_poll():
     role = ScriptedRole([_batch(1)])
     loop = EventLoop(role, role)
     loop.step(loop.step(None))
     assert role.log == ["poll", "launch 1", "sample 1", "poll", "wait 1", "finish 1"]
 
 
-def test_a_stopped_loop_finishes_what_is_in_flight():
+def test_a_stopped_loop_finishes_the_step_in_flight():
     role = ScriptedRole([_batch(1), _batch(2)])
     loop = EventLoop(role, role)
     role.on_idle.append(loop.stop)
@@ -117,7 +117,7 @@ def test_a_loop_is_stopped_from_another_thread():
     assert not thread.is_alive()
 
 
-def test_what_a_part_raises_ends_the_loop():
+def test_an_error_of_any_part_ends_the_loop():
     role = ScriptedRole([])
 
     def fail() -> None:
@@ -128,7 +128,7 @@ def test_what_a_part_raises_ends_the_loop():
         EventLoop(role, role).run()
 
 
-def test_an_idle_engine_finds_a_leak():
+def test_an_idle_engine_detects_a_leak():
     rig = Rig(vandal=False)
     rig.add([1], max_tokens=2)
     rig.run()
@@ -164,7 +164,7 @@ class TimedClock(StepClock):
         return self.reading.expected_s
 
 
-def test_the_clock_tells_the_step_under_way_and_since_when():
+def test_the_clock_reports_the_running_step_and_its_start():
     clock = TimedClock()
     assert clock.reading.started_at is None
     clock.launched(_batch(1))
@@ -179,7 +179,7 @@ def test_the_clock_tells_the_step_under_way_and_since_when():
     assert (clock.reading.started_at, clock.reading.finished) == (None, 2)
 
 
-def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step():
+def test_the_expected_duration_of_a_prompt_depends_on_its_tokens_and_of_a_decode_step_not():
     clock = TimedClock()
     clock.step(_batch(1, ForwardMode.EXTEND, 100), 2.0)
     clock.step(_batch(1), 0.1)
@@ -188,7 +188,7 @@ def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step(
     assert clock.expected_s(_batch(3)) == pytest.approx(0.1)
 
 
-def test_the_expected_duration_follows_what_is_seen():
+def test_the_expected_duration_follows_measurements():
     clock = TimedClock()
     for seconds in (0.5, 2.0):
         for _ in range(40):
@@ -196,7 +196,7 @@ def test_the_expected_duration_follows_what_is_seen():
     assert clock.expected_s(_batch(1)) == pytest.approx(2.0, rel=0.01)
 
 
-def test_copies_alone_say_nothing_of_what_a_step_takes():
+def test_steps_with_only_copies_do_not_change_the_expected_duration():
     clock = TimedClock()
     clock.step(_batch(1), 0.1)
     nobody = ints([])
@@ -204,7 +204,7 @@ def test_copies_alone_say_nothing_of_what_a_step_takes():
     assert clock.expected_s(_batch(3)) == pytest.approx(0.1)
 
 
-def test_an_engine_between_steps_is_late_from_its_last_progress_on():
+def test_between_steps_an_engine_is_late_after_its_last_progress():
     clock = TimedClock()
     for _ in range(3):
         assert clock.late_s(9.0) == 9.0
@@ -212,17 +212,17 @@ def test_an_engine_between_steps_is_late_from_its_last_progress_on():
         assert clock.late_s() == 0.0
 
 
-def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
+def test_a_long_step_may_take_five_times_as_long_as_its_tokens_before():
     clock = TimedClock()
     clock.step(_batch(1, ForwardMode.EXTEND, 100), 1.0)
     clock.launched(_batch(2, ForwardMode.EXTEND, 1000))
     assert clock.late_s(49.0) == 0.0
-    clock.launched(_batch(3, ForwardMode.EXTEND, 100))  # behind it; progress, too
+    clock.launched(_batch(3, ForwardMode.EXTEND, 100))  # after it, which is progress, too
     assert clock.late_s(49.0) == 0.0
     assert clock.late_s(2.0) == pytest.approx(1.0)
 
 
-def test_what_a_step_was_allowed_ends_with_it():
+def test_the_time_limit_of_a_step_ends_with_the_step():
     clock = TimedClock()
     batch = _batch(1, ForwardMode.EXTEND, 100)
     clock.launching(batch)
@@ -230,8 +230,8 @@ def test_what_a_step_was_allowed_ends_with_it():
     assert clock.reading.allowed_s == 0.0
 
 
-# Seen failing: late after five times what such steps took, and at once after the compilation.
-def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
+# Seen failing: late after five times the usual duration, and at once after the compilation.
+def test_a_kernel_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
     """A stand-in has the hooks of triton.knobs.runtime, which Triton calls around a compilation."""
     runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     clock = TimedClock(first_step_s=60.0)
@@ -242,7 +242,7 @@ def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_ste
     told = {"key": "", "repr": "", "fn": SimpleNamespace(name="rope"), "compile": {}}
     assert not runtime.jit_cache_hook(**told)  # True: Triton does not compile it
     assert clock.late_s(59.0) == 0.0
-    assert clock.late_s(2.0) == pytest.approx(1.0)  # a compiler that hangs is found
+    assert clock.late_s(2.0) == pytest.approx(1.0)  # a compiler that hangs is detected
     runtime.jit_post_compile_hook(**told)
     assert clock.late_s() == 0.0
     assert clock.late_s(6.0) == pytest.approx(1.0)
@@ -254,7 +254,7 @@ def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_ste
     assert "kernel=rope" in record.getMessage() and "61" in record.getMessage()
 
 
-def test_the_hooks_are_those_of_triton():
+def test_the_hooks_have_tritons_names():
     """Triton calls them by these names."""
     assert {"jit_cache_hook", "jit_post_compile_hook"} <= {*dir(triton.knobs.runtime)}
 
@@ -269,14 +269,14 @@ def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
     assert clock.late_s(2.0) == 2.0
 
 
-def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
-    """A process that was stopped: after it goes on either thread may be the first to run."""
+def test_an_engine_is_not_late_while_the_observer_was_stopped_too():
+    """The whole process was stopped. Afterwards either thread may be the first to run."""
     clock = TimedClock()
     lateness = Lateness(clock, look_s=1.0, now=clock.time)
     assert lateness.look() == 0.0
     clock.time.now += 600.0
-    assert lateness.look() == 2.0  # of what it has seen, at most two looks
-    for late_s in (3.0, 4.0, 5.0):  # it watches, and the engine still does nothing
+    assert lateness.look() == 2.0  # at most two checks of what it has observed
+    for late_s in (3.0, 4.0, 5.0):  # it observes again, and the engine still makes no progress
         clock.time.now += 1.0
         assert lateness.look() == late_s
     clock.turned()
@@ -285,8 +285,8 @@ def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("begin", ["launching", "launched"])
-def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
-    """On a GPU within its launch, on a CPU within the step."""
+def test_the_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
+    """On a GPU during its launch, on a CPU during the step."""
     clock = TimedClock(first_step_s=60.0)
     other = ForwardMode.DECODE if mode is ForwardMode.EXTEND else ForwardMode.EXTEND
     clock.step(_batch(1, other), 0.0)
@@ -295,7 +295,7 @@ def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
     assert clock.late_s(2.0) == pytest.approx(1.0)
 
 
-def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins():
+def test_the_loop_reports_every_turn_and_every_launch_before_it_starts():
     role = ScriptedRole([_batch(1)])
     loop = EventLoop(role, role)
     seen = []
@@ -307,7 +307,7 @@ def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins
 
 
 def test_a_gap_is_the_time_before_a_launch_in_which_the_device_had_no_step():
-    """Not the sleep of an idle engine, and nothing while another step is launched."""
+    """Neither the sleep of an idle engine, nor time during which another step runs."""
 
     def takes(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
         def late(*arguments: Any) -> Any:
@@ -367,7 +367,7 @@ class Watched:
         )
 
     def look_for(self, seconds: int, *, turning: bool = True) -> int:
-        """Looks once a second; the loop turns meanwhile."""
+        """Check once a second while the loop turns."""
         for _ in range(seconds):
             self.time.now += 1.0
             if turning:
@@ -376,7 +376,7 @@ class Watched:
         return len(self.reports)
 
 
-def test_a_standstill_with_work_waiting_is_told_once():
+def test_a_standstill_with_waiting_work_is_reported_once():
     watched = Watched()
     watched.work = True
     assert [watched.look_for(s) for s in (1, 9, 3, 20)] == [0, 0, 1, 1]
@@ -385,13 +385,13 @@ def test_a_standstill_with_work_waiting_is_told_once():
 
 @pytest.mark.parametrize("turning", [False, True])
 def test_a_step_that_never_ends_is_a_standstill_too(turning: bool):
-    """Seen failing where only work that waits for a step counts: the loop may turn meanwhile."""
+    """Seen failing if only work that waits for a step counts: the loop may turn during the step."""
     watched = Watched()
     watched.clock.launched(_batch(1))
     assert [watched.look_for(s, turning=turning) for s in (1, 11)] == [0, 1]
 
 
-def test_an_idle_engine_may_stand_still_as_long_as_its_loop_turns():
+def test_an_idle_engine_may_be_idle_as_long_as_its_loop_turns():
     watched = Watched()
     assert watched.look_for(100) == 0
     watched.work = True
@@ -400,7 +400,7 @@ def test_an_idle_engine_may_stand_still_as_long_as_its_loop_turns():
     assert [watched.look_for(s, turning=False) for s in (9, 9)] == [1, 2]
 
 
-def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_told_again():
+def test_every_finished_step_resets_the_time_and_a_new_standstill_is_reported_again():
     watched = Watched()
     watched.work = True
     watched.look_for(1)
@@ -412,8 +412,8 @@ def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_told_a
     assert [watched.look_for(s) for s in (1, 11)] == [1, 2]
 
 
-def test_a_process_that_was_stopped_itself_tells_of_no_standstill():
-    """Seen failing with the time between two looks counted in full."""
+def test_a_process_that_was_stopped_itself_reports_no_standstill():
+    """Seen failing if the time between two checks counts in full."""
     watched = Watched()
     watched.work = True
     watched.look_for(1)
@@ -423,7 +423,7 @@ def test_a_process_that_was_stopped_itself_tells_of_no_standstill():
     assert watched.look_for(9) == 0
 
 
-def test_the_watchdog_looks_from_a_thread_of_its_own():
+def test_the_watchdog_runs_on_its_own_thread():
     stuck = threading.Event()
     dog = Watchdog(
         StepClock(), limit_s=0.01, has_work=lambda: True, on_stuck=lambda seconds: stuck.set()
@@ -435,7 +435,7 @@ def test_the_watchdog_looks_from_a_thread_of_its_own():
         dog.stop()
 
 
-def test_a_group_of_layers_counts_as_its_share_of_the_forward():
+def test_a_group_of_layers_counts_as_its_part_of_the_forward():
     clock = TimedClock()
     forward = replace(_batch(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([40]))
     for layers, seconds in ((LayerGroup(0, 2, 8), 0.5), (LayerGroup(2, 8, 8), 1.5)):

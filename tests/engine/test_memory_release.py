@@ -1,4 +1,4 @@
-"""Memory that is given back is the system's again, and what comes there later is right."""
+"""Released memory is returned to the system, and restored content is right."""
 
 import re
 import signal
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 def own_bytes() -> int:
-    """Memory of this process that is backed by no file."""
+    """Return the memory of this process that is not backed by a file."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found
@@ -58,17 +58,17 @@ def test_a_tensor_without_its_memory_keeps_its_place(make):
     assert own_bytes() > before - 64 * MIB and tensor.min() == 9
 
 
-def test_memory_is_there_before_anybody_writes_and_is_what_it_was():
+def test_restored_memory_is_allocated_before_it_is_written_and_keeps_its_content():
     tensor = empty_in_huge_pages((96 * MIB,), torch.uint8)
     tensor[:100] = 7
     before = own_bytes()
     take(tensor.data_ptr() + 50, 96 * MIB - 50)
     assert own_bytes() > before + 64 * MIB
     assert bool((tensor[:100] == 7).all()) and not tensor[100 : 2 * MIB].any()
-    take(8, 8)  # which is nobody's
+    take(8, 8)  # outside of all tensors
 
 
-def test_the_ends_of_a_tensor_are_nobody_elses_memory():
+def test_the_ends_of_a_tensor_do_not_share_pages_with_other_memory():
     around = torch.full((4 * MIB,), 7, dtype=torch.uint8)
     inner = torch.frombuffer(memoryview(around.numpy())[100 : 2 * MIB + 100], dtype=torch.uint8)
     release_memory(inner)
@@ -84,9 +84,7 @@ def test_the_ends_of_a_tensor_are_nobody_elses_memory():
         pytest.param(torch.float32, "int8", marks=int8),
     ],
 )
-def test_a_model_that_was_without_weights_computes_what_it_did(
-    tmp_path, architecture, dtype, quantize
-):
+def test_a_model_with_restored_weights_computes_the_same(tmp_path, architecture, dtype, quantize):
     servable = open_checkpoint(make_checkpoint(tmp_path, architecture))
     model = servable.load(CPU, dtype, quantize)
     before = logits_of(model, TOKENS)
@@ -96,7 +94,7 @@ def test_a_model_that_was_without_weights_computes_what_it_did(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_given_back_take_no_memory(tmp_path, dtype):
+def test_released_weights_take_no_memory(tmp_path, dtype):
     directory = make_checkpoint(
         tmp_path, "qwen3", hidden_size=512, intermediate_size=8192, num_hidden_layers=3
     )
@@ -119,7 +117,7 @@ def test_an_image_without_the_encoders_weights_is_a_clear_error(tmp_path):
         model.seeing.embed([seen], torch.zeros(4, servable.spec.image_token_size))
 
 
-# Memory in regions, as on a GPU ------------------------------------------------------------------
+# Memory in regions, as on a GPU -------------------------------------------------------------------
 
 
 def spoiled(tensors):
@@ -155,7 +153,7 @@ MODELS = {
 
 
 def opened(kind: str, directory: Path):
-    """A checkpoint of that kind."""
+    """Open a checkpoint of this architecture."""
     if kind == "vision":
         return open_checkpoint(make_vision_checkpoint(directory, model_type=MODELS[kind]))
     path = make_checkpoint(directory / "model", MODELS[kind])
@@ -193,7 +191,7 @@ def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_pat
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
 
 
-def test_tensors_that_shared_memory_still_do():
+def test_tensors_that_shared_memory_still_share_it():
     whole = torch.arange(24.0).view(4, 6)
     row, turned, other = whole[1], whole.T, torch.ones(3, dtype=torch.bfloat16)
     region = relocated([row, whole, other, turned, whole, torch.empty(0)], host_memory())
@@ -203,7 +201,7 @@ def test_tensors_that_shared_memory_still_do():
     assert region.address == whole.data_ptr() and region.num_bytes == UNIT
 
 
-def test_a_region_for_weights_takes_memory_as_it_gets_them():
+def test_a_region_for_weights_allocates_memory_as_needed():
     memory = host_memory()
     held = []
     tensors = [torch.ones(40 << 20, dtype=torch.uint8) for _ in range(4)]
@@ -223,7 +221,7 @@ def compute_without_weights(directory):
     logits_of(model, TOKENS)
 
 
-def test_a_step_without_weights_is_a_fault(tmp_path):
+def test_a_step_without_weights_is_an_error(tmp_path):
     ended = fork_server.run(__spec__.name, str(make_checkpoint(tmp_path)))
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "released\n"), ended.stderr
 
@@ -242,7 +240,7 @@ def update(tmp_path):
     made.close()
 
 
-def test_weights_that_do_not_fit_come_back_later(update):
+def test_weights_that_do_not_fit_are_restored_later(update):
     weights, model, memory = update
     before = logits_of(model, TOKENS)
     weights.release().result(60)
@@ -322,7 +320,7 @@ class Occupation:
 
     @property
     def log(self) -> list[str]:
-        """The calls since the last time."""
+        """Return the calls since the last time."""
         log = self.memory.driver.log
         found = [each for each in log if each not in ("settle", "release", "create")]
         log.clear()
@@ -342,7 +340,7 @@ def test_pages_in_a_region_are_those_of_the_layout(occupation):
     assert pool.layers[0].data_ptr() >= pool.base_address
 
 
-def test_peers_close_before_pages_go_and_open_when_they_are_back(occupation):
+def test_peers_are_closed_before_pages_are_released_and_opened_after_their_return(occupation):
     made = occupation.made
     assert made.isolates
     made.isolate().result(60)
@@ -354,7 +352,7 @@ def test_peers_close_before_pages_go_and_open_when_they_are_back(occupation):
 
 
 @pytest.mark.parametrize("what", ["memory", "others", "peers"])
-def test_pages_that_do_not_come_back_leave_nothing_behind(occupation, what):
+def test_pages_that_cannot_be_restored_leave_no_allocation(occupation, what):
     made, memory = occupation.made, occupation.memory
     made.isolate().result(60)
     made.release("kv_cache").result(60)
@@ -372,7 +370,7 @@ def test_pages_that_do_not_come_back_leave_nothing_behind(occupation, what):
     assert occupation.log == ["map", "allow", "restore of ranks", "open"]
 
 
-def test_a_pool_that_does_not_fit_is_refused_at_start():
+def test_a_pool_that_does_not_fit_is_rejected_at_start():
     with pytest.raises(ConfigError, match="not enough memory for a KV pool"):
         KVPool(LAYOUT, 5, CPU, host_memory(total=0))
 
@@ -388,13 +386,13 @@ def test_memory_in_regions_counts_as_this_processs(monkeypatch):
     assert free_bytes(device, 0.5) == before - 8 * UNIT
 
 
-def test_the_option_is_refused_on_a_cpu(tmp_path):
+def test_the_option_is_rejected_on_a_cpu(tmp_path):
     config = EngineConfig(model=str(tmp_path), device="cpu", memory_saver=True)
     with pytest.raises(ConfigError, match=r"engine\.memory_saver is for GPUs"):
         open_model(config)
 
 
-def test_weights_on_a_gpu_without_a_region_stay(tmp_path):
+def test_weights_on_a_gpu_without_a_region_are_kept(tmp_path):
     directory = make_checkpoint(tmp_path)
     served = open_checkpoint(directory)
     model = served.load(CPU, torch.float32, "none")

@@ -29,7 +29,7 @@ def directory(pristine, tmp_path):
 
 
 def edit(directory, name="config.json", /, **changes):
-    """Changes fields of a JSON file; a value of ... removes the field."""
+    """Change fields of a JSON file. The value ... removes a field."""
     path = directory / name
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
@@ -93,7 +93,9 @@ def load_error(directory):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_wrong_configuration_is_named(tmp_path, directory, architecture, changes, words):
+def test_a_wrong_configuration_is_reported_by_field(
+    tmp_path, directory, architecture, changes, words
+):
     if architecture != "qwen3":
         directory = make_checkpoint(tmp_path / "other", architecture)
     edit(directory, "generation_config.json", eos_token_id=...)
@@ -102,14 +104,14 @@ def test_a_wrong_configuration_is_named(tmp_path, directory, architecture, chang
     assert all(word in message for word in words), message
 
 
-def test_files_that_are_missing_or_no_json_are_named(directory):
+def test_missing_or_invalid_files_are_reported_by_name(directory):
     (directory / "config.json").write_text("{")
     assert "config.json" in load_error(directory)
     (directory / "config.json").unlink()
     assert "config.json" in load_error(directory)
 
 
-def test_a_directory_without_safetensors_says_what_was_sought(directory):
+def test_a_directory_without_safetensors_is_reported(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     assert "model.safetensors" in load_error(directory)
 
@@ -130,13 +132,13 @@ def test_a_directory_without_safetensors_says_what_was_sought(directory):
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
 )
-def test_tensors_that_do_not_fit_the_configuration_are_named(directory, change, words):
+def test_tensors_that_do_not_fit_the_configuration_are_reported_by_name(directory, change, words):
     edit_tensors(directory, change)
     message = load_error(directory)
     assert all(word in message for word in words), message
 
 
-def test_stored_rotation_frequencies_and_a_tied_head_are_no_surprise(tmp_path):
+def test_stored_rotation_frequencies_and_a_tied_head_are_accepted(tmp_path):
     directory = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     before = fingerprint(directory)
     edit_tensors(
@@ -153,7 +155,7 @@ def test_stored_rotation_frequencies_and_a_tied_head_are_no_surprise(tmp_path):
 
 
 @pytest.mark.parametrize("kept_bytes", [4, 20, 5000])
-def test_a_file_that_was_cut_off_is_refused(directory, kept_bytes):
+def test_a_truncated_file_is_rejected(directory, kept_bytes):
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept_bytes])
     assert "model.safetensors" in load_error(directory)
@@ -163,7 +165,7 @@ def test_a_file_that_was_cut_off_is_refused(directory, kept_bytes):
     "index",
     ["[]", '{"weight_map": {"a": "gone"}}', '{"weight_map": {"a": "../model.safetensors"}}'],
 )
-def test_a_broken_index_is_refused(directory, index):
+def test_an_invalid_index_is_rejected(directory, index):
     (directory / "model.safetensors.index.json").write_text(index)
     assert "index.json" in load_error(directory)
 
@@ -180,7 +182,7 @@ def test_eos_comes_from_the_generation_config_then_from_the_config(
     assert read_spec(directory).eos_token_ids == expected
 
 
-def test_eos_may_be_that_of_the_text_model_alone(directory):
+def test_eos_may_be_only_in_the_text_config(directory):
     edit(directory, "generation_config.json", eos_token_id=...)
     edit(directory, eos_token_id=..., text_config={"eos_token_id": [4]})
     assert read_spec(directory).eos_token_ids == (4,)
@@ -195,7 +197,7 @@ def test_a_generation_config_is_not_required(directory):
     "name, expected",
     [(..., "silu"), ("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")],
 )
-def test_activations_have_their_names_from_transformers(directory, name, expected):
+def test_activations_have_transformers_names(directory, name, expected):
     edit(directory, hidden_act=name)
     assert read_decoder(directory).layers[0].ffn.activation == expected
 
@@ -203,7 +205,7 @@ def test_activations_have_their_names_from_transformers(directory, name, expecte
 @pytest.mark.parametrize(
     "architecture, changes, expected",
     [
-        ("mistral", {}, (4096,) * 2),  # what transformers fills in
+        ("mistral", {}, (4096,) * 2),  # filled in by transformers
         ("mistral", {"sliding_window": None}, (None,) * 2),
         ("mistral", {"sliding_window": 33}, (33,) * 2),
         ("gemma2", {}, (4096, None)),
@@ -211,13 +213,13 @@ def test_activations_have_their_names_from_transformers(directory, name, expecte
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
     ],
 )
-def test_windows_are_those_that_transformers_fills_in(tmp_path, architecture, changes, expected):
+def test_windows_are_filled_in_like_by_transformers(tmp_path, architecture, changes, expected):
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
     assert windows(directory) == expected
 
 
-def test_the_layer_of_deepseek_v3_that_guesses_tokens_ahead_is_left_out(tmp_path):
+def test_the_draft_layer_of_deepseek_v3_is_left_out(tmp_path):
     directory = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
     edit_tensors(
         directory, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(2)})
@@ -234,7 +236,7 @@ def test_yarn_extends_the_context_from_its_original_length(directory):
     assert read_spec(directory).context_length == 4096
 
 
-def test_fingerprints_are_equal_wherever_and_however_a_model_is_stored(pristine, tmp_path):
+def test_fingerprints_do_not_depend_on_place_and_format_of_a_model(pristine, tmp_path):
     other = make_checkpoint(tmp_path / "shards", "qwen3", max_shard_size="60KB")
     assert len(list(other.glob("*.safetensors"))) > 2
     assert fingerprint(other) == fingerprint(pristine)
@@ -257,7 +259,7 @@ def test_fingerprints_differ_in_the_field_that_differs(pristine, directory, tmp_
     assert differing() == {"weights"}
 
 
-def test_the_tokenizer_has_a_hash_of_its_own(pristine, directory):
+def test_the_tokenizer_has_its_own_hash(pristine, directory):
     assert tokenizer_hash(directory) == tokenizer_hash(pristine) != ""
     (directory / "tokenizer.json").write_text("{}")
     assert tokenizer_hash(directory) != tokenizer_hash(pristine)
@@ -274,7 +276,7 @@ def test_weights_do_not_change_with_the_file(directory):
     assert torch.equal(decoder.ends.embedding, before)
 
 
-def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(tmp_path):
+def test_norms_stored_as_differences_from_one_are_complete_and_exact_in_any_dtype(tmp_path):
     directory = make_checkpoint(tmp_path, "gemma2")
     stored = load_file(directory / "model.safetensors")
     decoder = load(directory, CPU, torch.bfloat16)
@@ -291,8 +293,8 @@ def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(t
     assert layer.mixer.qkv.apply(decoder.ends.embedding[:3]).dtype == torch.bfloat16
 
 
-def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):
-    """Load experts stacked as in Qwen3.5's checkpoints, including those of the draft layer."""
+def test_experts_in_one_tensor_equal_separate_ones(tmp_path):
+    """Experts stacked as in Qwen3.5's checkpoints, including those of the draft layer."""
     one_by_one = make_hybrid_mtp(make_checkpoint(tmp_path / "one", "qwen3_5_moe_text"))
     stacked = shutil.copytree(one_by_one, tmp_path / "stacked")
 

@@ -1,4 +1,5 @@
-"""Our forward against transformers (eager, float32): logits and greedy tokens through pages."""
+"""Our forward compared with transformers (eager, float32): logits and greedy tokens through
+pages."""
 
 import functools
 import json
@@ -143,7 +144,8 @@ VARIANTS = {
             "layer_types": [*("full_attention",) * 2, *("linear_attention",) * 2],
         },
     ),
-    # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
+    # These models' scores and logits are small: a cap of 3 has an effect, and one of 30 almost
+    # none.
     "gemma2 low caps": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0}),
     "gemma2 without caps": (
         "gemma2",
@@ -180,7 +182,7 @@ def device(request, monkeypatch):
     return CPU
 
 
-LOGITS_PROMPT = prompt(118)  # behind all windows, and two pages decoded
+LOGITS_PROMPT = prompt(118)  # after all windows, and two pages decoded
 
 
 def page_prompts(page_size):
@@ -256,9 +258,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
-    tmp_path, architecture, device
-):
+def test_rows_with_adapters_equal_models_with_merged_adapters(tmp_path, architecture, device):
     """Two adapters of different ranks and none, in the same forwards."""
     directory = make_checkpoint(tmp_path / "model", architecture)
     model = load(directory, device, torch.float32)
@@ -282,7 +282,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
         assert [told[row] for row in rows] == expected
 
 
-def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
+def test_rows_of_a_mixed_batch_equal_those_alone(tmp_path):
     model = Recorder(load(make_checkpoint(tmp_path), CPU, torch.float32))
     rows = [(prompt(70, 1), 20, 70), (prompt(40, 2), 0, 40), (prompt(33, 3), 32, 33)]
 
@@ -329,7 +329,7 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
+def test_half_precision_is_close_to_float32(tmp_path, dtype, architecture):
     directory = make_checkpoint(tmp_path, architecture)
     exact, rounded = (
         logits_after(load(directory, CPU, kind), prompt(50), (20, 40, 50))[-1]
@@ -346,7 +346,7 @@ def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
         ("qwen3_5_moe_text", (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)),
     ],
 )
-def test_of_a_checkpoint_with_images_the_texts_are_served(tmp_path, architecture, whole):
+def test_a_checkpoint_with_images_serves_text(tmp_path, architecture, whole):
     text = reference_model(make_checkpoint(tmp_path / "text", architecture))
     config, model = whole
     sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}

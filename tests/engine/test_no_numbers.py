@@ -1,5 +1,5 @@
-"""KV that made logits that are no numbers is found by nobody again, in the prefix cache and below
-it: who asks the same has it computed anew. Whoever runs on some of it goes on."""
+"""KV that caused NaN logits is removed from the prefix cache and its tiers, and computed again
+for later requests. Running requests that use it continue."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in tur
 
 
 def faulty(rig: Rig, prompt: list[int]) -> Request:
-    """Asked for, it ends with the error."""
+    """When called, end the request with the error."""
     request = rig.request(prompt, 4)
     rig.come(request)
     rig.run()
@@ -32,7 +32,7 @@ def is_right(rig: Rig, request: Request) -> bool:
 
 @BOTH
 @pytest.mark.parametrize("place", [0, 3], ids=["shared page", "own page"])
-def test_pages_that_turn_bad_cost_one_answer_each_that_runs_on_them(overlap, place):
+def test_pages_with_nan_fail_only_the_requests_that_use_them(overlap, place):
     rig = Rig(overlap_schedule=overlap, poison=POISON)
     stem = drawn(1, 2 * SIZE)
     ask(rig, stem)
@@ -54,7 +54,7 @@ def test_pages_that_turn_bad_cost_one_answer_each_that_runs_on_them(overlap, pla
 
 @BOTH
 @pytest.mark.parametrize("windows, state_pages", KINDS)
-def test_who_runs_on_the_same_prefix_goes_on(overlap, windows, state_pages):
+def test_other_requests_with_the_same_prefix_continue(overlap, windows, state_pages):
     width = len(windows) + state_pages
     rig = Rig(
         num_pages=40 * width,
@@ -81,7 +81,7 @@ def test_who_runs_on_the_same_prefix_goes_on(overlap, windows, state_pages):
     rig.assert_at_rest()
 
 
-def test_what_was_brought_back_and_makes_no_numbers_is_forgotten_below():
+def test_a_restored_prefix_with_nan_is_removed_from_the_tier():
     rig = Rig(num_pages=16, tier_pages=100, poison=POISON)
     prompt, longer = drawn(1, 160), [*drawn(1, 160), 1, 2, 3]
     ask(rig, prompt)
@@ -98,7 +98,7 @@ def test_what_was_brought_back_and_makes_no_numbers_is_forgotten_below():
 
 
 @pytest.mark.parametrize("writing", [False, True], ids=["written", "being written"])
-def test_nobody_finds_it_in_files_after_a_restart(tmp_path, writing):
+def test_a_prefix_with_nan_is_not_found_in_files_after_a_restart(tmp_path, writing):
     rig = small(tmp_path)
     prompt, neighbour = drawn(1, 160), drawn(2, 160)
     ask(rig, neighbour)
@@ -116,7 +116,7 @@ def test_nobody_finds_it_in_files_after_a_restart(tmp_path, writing):
 
 
 # Seen failing with rows of ended requests in the last group: "slots [] are live".
-def test_a_prompt_in_groups_of_layers_ends_while_its_next_chunk_has_begun():
+def test_a_split_prompt_with_nan_ends_while_its_next_chunk_has_started():
     bad_token = VOCABULARY - 1
     rig = Rig(split_prefill_ms=16.0, chunked_prefill_tokens=64, poison=bad_token)
     first_token = rig.expected(rig.request([1, 2, 3]))[0][0]

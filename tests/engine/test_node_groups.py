@@ -1,4 +1,4 @@
-"""Nodes that share the experts of a model answer like one node that has all of them."""
+"""Nodes that share the experts of a model respond like one node with all of them."""
 
 import contextlib
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ NGRAM = SpeculativeConfig(
         pytest.param("qwen3_5_moe_text", 2, BUSY, {"num_pages": 60}, marks=pytest.mark.long),
     ],
 )
-def test_a_group_has_the_answers_of_one_node(
+def test_a_group_has_the_responses_of_one_node(
     architecture: str,
     size: int,
     requests: Sequence[Requests],
@@ -102,7 +102,7 @@ def test_a_group_has_the_answers_of_one_node(
 
 
 def test_a_node_computes_prompts_while_another_decodes_and_another_sleeps(tmp_path: Path) -> None:
-    """The first node decodes all the time. The group falls asleep, and is woken by each node."""
+    """The first node decodes all the time. The group falls asleep, and each node wakes it."""
     config = config_of(1, model=str(make_checkpoint(tmp_path / "model", "qwen3_moe")))
     long, short = [asks(5, 1, max_tokens=100, ignore_eos=True)], [asks(70, 2), asks(33, 3)]
     expected = {id(each): answers_of_one(config, each) for each in (long, short)}
@@ -118,7 +118,7 @@ def test_a_node_computes_prompts_while_another_decodes_and_another_sleeps(tmp_pa
                 assert dict(node.answers) == expected[id(requests)]
 
 
-def test_delayed_prompts_have_the_same_answers(tmp_path: Path) -> None:
+def test_delayed_prompts_have_the_same_responses(tmp_path: Path) -> None:
     config = config_of(1, model=str(make_checkpoint(tmp_path / "model", "qwen3_moe")))
     steps = config.scheduler.model_copy(update={"prefill_delayer": True})
     delaying = config.model_copy(update={"scheduler": steps})
@@ -162,7 +162,7 @@ def test_a_node_has_its_part_of_the_experts_and_all_other_weights(tmp_path: Path
         ),
     ],
 )
-def test_models_that_nodes_cannot_share_are_refused(
+def test_models_that_nodes_cannot_share_are_rejected(
     make: Any, backend: Any, size: int, reason: str, tmp_path: Path
 ) -> None:
     servable = open_checkpoint(make(tmp_path), backend)
@@ -178,7 +178,7 @@ def test_models_that_nodes_cannot_share_are_refused(
         ({"weights_dir": "w"}, "weights_dir"),
     ],
 )
-def test_settings_that_a_group_does_not_support_are_refused(
+def test_settings_that_a_group_does_not_support_are_rejected(
     fields: dict[str, Any], setting: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.{setting} is not supported with .*dp"):
@@ -187,7 +187,7 @@ def test_settings_that_a_group_does_not_support_are_refused(
         check_group(config_of(1, model="m"), torch.device("cuda:0"))
 
 
-def test_numbers_of_another_step_are_a_fault() -> None:
+def test_counts_of_another_step_are_an_error() -> None:
     def gather(share: Share) -> str:
         exchange = ExpertExchange(share.rank, 2, share.group)
         exchange.begin([1, 0])
@@ -210,7 +210,7 @@ def test_numbers_of_another_step_are_a_fault() -> None:
         ({"dp": 2, "dp_group": "g", "tp": 2}, "not supported together with tp or pp"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
+def test_impossible_groups_are_rejected(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         ParallelConfig(**fields)
 

@@ -22,7 +22,7 @@ def open_shards(directory):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Names of files, as often as each was opened."""
+    """Return the names of files, once for each time that a file was opened."""
     names, open_file = Counter(), os.open
 
     def opens(path, *rest):
@@ -44,7 +44,7 @@ def test_loading_opens_every_shard_once_and_closes_it(tmp_path, opened):
     assert open_shards(directory) == []
 
 
-def test_only_so_many_files_stay_open(tmp_path, opened):
+def test_the_number_of_open_files_is_limited(tmp_path, opened):
     paths = [tmp_path / str(number) for number in range(3)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * 5000)
@@ -57,7 +57,7 @@ def test_only_so_many_files_stay_open(tmp_path, opened):
 
 
 def test_threads_may_read_at_the_same_time(tmp_path):
-    """Read from threads as transformers loads a model. Each closes the file that another has just
+    """Threads read like transformers loading a model. Each closes the file that another has just
     opened."""
     names = [str(number) for number in range(8)]
     save_file({name: torch.full((600,), int(name)) for name in names}, tmp_path / SINGLE)
@@ -75,13 +75,13 @@ def test_a_failed_load_leaves_no_file_open(tmp_path, monkeypatch):
     assert open_shards(directory) == []
 
 
-def test_a_file_that_is_cut_off_is_named(tmp_path):
+def test_a_truncated_file_is_reported_by_name(tmp_path):
     (tmp_path / "short").write_bytes(bytes(100))
     with OpenFiles() as files, pytest.raises(OSError, match="short is truncated"):
         files.map(tmp_path / "short", 90, 20)
 
 
-def test_tensors_of_every_dtype_and_shape_are_read_as_safetensors_reads_them(tmp_path):
+def test_tensors_of_every_dtype_and_shape_are_read_like_by_safetensors(tmp_path):
     kinds = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64)
     tensors = {str(kind): torch.arange(6).to(kind).view(2, 3) for kind in kinds}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
@@ -93,13 +93,13 @@ def test_tensors_of_every_dtype_and_shape_are_read_as_safetensors_reads_them(tmp
         assert torch.equal(read.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
 
 
-def test_writing_to_a_tensor_that_was_read_leaves_the_file_alone(tmp_path):
+def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path):
     save_file({"a": torch.ones(4)}, tmp_path / SINGLE)
     Checkpoint(tmp_path).read("a").zero_()
     assert Checkpoint(tmp_path).read("a").sum() == 4
 
 
-def test_a_dtype_that_is_not_supported_is_named(tmp_path):
+def test_an_unsupported_dtype_is_reported_by_name(tmp_path):
     save_file({"a": torch.ones(4, dtype=torch.float64)}, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match="a is F64, supported are F32"):
         Checkpoint(tmp_path).read("a")

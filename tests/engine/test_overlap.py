@@ -1,5 +1,5 @@
 """The gain of overlap and its hazard: a forward still on the device may write pages of a request
-that has ended meanwhile."""
+that has already ended."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_result_is_processed_while_the_next_forward_runs():
     assert rig.tokens[request.key] == rig.expected(request)[0]
 
 
-def test_without_overlap_nothing_is_launched_before_the_result_is_processed():
+def test_without_overlap_no_step_is_launched_before_the_result_is_processed():
     rig, runner = _manual_rig(overlap_schedule=False)
     request = rig.add([1, 2, 3], max_tokens=3)
     try:
@@ -50,7 +50,7 @@ def test_without_overlap_nothing_is_launched_before_the_result_is_processed():
 
 
 @pytest.mark.parametrize("overlap_prefills", [True, False])
-def test_two_prefills_in_a_row_overlap_unless_told_not_to(overlap_prefills):
+def test_two_consecutive_prefills_overlap_unless_configured_otherwise(overlap_prefills):
     rig = Rig(overlap_prefills=overlap_prefills, mixed_chunk=False)
     rig.add([1] * 20, max_tokens=5)
     rig.step()
@@ -61,7 +61,7 @@ def test_two_prefills_in_a_row_overlap_unless_told_not_to(overlap_prefills):
     rig.run()
 
 
-def test_a_decode_after_a_prefill_overlaps_even_so():
+def test_a_decode_after_a_prefill_overlaps_in_any_case():
     rig = Rig(overlap_prefills=False)
     rig.add([1] * 20, max_tokens=5)
     rig.step(2)
@@ -69,7 +69,7 @@ def test_a_decode_after_a_prefill_overlaps_even_so():
 
 
 def _eos_prompt(rig: Rig, after: int) -> list[int]:
-    """15 tokens, so that the last ones before EOS are on a page of their own."""
+    """Return 15 tokens, so that the last ones before EOS are on their own page."""
     for first in range(90):
         prompt = [first, *[1] * 14]
         tokens, reason = rig.expected(rig.request(prompt, 100))
@@ -80,11 +80,12 @@ def _eos_prompt(rig: Rig, after: int) -> list[int]:
 
 @pytest.mark.parametrize("after", [3, 4])
 def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after):
-    """The request ends with EOS while the forward after it is on the device. Its pages are asked
-    for at once, KV of another request lands in them, and only then the stale forward runs.
+    """The request ends with EOS while the next forward is on the device. Its pages are requested at
+    once, KV of another request is read into them, and only then the stale forward runs.
 
-    Seen failing with the STEP holds of next_batch and finish removed: the request that joined got
-    wrong tokens."""
+    Seen failing without the STEP holds of next_batch and finish: the request that joined got wrong
+    tokens.
+    """
     rig = Rig(num_pages=2, vandal=False, eos=EOS, prefix_cache=False)
     ending = rig.add(_eos_prompt(rig, after), max_tokens=100)
     rig.run_until(lambda: ending.key in rig.finished)
@@ -101,9 +102,9 @@ def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after)
     rig.assert_at_rest()
 
 
-def test_a_slot_is_not_reused_while_a_forward_has_it():
-    """Seen failing with the wait for launched steps in SlotTable.release removed: the token
-    of the stale forward was told as the next request's."""
+def test_a_slot_is_not_reused_while_a_forward_uses_it():
+    """Seen failing without the wait for launched steps in SlotTable.release: the token of the
+    stale forward was returned as the next request's."""
     rig = Rig(max_running_requests=1, eos=EOS)
     prompt = _eos_prompt(rig, 3)
     ending = rig.add(prompt, max_tokens=100)
@@ -115,7 +116,7 @@ def test_a_slot_is_not_reused_while_a_forward_has_it():
         assert rig.tokens[request.key] == rig.expected(request)[0]
 
 
-def test_what_a_batch_says_never_changes_after_its_launch():
+def test_a_batch_never_changes_after_its_launch():
     rig = Rig(num_pages=6, new_token_ratio=0.02)
     for i in range(4):
         rig.add([i] * 14, max_tokens=60)

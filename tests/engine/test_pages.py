@@ -16,7 +16,7 @@ def _allocate(pages: PageAllocator, num_pages: int, holder: PageHolder = PageHol
     return taken
 
 
-def test_free_pages_are_given_out_in_ascending_runs():
+def test_free_pages_are_allocated_in_ascending_runs():
     pages = PageAllocator(8)
     first, second = _allocate(pages, 3), _allocate(pages, 3)
     pages.drop(first, PageHolder.REQUEST)
@@ -30,14 +30,14 @@ def test_a_free_page_cannot_be_held():
         pages.hold(ints([1]), PageHolder.STEP)
 
 
-def test_what_is_not_held_cannot_be_dropped():
+def test_a_hold_that_does_not_exist_cannot_be_dropped():
     pages = PageAllocator(2)
     page = _allocate(pages, 1)
     with pytest.raises(EngineFault, match="READ"):
         pages.drop(page, PageHolder.READ)
 
 
-def test_the_release_count_moves_when_somebody_else_could_have_a_page():
+def test_the_release_count_changes_when_a_page_becomes_available():
     pages = PageAllocator(4)
     taken = _allocate(pages, 2)
     pages.hold(taken, PageHolder.STEP)
@@ -48,7 +48,7 @@ def test_the_release_count_moves_when_somebody_else_could_have_a_page():
     assert pages.num_released == before + 2
 
 
-def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
+def test_gauges_count_every_page_once_by_its_first_kind_of_hold():
     pages = PageAllocator(7)
     taken = _allocate(pages, 5)
     pages.hold(taken[:4], PageHolder.CACHE)
@@ -61,7 +61,7 @@ def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
 
 
 @pytest.mark.parametrize("free_list", [AscendingRuns, LifoFreeList])
-def test_the_books_agree_with_a_plain_count_over_random_holds(free_list):
+def test_the_accounting_agrees_with_plain_counts_over_random_holds(free_list):
     rng = random.Random(7)
     pages = PageAllocator(32, free_list)
     holds: list[tuple[int, PageHolder]] = []
@@ -81,7 +81,7 @@ def test_the_books_agree_with_a_plain_count_over_random_holds(free_list):
                 pages.hold(ints(sorted(some)), holder)
                 holds += [(page, holder) for page in some]
             case 2:
-                for _ in range(min(len(holds), 10)):  # as many as the others add
+                for _ in range(min(len(holds), 10)):  # as many as the other holds add
                     page, holder = holds.pop(rng.randrange(len(holds)))
                     pages.drop(ints([page]), holder)
             case 3:

@@ -1,4 +1,4 @@
-"""Engines with several ranks, as processes, have the tokens of engines with one rank."""
+"""Engines with several ranks, as processes, generate the tokens of engines with one rank."""
 
 import contextlib
 import multiprocessing
@@ -78,7 +78,7 @@ def forked_followers() -> Iterator[None]:
 
 
 class Serving(SchedulerRole):
-    """A role that has nothing but a scheduler, and collects the results of its requests."""
+    """A role that has only a scheduler, and collects the results of its requests."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Serving(SchedulerRole):
         return followers
 
     def equip(self, config: EngineConfig) -> None:
-        """Take the parts of another role."""
+        """Equip the engine for another role."""
         self._drive(self.engine.equipped(config), config)
         self.engine.equip_followers()
 
@@ -146,7 +146,7 @@ def serve_two(serving: Serving) -> None:
 
 
 def serve_again(serving: Serving) -> None:
-    """Requests that continue from the prefix cache."""
+    """Serve requests that continue from the prefix cache."""
     serve_and_retract(serving)
     serve_and_retract(serving)
 
@@ -166,7 +166,7 @@ def answers(config: EngineConfig, serve: Any) -> dict[int, list[int]]:
 
 
 def serve_and_load_adapters(serving: Serving) -> None:
-    """More adapters than slots, of which one comes late and one is loaded twice."""
+    """Serve more adapters than slots, one of which is loaded late and one twice."""
     loads = {
         name: serving.engine.loader.load(name, path) for name, path in (("d", "a"), ("c", "c"))
     }
@@ -203,7 +203,7 @@ def given(root: Path) -> dict[str, Any]:
 
 
 def serve_given(serving: Serving) -> None:
-    """Input embeddings in chunks, beside a prompt of tokens."""
+    """Serve input embeddings in chunks, beside a prompt of tokens."""
     rng, hidden = np.random.default_rng(5), serving.engine.model.spec.hidden_size
     for length in (5, 70):
         values = rng.normal(0, 0.02, (length, hidden)).astype(np.float32).tobytes()
@@ -213,7 +213,7 @@ def serve_given(serving: Serving) -> None:
     serving.run()
 
 
-# Further families and drafters: test_shares.py in threads, test_second_rank.py from bytes.
+# Other families and drafters: test_shares.py in threads, test_second_rank.py from bytes.
 QUICK = {"dense"}
 EP = {"experts": "ep"}
 CASES: dict[str, tuple[int, Make, int, Any]] = {
@@ -247,7 +247,7 @@ CASES: dict[str, tuple[int, Make, int, Any]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES]
 )
-def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+def test_several_ranks_generate_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     tp, make, num_pages, serve = CASES[name]
     fields = make(tmp_path)
     one = answers(config_of(1, num_pages, **fields), serve)
@@ -275,7 +275,7 @@ STAGED: dict[str, tuple[int, Make, int, Any]] = {
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in STAGED],
 )
-def test_two_stages_have_the_tokens_of_one_rank(name: str, tmp_path: Path) -> None:
+def test_two_stages_generate_the_tokens_of_one_rank(name: str, tmp_path: Path) -> None:
     tp, make, num_pages, serve = STAGED[name]
     fields = make(tmp_path)
     parallel = {**fields.pop("parallel", {}), "pp": 2}
@@ -283,11 +283,11 @@ def test_two_stages_have_the_tokens_of_one_rank(name: str, tmp_path: Path) -> No
     assert answers(config_of(tp, num_pages, parallel=parallel, **fields), serve) == expected
 
 
-# Seen failing with the experts of the newest forward, and without those of the last stage.
+# Seen failing with the experts of the latest forward, and without those of the last stage.
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_stages_return_the_experts_of_all_layers(tp: int, tmp_path: Path) -> None:
-    """The first stage has begun the next chunk when the experts of the last stage come back."""
+    """The first stage has started the next chunk when the experts of the last stage arrive."""
     model = str(make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=5))
     returned = RoutedExpertsConfig(enabled=True)
     asked = {"routed_experts": True, "logprobs": 0, "max_tokens": 12}
@@ -325,8 +325,8 @@ def test_a_state_may_need_more_pages_in_one_stage_than_in_the_other(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_two_stages_with_adapters_have_the_tokens_of_one_rank(tmp_path: Path) -> None:
-    """Each stage has its layers of an adapter, and refuses those that are unknown to it."""
+def test_two_stages_with_adapters_generate_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """Each stage has its layers of an adapter, and rejects layers that it does not know."""
     fields = adapted("a", "b")(tmp_path)
     extra = tmp_path / "shelf" / "extra"
     shutil.copytree(tmp_path / "shelf" / "a", extra)
@@ -372,14 +372,14 @@ def answers_of_a_process(config: EngineConfig) -> dict[int, list[int]]:
 
 @pytest.mark.two_gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
+def test_two_gpus_generate_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
     fields = {"model": str(make_checkpoint(tmp_path)), "cuda_graphs": graphs}
     one = answers_of_a_process(config_of(1, device="cuda:0", **fields))
     assert answers_of_a_process(config_of(2, device="cuda:0-1", **fields)) == one
 
 
 @pytest.mark.long
-def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
+def test_followers_report_their_free_memory_after_steps(tmp_path: Path) -> None:
     config = config_of(2, model=str(make_checkpoint(tmp_path)))
     with contextlib.closing(Followers(config, "tests.support.measuring_follower")) as followers:
         followers.loaded()
@@ -408,7 +408,7 @@ def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
+def test_pages_of_every_rank_are_copied_to_host_memory_and_back(tmp_path: Path) -> None:
     pages = np.arange(NUM_PAGES, dtype=np.int32)
     with two_ranks(tmp_path) as serving:
         copier, expected = serving.engine.backend.copier, serving.answer(90)
@@ -424,7 +424,7 @@ def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_job_on_a_rank_only_raises_its_error(tmp_path: Path) -> None:
     config = config_of(2, **adapted("a", "b")(tmp_path))
     with contextlib.closing(Serving(config)) as serving:
         load = serving.engine.loader.load("e", "nowhere")
@@ -440,7 +440,7 @@ def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path)
         serving.run()
 
 
-def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() -> None:
+def test_a_failed_step_on_a_follower_is_detected_although_no_one_awaits_it() -> None:
     failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     stream = FollowerStream(WorkerStream(), failed.put)
     stream.submit(lambda: None)
@@ -450,7 +450,7 @@ def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() ->
     assert failed.empty()
 
 
-def test_followers_are_asked_about_once_a_second_and_the_late_ones_are_named() -> None:
+def test_followers_are_pinged_once_a_second_and_late_ones_are_reported() -> None:
     ping, now = PingTimer([1, 2], silent_s=5.0), 1000.0
     ping.look(now)
     assert ping.is_due
@@ -460,7 +460,7 @@ def test_followers_are_asked_about_once_a_second_and_the_late_ones_are_named() -
         ping.reported(rank)
     for step_s, due in ((0.0, False), (0.4, False), (0.5, False), (0.2, True)):
         now += step_s
-        ping.look(now)  # as after each reply to a job
+        ping.look(now)  # like after each reply to a job
         assert ping.is_due == due
     ping.sent()
     ping.reported(2)
@@ -475,7 +475,7 @@ def test_followers_are_asked_about_once_a_second_and_the_late_ones_are_named() -
     assert ping.is_due and not ping.late
 
 
-def test_a_process_that_was_stopped_does_not_take_others_for_late() -> None:
+def test_a_process_that_was_stopped_does_not_report_others_as_late() -> None:
     ping = PingTimer([1], silent_s=5.0)
     ping.look(1000.0)
     ping.sent()
@@ -484,7 +484,7 @@ def test_a_process_that_was_stopped_does_not_take_others_for_late() -> None:
 
 
 @pytest.mark.long
-def test_every_rank_reports_its_memory_and_how_far_it_is(tmp_path: Path) -> None:
+def test_every_rank_reports_its_memory_and_progress(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as serving:
         serving.answer(40)
         followers = serving.followers
@@ -517,7 +517,7 @@ def be_rank_zero(config: str) -> None:
 
 
 class RankZero:
-    """A process with an engine of two ranks, where nothing runs."""
+    """A process with an idle engine of two ranks."""
 
     def __init__(self, config: EngineConfig, errors: Path) -> None:
         read_end, self._input = os.pipe()
@@ -552,7 +552,7 @@ def rank_zero(root: Path, **parallel: Any) -> "contextlib.closing[RankZero]":
 
 @pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.long), "rank 1"])
 def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
-    """One is killed while nothing runs."""
+    """One is killed while the engine is idle."""
     with rank_zero(tmp_path) as running:
         first = running.process
         os.kill(first.pid if victim == "rank 0" else running.follower, signal.SIGKILL)
@@ -575,7 +575,7 @@ follower.main([int(sys.argv[1])], None)
 
 # Seen failing with "Connection reset by peer" in the log, and exit code 1.
 @pytest.mark.long
-def test_a_rank_whose_last_report_is_not_read_ends_in_order() -> None:
+def test_a_rank_whose_last_report_is_not_read_ends_with_0() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-c", REPORTING_FOLLOWER, str(theirs.fileno())]
@@ -589,8 +589,8 @@ def test_a_rank_whose_last_report_is_not_read_ends_in_order() -> None:
     assert process.wait(PATIENCE_S) == 0
 
 
-# Seen failing with no Ping sent.
-@pytest.mark.long  # the time that a rank has
+# Seen failing without a Ping.
+@pytest.mark.long  # the time limit of a rank
 @pytest.mark.parametrize("step", [False, True])
 def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
     """By the deadline of the collective, or without a step by its missing reply."""
@@ -603,8 +603,8 @@ def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
         assert running.follower_ends()
 
 
-@pytest.mark.long  # the time in which a rank may be silent
-def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None:
+@pytest.mark.long  # the time limit of a silent rank
+def test_a_rank_that_freezes_while_idle_is_reported(tmp_path: Path) -> None:
     with rank_zero(tmp_path, collective_s=1.0) as running:
         os.kill(running.follower, signal.SIGSTOP)
         assert running.process.wait(PATIENCE_S) == 1
@@ -639,7 +639,7 @@ def staged(make: Make, **fields: Any) -> Make:
     ],
     ids=["ranks", "class", "drafts in stages", "images in stages", "experts in stages"],
 )
-def test_what_ranks_and_stages_do_not_support_is_refused_by_name(
+def test_unsupported_features_of_ranks_and_stages_are_rejected_by_name(
     tp: int, make: Make, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -654,7 +654,7 @@ REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}
     ("tp", "architecture", "parallel"),
     [(2, "llama", {}), (1, "llama", {"pp": 2}), (2, "qwen2_moe", REBALANCED)],
 )
-def test_every_rank_takes_other_weights_and_gives_memory_back(
+def test_every_rank_updates_weights_and_releases_memory(
     tp: int, architecture: str, parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also weights that only rank 0 has received, and those of experts that have moved."""
@@ -706,8 +706,10 @@ def test_experts_move_between_ranks_under_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_experts_of_changed_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Or a model would have experts of another one."""
+def test_experts_whose_files_have_changed_are_not_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a model would have experts of another one."""
     model = make_checkpoint(tmp_path / "model", "qwen2_moe")
     one = answers(config_of(1, model=str(model)), serve_two)
     config = config_of(2, model=str(model), parallel=REBALANCED)
@@ -721,7 +723,7 @@ def test_experts_of_changed_files_stay(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def exchange_slots(directory: Path) -> None:
-    """Leave valid pages in other slots than before, as an unfinished write may."""
+    """Leave valid pages in other slots than before, as an incomplete write may."""
     index = bytearray((directory / "index").read_bytes())
     records = dict(unpacked(bytes(index[HEADER_BYTES:])))
     pages = np.fromfile(directory / "pages", np.uint8).reshape(len(records), -1)
@@ -734,8 +736,8 @@ def exchange_slots(directory: Path) -> None:
 
 
 @pytest.mark.long
-def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> None:
-    """Evicted prefixes are in it, which another role has too."""
+def test_host_memory_of_followers_is_kept_like_that_of_rank_0(tmp_path: Path) -> None:
+    """It has evicted prefixes, which another role has, too."""
     offload = OffloadConfig(cpu_bytes=1 << 20)
     pages = np.arange(NUM_PAGES, dtype=np.int32)
     with two_ranks(tmp_path, offload=offload) as serving:
@@ -748,8 +750,8 @@ def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])
 @pytest.mark.long
-def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: str) -> None:
-    """Seen failing without the comparison of records, and with files of rank 0 alone."""
+def test_pages_in_the_files_of_all_ranks_outlive_the_node(tmp_path: Path, harm: str) -> None:
+    """Seen failing without the comparison of records, and with only the files of rank 0."""
     files = OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20)
     config = config_of(2, model=str(make_checkpoint(tmp_path / "model")), offload=files)
     with contextlib.closing(Serving(config)) as first:
@@ -769,7 +771,7 @@ def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: 
 
 
 @pytest.mark.long
-def test_all_ranks_take_the_host_pages_of_another_role(tmp_path: Path) -> None:
+def test_all_ranks_allocate_the_host_pages_of_another_role(tmp_path: Path) -> None:
     """Seen failing without ReplaceHostPages: followers then swap pages that they do not have."""
     model = str(make_checkpoint(tmp_path))
     one, two = config_of(1, model=model), config_of(2, model=model)

@@ -1,4 +1,4 @@
-"""Ranks with parts of a class of transformers compute the same as one process with the class."""
+"""Ranks with parts of a transformers class compute the same as one process with the class."""
 
 import json
 import threading
@@ -30,14 +30,14 @@ CPU = torch.device("cpu")
 FOUND = Path(__file__).parents[2] / "docs/generate/architectures.jsonl"
 NO_PLAN = "transformers has no tensor-parallel plan for it"
 
-# Kind, ranks, and what differs from the tiny checkpoint.
+# Kind, ranks, and differences from the tiny checkpoint.
 QUICK: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "gpt_neox": ("gpt_neox", 2, {}),  # one matrix for Q, K and V by head; biases of sums
     "olmo2": ("olmo2", 4, {}),  # whole KV, because norms need all heads
     "phi3": ("phi3", 2, {"vocab_size": 263}),  # two packed matrices, of which all ranks have parts
     # Sinks, and more ranks than KV heads.
     "granite_swa": ("granite_swa", 4, {"layer_types": ["sliding_attention", "full_attention"]}),
-    "aria_text": ("aria_text", 2, {}),  # experts whose matrices are stored the other way round
+    "aria_text": ("aria_text", 2, {}),  # experts with transposed matrices
     "deepseek_v2": ("deepseek_v2", 2, {}),  # K and V made of latents
     "qwen3_moe": ("qwen3_moe", 2, {"tie_word_embeddings": True}),
     "phi": ("phi", 2, {"vocab_size": 263}),  # a head with biases
@@ -103,7 +103,7 @@ def same(one: Tensor, other: Tensor) -> None:
 
 
 def check(directory: Path, size: int) -> None:
-    """Compare logits, the pages of every rank, and the memory that is known before."""
+    """Compare logits, the pages of every rank, and the reported memory."""
     servable = open_checkpoint(directory, "transformers")
     whole = compute(directory, WHOLE)
     ranks = run_ranks(size, lambda share: compute(directory, share))
@@ -158,7 +158,7 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
         ),
         ("granite", Share(0, 2), {"intermediate_size": 95}, r"2 ranks .* 95 numbers of .*mlp\."),
         ("mixtral", Share(0, 2, whole_experts=True), {}, r"engine\.parallel\.experts: Mixtral"),
-        # A norm of all heads, with a weight for each, of which the plan knows nothing.
+        # A norm of all heads, with a weight for each, which the plan does not contain.
         ("cohere", Share(0, 2), {"use_qk_norm": True}, "plan does not match its configuration"),
         # The inner numbers are compared with their mean.
         (
@@ -169,7 +169,7 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_classes_that_ranks_cannot_divide_are_refused(
+def test_classes_that_ranks_cannot_divide_are_rejected(
     kind: str, share: Share, fields: Mapping[str, Any], why: str, tmp_path: Path
 ) -> None:
     servable = open_checkpoint(make_tiny(tmp_path, kind, **fields), "transformers")
@@ -190,7 +190,7 @@ def test_classes_that_ranks_cannot_divide_are_refused(
         ({"layers.*.mlp.up_proj.weight": "colwise"}, r"splits .*up_proj\.weight, but does not sum"),
     ],
 )
-def test_plans_that_are_not_supported_are_refused_by_name(
+def test_unsupported_plans_are_rejected_by_name(
     entries: Mapping[str, str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {**(Olmo2Config.base_model_tp_plan or {}), **entries}
@@ -200,7 +200,7 @@ def test_plans_that_are_not_supported_are_refused_by_name(
         servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2))
 
 
-def test_a_rank_takes_other_weights(tmp_path: Path) -> None:
+def test_a_rank_updates_its_weights(tmp_path: Path) -> None:
     fields = {"tie_word_embeddings": True, **TWO_LAYERS}
     first = make_tiny(tmp_path / "a", "jais2", **fields)
     second = make_tiny(tmp_path / "b", "jais2", **fields, seed=1)
@@ -226,7 +226,7 @@ def test_a_rank_takes_other_weights(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_parts_of_products_take_the_forms_that_the_processor_is_fast_with(
+def test_parts_of_products_use_the_fast_forms_of_the_processor(
     quantize: Quantize, tmp_path: Path
 ) -> None:
     directory = make_tiny(tmp_path, "hyperclovax", tie_word_embeddings=True, **TWO_LAYERS)
@@ -243,10 +243,8 @@ def test_parts_of_products_take_the_forms_that_the_processor_is_fast_with(
         assert (own - expected)[:2].abs().max() < 0.2 * expected.std()
 
 
-def test_a_rank_reads_a_tensor_when_it_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but its part is freed before the next one is read."""
+def test_a_rank_reads_a_tensor_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything except its part is freed before the next tensor is read."""
     directory = make_tiny(tmp_path, "jais2", **TWO_LAYERS)
     read, cut = Checkpoint.read, ParameterCut.of
     events: list[tuple[str, str]] = []
@@ -268,7 +266,7 @@ def test_a_rank_reads_a_tensor_when_it_needs_it(
 
 
 def test_parts_differ_between_ranks(tmp_path: Path) -> None:
-    """Each rank has the rows and columns of its heads, and rank 0 alone the biases of sums."""
+    """Each rank has the rows and columns of its heads, and only rank 0 the biases of sums."""
     directory = make_tiny(tmp_path, "jais2", **TWO_LAYERS)
     whole, first, second = (load(directory, share) for share in (WHOLE, Share(0, 2), Share(1, 2)))
     products = [dict(model.modules[0].named_parameters()) for model in (whole, first, second)]

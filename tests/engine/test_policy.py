@@ -53,14 +53,14 @@ def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_what_another_namespace_has_cached_makes_no_request_go_first(policy):
+def test_prefixes_cached_in_another_namespace_do_not_affect_the_order(policy):
     cache = _cache([2] * 4, namespace=ONE)
     requests = [_request(1, [1] * 9, namespace=ONE), _request(2, [2] * 9, namespace=OTHER)]
     assert _order(policy, cache, requests) == [1, 2]
     assert _order(policy, cache, [*requests, _request(3, [2] * 9, namespace=ONE)]) == [3, 1, 2]
 
 
-def test_dfs_weight_goes_down_the_branch_that_most_requests_wait_for():
+def test_dfs_weight_descends_into_the_branch_with_most_waiting_requests():
     a, b = [1] * 4, [2] * 4
     cache = _cache([*a, *[5] * 4], [*a, *[6] * 4], b)
     requests = [
@@ -79,7 +79,7 @@ def test_lof_prefers_the_longest_output():
     assert _order("lof", _cache(), requests) == [1, 3, 2, 0]
 
 
-def test_routing_key_prefers_the_key_that_most_on_the_device_have():
+def test_routing_key_prefers_the_key_of_most_running_requests():
     keys = (0, 5, 7, 9, 5, 7)
     requests = [_request(i, [1] * 4, routing_key=key) for i, key in enumerate(keys)]
     there = Counter({5: 1, 7: 2})
@@ -88,7 +88,7 @@ def test_routing_key_prefers_the_key_that_most_on_the_device_have():
     assert _order("routing-key", _cache(), requests) == list(range(6))
 
 
-def test_of_keys_those_count_whose_requests_have_not_ended():
+def test_only_keys_of_unfinished_requests_count():
     rig = Rig(max_running_requests=4)
     for number, key in enumerate((3, 0, 3)):
         rig.add([number] * 8, 2 + number, routing_key=key)
@@ -112,13 +112,13 @@ def test_of_requests_with_a_common_prefix_one_goes_first_and_the_others_use_its_
     rig.add([9] * 20, max_tokens=4)
     rig.step()
     first = rig.runner.batches[0]
-    assert len(first.slots) == 2  # one of the four, and the one that shares nothing
+    assert len(first.slots) == 2  # one of the four, and the one without a common prefix
     rig.run()
     assert [rig.requests[i].cached_tokens for i in (1, 2, 3, 4)] == [0, 64, 64, 64]
     rig.check_answers()
 
 
-def test_nobody_waits_for_a_prompt_of_another_namespace_nor_uses_its_kv():
+def test_requests_of_another_namespace_neither_wait_for_a_prompt_nor_use_its_kv():
     rig = Rig(max_running_requests=8)
     document = [3] * 64
     for i, namespace in enumerate((ONE, OTHER, SHARED, ONE)):
@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_prompt_of_another_namespace_nor_uses_its_kv():
     rig.check_answers()
 
 
-def test_nobody_waits_for_more_than_the_common_prefix():
+def test_a_request_waits_for_no_more_than_the_common_prefix():
     rig = Rig(max_running_requests=8)
     rig.add([*[3] * 48, *[4] * 400], max_tokens=50)
     rig.add([*[3] * 48, *[5] * 10], max_tokens=2)
@@ -144,7 +144,7 @@ def test_nobody_waits_for_more_than_the_common_prefix():
 @pytest.mark.parametrize(
     "common, prefix_cache", [(16, True), (64, False)], ids=["short prefix", "no prefix cache"]
 )
-def test_nobody_waits_for_a_common_prefix_of_no_use(common, prefix_cache):
+def test_no_request_waits_for_a_useless_common_prefix(common, prefix_cache):
     rig = Rig(max_running_requests=8, prefix_cache=prefix_cache)
     for i in range(3):
         rig.add([*[3] * common, *[i] * 20], max_tokens=2)
@@ -153,7 +153,7 @@ def test_nobody_waits_for_a_common_prefix_of_no_use(common, prefix_cache):
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random", "fcfs"])
-def test_the_waiting_queue_is_tried_in_the_order_of_its_policy(policy):
+def test_the_waiting_queue_is_processed_in_the_order_of_its_policy(policy):
     rig = Rig(max_running_requests=1, policy=policy)
     rig.add([7] * 40, max_tokens=1)
     rig.run()
@@ -173,7 +173,7 @@ POLICIES = get_args(PolicyName)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(policy):
+def test_a_higher_priority_goes_first_under_every_policy(policy):
     asked = {"max_tokens": 99, "arrived": 1000.0}
     waiting = [_request(n, [n] * 9, priority=(0, 3, -2)[n % 3], **asked) for n in range(12)]
     waiting.sort(key=lambda request: request.queue_position)
@@ -182,9 +182,9 @@ def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(pol
     assert [request.spec.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 
-# Seen failing without ageing, of each policy.
+# Seen failing without ageing, for each policy.
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy):
+def test_waiting_for_the_ageing_time_equals_one_step_of_priority(policy):
     old = _request(1, [1] * 9, 99, arrived=1000.0 - 2 * STEP_S)
     urgent = [_request(n, [n] * 9, 1, priority=2, arrived=1000.0) for n in range(2, 60)]
     below = [_request(n, [n] * 9, 1, priority=1, arrived=1000.0) for n in range(60, 90)]
@@ -193,10 +193,10 @@ def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy
     assert not set(order[:59]) & set(below)
 
 
-# Seen failing with a head start of no end.
+# Seen failing with an unlimited head start.
 @pytest.mark.parametrize("policy", ["slack", "fcfs"])
-def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy):
-    """One urgent request a second comes for ever, and each second one prompt is begun."""
+def test_no_request_waits_longer_than_the_ageing_time_for_others_one_step_more_urgent(policy):
+    """One urgent request arrives each second, and one prompt is started every second second."""
     order = SchedulePolicy(policy, _cache(), Counter).order
     waiting = [_request(0, [0] * 9)]
     for second in range(int(3 * STEP_S)):

@@ -1,5 +1,5 @@
-"""Prompts of which no token is wanted, through scheduler, runner and cache, against the states and
-heads of transformers."""
+"""Prompts without generated tokens, through scheduler, runner and cache, compared with the
+states and heads of transformers."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,8 @@ LAST, MEAN = PoolingParams(PoolingMode.LAST), PoolingParams(PoolingMode.MEAN)
 
 
 class Pools(SchedulerRole):
-    """Keeps what is pooled and first tokens. `run` turns the loop until all have ended."""
+    """Stores pooled results and first tokens. `run` turns the loop until all requests have
+    ended."""
 
     def __init__(self, engine: Engine, config: EngineConfig, *, overlap: bool = True) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Pools(SchedulerRole):
         return outcome
 
     def ask(self, tokens, pooling: PoolingParams | None, **sampling: object) -> Request:
-        """Ask for one token of this prompt, or for what is pooled of it."""
+        """Request one token after this prompt, or its pooled result."""
         sampled = SamplingParams(max_tokens=1, seed=0, temperature=0.0, **sampling)
         return self.add(tokens, sampling=sampled, pooling=pooling)
 
@@ -99,7 +100,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def states(directory, tokens) -> torch.Tensor:
-    """[tokens, hidden], after the decoder's own last norm."""
+    """Return [tokens, hidden] after the decoder's own last norm."""
     model = AutoModel.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([tokens])).last_hidden_state[0]
@@ -111,7 +112,7 @@ def close(found, expected) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_every_way_of_pooling_gives_what_transformers_states_give(
+def test_every_kind_of_pooling_equals_pooled_states_of_transformers(
     pools, generator, overlap, prefix_cache
 ):
     rig = pools(generator, overlap=overlap, prefix_cache=prefix_cache)
@@ -132,11 +133,11 @@ def test_every_way_of_pooling_gives_what_transformers_states_give(
     assert rig.reasons == {FinishReason.STOP}
 
 
-def test_prompts_that_are_pooled_and_prompts_that_generate_share_their_steps(pools, generator):
+def test_pooled_and_generating_prompts_share_steps(pools, generator):
     alone, mixed = pools(generator), pools(generator)
     asked = {"logprobs": 1, "prompt_logprobs": 1}
     texts = prompts(5, 40, 7, 90)
-    for number, text in enumerate(texts):  # some want to know more of the same step
+    for number, text in enumerate(texts):  # some request other results of the same step
         mixed.ask(text, [None, LAST, None, MEAN][number], **({} if number % 2 else asked))
         alone.ask(text, None)
     mixed.run()
@@ -146,9 +147,7 @@ def test_prompts_that_are_pooled_and_prompts_that_generate_share_their_steps(poo
     close(mixed.pooled[4] / 90, states(generator, texts[3]).mean(dim=0))
 
 
-def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_is_computed(
-    pools, generator
-):
+def test_results_of_the_last_token_use_the_cache_and_others_compute_every_token(pools, generator):
     rig = pools(generator)
     (text,) = prompts(70)
     first = rig.ask(text, LAST)
@@ -160,7 +159,7 @@ def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_
     close(rig.pooled[whole.key] / len(text), states(generator, text).mean(dim=0))
 
 
-def test_a_head_for_classes_says_what_transformers_says(pools, classifier):
+def test_a_classifier_gives_the_results_of_transformers(pools, classifier):
     rig = pools(classifier)
     texts = prompts(3, 50)
     wanted = [rig.ask(text, PoolingParams(PoolingMode.LABELS)) for text in texts]
@@ -174,7 +173,7 @@ def test_a_head_for_classes_says_what_transformers_says(pools, classifier):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_decoder_that_was_saved_alone_is_pooled(pools, tmp_path, tied):
+def test_a_decoder_saved_without_a_head_is_pooled(pools, tmp_path, tied):
     make_checkpoint(tmp_path, "qwen3", made_by=AutoModel, tie_word_embeddings=tied)
     rig = pools(tmp_path)
     assert rig.engine.model.spec.generates is tied
@@ -184,7 +183,7 @@ def test_a_decoder_that_was_saved_alone_is_pooled(pools, tmp_path, tied):
     close(rig.pooled[request.key], states(tmp_path, text)[-1])
 
 
-def test_a_model_of_transformers_is_pooled(pools, tmp_path):
+def test_a_model_of_the_transformers_backend_is_pooled(pools, tmp_path):
     make_checkpoint(tmp_path, "qwen3")
     rig = pools(tmp_path, backend="transformers")
     (text,) = prompts(40)
@@ -193,7 +192,7 @@ def test_a_model_of_transformers_is_pooled(pools, tmp_path):
     close(rig.pooled[request.key] / len(text), states(tmp_path, text).mean(dim=0))
 
 
-def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
+def test_results_that_need_a_missing_head_are_rejected(pools, generator, classifier):
     limits = pools(generator).engine.core.limits
     with pytest.raises(InvalidRequest, match="no classification head"):
         limits.check_pooling(PoolingParams(PoolingMode.LABELS))
@@ -206,6 +205,6 @@ def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
         limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (1,)))
 
 
-def test_a_classifier_of_a_class_that_is_borrowed_is_refused(classifier):
+def test_a_classifier_of_the_transformers_backend_is_rejected(classifier):
     with pytest.raises(ConfigError, match="classifiers are only supported"):
         load(classifier, torch.device("cpu"), torch.float32, backend="transformers")

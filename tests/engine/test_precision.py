@@ -1,4 +1,4 @@
-"""The meaning of `engine.dtype`: by the device, the processor, and the stored dtype."""
+"""The meaning of `engine.dtype`: by device, processor and stored dtype."""
 
 import pytest
 import torch
@@ -59,6 +59,6 @@ def test_a_large_float32_checkpoint_is_rounded(stored, monkeypatch):
         ("", ""),
     ],
 )
-def test_features_are_read_as_the_kernel_tells_them(tmp_path, cpuinfo, features):
+def test_processor_features_are_read_as_the_linux_kernel_reports_them(tmp_path, cpuinfo, features):
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert " ".join(matrix_features(tmp_path / "cpuinfo")) == features

@@ -1,4 +1,4 @@
-"""Preemption: the choice of requests that give up their pages or slots, and their continuation."""
+"""Preemption: the choice of requests that lose their pages or slots, and their continuation."""
 
 import pytest
 
@@ -13,7 +13,7 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ove
 
 
 def _rig(**options: object) -> Rig:
-    """Six pages, and little is reserved for growth."""
+    """Return a rig with six pages, in which little is reserved for growth."""
     bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 1}
     sizes = {"num_pages": 6, "swap_pages": 16, "vandal": False, "preemption_threshold": BY}
     return Rig(**{**bold, **sizes, **options})
@@ -36,10 +36,10 @@ def _until_begun(rig: Rig, *requests: Request) -> None:
     rig.run_until(lambda: all(rig.tokens[request.key] for request in requests))
 
 
-# Seen failing without the step that only saves: the only one that ran was never taken off.
+# Seen failing without the step that only saves pages: the only running request was never preempted.
 @OVERLAP
 @pytest.mark.parametrize("num_running", [1, 3])
-def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens(
+def test_the_urgent_request_preempts_the_least_urgent_and_all_get_their_tokens(
     overlap, num_running
 ):
     rig = _rig(overlap_schedule=overlap)
@@ -57,7 +57,7 @@ def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens
 
 
 @OVERLAP
-def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
+def test_a_request_that_joins_with_its_kv_also_preempts(overlap):
     rig, low = _crowded(overlap_schedule=overlap)
     prompt = [2] * 60
     first = rig.expected(rig.request(prompt))[0][0]
@@ -74,8 +74,8 @@ def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
     rig.complete()
 
 
-# Seen failing with a slot for each request that may run and no more.
-def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
+# Seen failing if there are only as many slots as running requests.
+def test_a_slot_is_freed_although_pages_are_available():
     rig = _rig(num_pages=64, swap_pages=64, max_running_requests=2)
     low = [rig.add([n], 40) for n in range(2)]
     _until_begun(rig, *low)
@@ -87,7 +87,7 @@ def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
     rig.complete()
 
 
-def test_no_more_are_away_than_there_are_slots_for():
+def test_no_more_requests_are_preempted_than_there_are_slots():
     rig = _rig(num_pages=64, swap_pages=64, max_running_requests=2, max_preempted_requests=1)
     low = [rig.add([n], 60) for n in range(2)]
     _until_begun(rig, *low)
@@ -108,7 +108,7 @@ def test_no_more_are_away_than_there_are_slots_for():
         pytest.param({}, BY - 1, id="not urgent enough"),
     ],
 )
-def test_nobody_is_preempted_without_a_reason_and_a_place_to_go(options, priority):
+def test_no_request_is_preempted_without_a_reason_and_host_pages(options, priority):
     rig, _ = _crowded(**options)
     urgent = rig.add([9] * 60, 10, priority=priority)
     rig.complete()
@@ -116,13 +116,13 @@ def test_nobody_is_preempted_without_a_reason_and_a_place_to_go(options, priorit
     assert urgent.admitted > 0.0
 
 
-# Seen failing with victims taken as long as there were any.
-def test_nobody_is_preempted_in_vain():
+# Seen failing if victims are preempted as long as there are any.
+def test_no_request_is_preempted_in_vain():
     rig = _rig()
     high = rig.add([1] * 40, 20, priority=BY)
     low = rig.add([2] * 10, 20)
     _until_begun(rig, high, low)
-    urgent = rig.add([9] * 70, 2, priority=BY)  # needs what both have
+    urgent = rig.add([9] * 70, 2, priority=BY)  # needs the pages of both
     rig.run_until(lambda: low.key in rig.finished)
     assert urgent.admitted == 0.0 or high.key in rig.finished
     rig.run()
@@ -130,7 +130,7 @@ def test_nobody_is_preempted_in_vain():
     rig.complete()
 
 
-def test_those_between_wait_until_who_was_preempted_is_back():
+def test_requests_of_medium_priority_wait_until_the_preempted_one_is_back():
     rig, _ = _crowded()
     urgent = rig.add([9] * 60, 10, priority=BY)
     between = rig.add([5] * 4, 4, priority=BY - 1)
@@ -141,15 +141,15 @@ def test_those_between_wait_until_who_was_preempted_is_back():
     rig.complete()
 
 
-# Seen failing with no bound: the low one never ended.
-def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_come():
+# Seen failing without a limit: the low one never ended.
+def test_the_number_of_preemptions_of_a_request_is_limited():
     rig = _rig()
     low = rig.add([1] * 20, 76)
     _until_begun(rig, low)
     urgent: list[Request] = []
 
     def another() -> None:
-        """Whenever the low one runs again."""
+        """Preempt again whenever the low one runs."""
         idle = all(request.key in rig.finished for request in urgent[-1:])
         if idle and not rig.scheduler.num_retracted and low.key not in rig.finished:
             urgent.append(rig.add([len(urgent)] * 80, 2, priority=BY))
@@ -161,8 +161,8 @@ def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_com
     rig.complete()
 
 
-# Seen failing without ageing, and with one that ends with the absence.
-def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
+# Seen failing without ageing, and with ageing that ends with the absence.
+def test_a_preempted_request_returns_before_ever_new_urgent_ones():
     rig = _rig()
     low = rig.add([1] * 70, 60, priority=0)
     _until_begun(rig, low)
@@ -186,7 +186,7 @@ def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
 
 @OVERLAP
 @pytest.mark.parametrize("leaver", ["low", "urgent"])
-def test_one_that_is_aborted_while_away_or_before_it_has_a_place_leaks_nothing(overlap, leaver):
+def test_an_abort_while_preempted_or_waiting_leaks_nothing(overlap, leaver):
     for steps in range(1, 8):
         rig, low = _crowded(overlap_schedule=overlap)
         urgent = rig.add([9] * 60, 10, priority=BY)
@@ -197,13 +197,14 @@ def test_one_that_is_aborted_while_away_or_before_it_has_a_place_leaks_nothing(o
         assert rig.finished[gone.key].reason is FinishReason.ABORT
 
 
-# Seen failing with who is away counted as there: the device was idle until STEP_S had passed.
+# Seen failing if preempted requests count as running: the device was idle until STEP_S had passed.
 @OVERLAP
-def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap):
+def test_a_request_ahead_of_preempted_ones_runs_if_it_fits(overlap):
     rig, _ = _crowded(overlap_schedule=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
     urgent = rig.add([9] * 60, 10, priority=BY)
     _until_begun(rig, urgent)
-    elsewhere = rig.scheduler.allocate(1, PageHolder.READ)  # of its growth, next lacks some
+    # of its growth, and the next request lacks some
+    elsewhere = rig.scheduler.allocate(1, PageHolder.READ)
     next_one = rig.add([5] * 60, 36, priority=BY)
     _until_begun(rig, next_one)
     assert urgent.key in rig.finished and rig.scheduler.num_retracted == 1

@@ -1,5 +1,5 @@
-"""Attention of a model class, probed with one token without weights, and the keys that a mask's
-rule shows to queries."""
+"""Attention of a model class, probed with one token and without weights, and the keys that
+queries see under the rule of a mask."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LAYERS = 4
 
 
 def probed(num_layers=LAYERS, head_dim=16, is_causal=True, **said):
-    """A Llama whose attention is called with what is said."""
+    """Return a Llama whose attention is called with these arguments."""
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny_config("llama", head_dim=head_dim)).eval()
     for layer in model.model.layers:
@@ -27,7 +27,7 @@ def probed(num_layers=LAYERS, head_dim=16, is_causal=True, **said):
     return probe(model, num_layers).layers
 
 
-def test_every_layer_tells_its_heads_and_keeps_its_own_keys_and_values():
+def test_every_layer_reports_its_heads_and_keeps_its_own_keys_and_values():
     layers = probed()
     assert [layer.layer for layer in layers] == [layer.shares for layer in layers] == [0, 1, 2, 3]
     assert {(each.heads, each.kv_heads, each.head_dim, each.window) for each in layers} == {
@@ -35,7 +35,7 @@ def test_every_layer_tells_its_heads_and_keeps_its_own_keys_and_values():
     }
 
 
-def test_a_layer_that_is_given_no_mask_says_its_window_itself():
+def test_a_layer_without_a_mask_reports_its_window():
     assert {layer.window for layer in probed(attention_mask=None, sliding_window=7)} == {7}
     assert {layer.window for layer in probed(attention_mask=None)} == {None}
 
@@ -51,12 +51,12 @@ def test_a_layer_that_is_given_no_mask_says_its_window_itself():
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_pages_cannot_give_is_refused(said, reason):
+def test_attention_that_pages_do_not_support_is_rejected(said, reason):
     with pytest.raises(UnsupportedModel, match=reason):
         probed(**said)
 
 
-def test_scores_of_a_class_that_names_no_scale_have_the_usual_one():
+def test_a_class_without_a_scale_has_the_usual_one():
     class Layer:
         def attend(self, q, k, v, scoring):
             self.asked = scoring
@@ -94,10 +94,10 @@ def packed(batch, head, query, key):
         (window, None, MaskRange(window=9)),
         (chunks, 50, MaskRange(limit=50)),
         (packed, 50, MaskRange(limit=50)),
-        (causal, 50, MaskRange()),  # of a layer that does not attend by chunks
+        (causal, 50, MaskRange()),  # of a layer without chunked attention
     ],
 )
-def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
+def test_a_rule_gives_the_keys_that_queries_see(rule, chunk, seen):
     assert seen_by(rule, chunk) == seen
 
 
@@ -110,6 +110,6 @@ def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
         (lambda batch, head, query, key: (key <= query) & (key % 5 != 3), "skips recent tokens"),
     ],
 )
-def test_a_rule_that_is_no_window_is_refused(rule, reason):
+def test_a_rule_that_is_no_window_is_rejected(rule, reason):
     with pytest.raises(UnsupportedModel, match=reason):
         seen_by(rule, None)

@@ -1,4 +1,4 @@
-"""A profile of steps on the forward stream, and the trace that is written of it."""
+"""A profile of steps on the forward stream, and its trace file."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ WAIT_S = 120.0
 
 
 class Steps:
-    """A stream with something to see, and how often it has been done."""
+    """A stream with visible operations, which counts its steps."""
 
     def __init__(self):
         self.stream = WorkerStream()
@@ -47,7 +47,7 @@ def names(path: str) -> set[str]:
         return {event["name"] for event in json.load(file)["traceEvents"]}
 
 
-def test_a_trace_shows_what_steps_have_computed_and_ends_with_them(made, steps, tmp_path):
+def test_a_trace_contains_the_operations_of_its_steps_and_ends_with_them(made, steps, tmp_path):
     path = made.start(2)
     assert Path(path).parent == tmp_path and Path(path).name.startswith("test-")
     with pytest.raises(Overloaded):
@@ -61,7 +61,7 @@ def test_a_trace_shows_what_steps_have_computed_and_ends_with_them(made, steps, 
     assert made.stop().result(WAIT_S) == path
 
 
-def test_a_profile_is_stopped_before_it_has_its_steps(made, steps):
+def test_a_profile_can_be_stopped_before_its_last_step(made, steps):
     path = made.start(1000)
     steps.step()
     made.poll()
@@ -69,7 +69,7 @@ def test_a_profile_is_stopped_before_it_has_its_steps(made, steps):
     assert "aten::mm" in names(path)
 
 
-def test_a_profile_ends_with_its_time_where_nothing_is_computed(made, steps, monkeypatch):
+def test_a_profile_ends_at_its_time_limit_without_steps(made, steps, monkeypatch):
     monkeypatch.setattr(profiler, "LONGEST_S", 0.0)
     told = []
     made.notify = lambda: told.append(True)
@@ -79,7 +79,7 @@ def test_a_profile_ends_with_its_time_where_nothing_is_computed(made, steps, mon
     assert told
 
 
-def test_without_a_directory_nothing_is_profiled(steps, tmp_path):
+def test_without_a_directory_profiles_are_rejected(steps, tmp_path):
     cpu = torch.device("cpu")
     for directory, said in (
         (None, r"has no engine\.profile_dir"),

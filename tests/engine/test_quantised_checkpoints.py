@@ -1,4 +1,5 @@
-"""A quantised checkpoint computes what its numbers stand for, and says so; others are refused."""
+"""A quantized checkpoint computes the values of its numbers, and reports its format. Others are
+rejected."""
 
 import functools
 import itertools
@@ -36,7 +37,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
-    """Return a function that returns a quantised model of an architecture, and its twin of floats.
+    """Return a function that returns a quantized model of an architecture, and its float twin.
     All tests share them."""
 
     @functools.cache
@@ -56,18 +57,18 @@ def made(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
 
 @pytest.fixture(scope="module")
 def twin_logits(made) -> Callable[[str, str], torch.Tensor]:
-    """Return a function that returns what the floats compute."""
+    """Return a function that returns the logits of the floats."""
     return functools.cache(lambda architecture, name: logits(made(architecture, name)[1]))
 
 
 @pytest.fixture
 def dequantised(monkeypatch):
-    """A processor that does not multiply bytes."""
+    """Use a processor that does not multiply bytes."""
     monkeypatch.setattr(choose, "_int8", lambda device: None)
 
 
 def described_as(directory, config):
-    """Change the description of quantised weights in config.json."""
+    """Change the description of quantized weights in config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
 
@@ -77,7 +78,7 @@ def logits(directory, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_quantised_checkpoint_computes_what_its_numbers_stand_for(
+def test_a_quantized_checkpoint_computes_the_values_of_its_numbers(
     source, made, twin_logits, name, dequantised
 ):
     found = logits(made("llama", name)[0])
@@ -87,13 +88,13 @@ def test_a_quantised_checkpoint_computes_what_its_numbers_stand_for(
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("name", ["fp8 by block", INT8, "awq", "gptq int4"])
-def test_experts_may_be_quantised_too(made, twin_logits, architecture, name, dequantised):
+def test_experts_may_be_quantized_too(made, twin_logits, architecture, name, dequantised):
     found = logits(made(architecture, name)[0])
     torch.testing.assert_close(found, twin_logits(architecture, name), atol=1e-5, rtol=1e-5)
 
 
-# olmoe: its class has each layer's experts in one stack, which no checkpoint of quantisers has.
-# The other formats are decoded by the same functions as for our own classes, see above.
+# olmoe: its class has each layer's experts in one stack, which no quantizer's checkpoint has. The
+# other formats are decoded by the same functions as for our own classes, see above.
 QUICK = [("olmo2", "fp8 by block"), ("olmo2", "awq"), ("olmoe", "gptq int4")]
 MORE = [*(("olmo2", name) for name in FORMATS), ("olmoe", "fp8 by block")]
 
@@ -112,7 +113,7 @@ def test_transformers_classes_compute_what_the_numbers_stand_for(tmp_path, kind,
     assert not torch.allclose(found, logits(source), atol=1e-3)
 
 
-def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(made, twin_logits):
+def test_experts_in_mxfp4_equal_those_of_transformers(made, twin_logits):
     quantised, _ = made("gpt_oss", "mxfp4")
     expected = twin_logits("gpt_oss", "mxfp4")
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
@@ -129,7 +130,7 @@ def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(made, twin_log
         ("gpt_oss", "mxfp4"),
     ],
 )
-def test_on_a_cpu_4_bits_stay_as_they_are(made, monkeypatch, architecture, name):
+def test_on_a_cpu_4_bit_weights_keep_their_form(made, monkeypatch, architecture, name):
     use("compiled", monkeypatch)
     quantised, twin = made(architecture, name)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
@@ -143,12 +144,12 @@ def test_on_a_cpu_4_bits_stay_as_they_are(made, monkeypatch, architecture, name)
 
 @multiplies_int8
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
-    """Inputs are rounded to eight bits, as for --quantize int8; matrices are not rounded again,
-    and what the checkpoint has as floats stays that."""
+def test_int8_by_row_is_multiplied_unchanged(made, twin_logits, architecture):
+    """Inputs are rounded to eight bits, as with --quantize int8. Matrices are not rounded again,
+    and floats of the checkpoint stay floats."""
     quantised, twin = made(architecture, INT8)
     decoder = load(quantised, CPU, torch.float32)
-    # Rounded without loss: what comes back is the matrix, half a step of which would be 0.1.
+    # Rounded without loss: the result is the matrix. An error of half a step would be 0.1.
     x = torch.eye(64) * 127
     floats = load(twin, CPU, torch.float32)
     assert torch.equal(decoder.ends.head.apply(x), floats.ends.head.apply(x))
@@ -156,7 +157,7 @@ def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
         torch.testing.assert_close(
             layer.mixer.qkv.apply(x), exact.mixer.qkv.apply(x), atol=1e-3, rtol=1e-4
         )
-    if architecture == "llama":  # an expert that is chosen otherwise is no small error
+    if architecture == "llama":  # another choice of experts would be a large error
         expected = twin_logits(architecture, INT8)
         assert (logits(quantised) - expected).abs().max() < 0.6 * expected.std()
 
@@ -171,10 +172,10 @@ def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
         ("gpt_oss", "mxfp4"),
     ],
 )
-def test_on_a_gpu_quantised_weights_stay_as_they_are(
+def test_on_a_gpu_quantized_weights_keep_their_form(
     made, twin_logits, monkeypatch, architecture, name
 ):
-    """Compute as a GPU would, with the references of its kernels."""
+    """Computed like on a GPU, with the references of its kernels."""
     quantised, _ = made(architecture, name)
     expected = twin_logits(architecture, name)
     monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
@@ -192,7 +193,7 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_take_what_is_said_before_they_are_loaded(made, architecture, name, dtype):
+def test_weights_take_the_memory_reported_before_loading(made, architecture, name, dtype):
     quantised, _ = made(architecture, name)
     checkpoint = open_checkpoint(quantised)
     assert checkpoint.weight_bytes(CPU, dtype, "none") == taken_by(
@@ -201,7 +202,7 @@ def test_weights_take_what_is_said_before_they_are_loaded(made, architecture, na
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_quantised_is_told_and_part_of_the_fingerprint(made, name):
+def test_the_format_is_reported_and_part_of_the_fingerprint(made, name):
     quantised, twin = made("llama", name)
     stored = read_decoder(quantised).model.stored
     assert any(word in stored for word in ("fp8", "int4", "int8")), stored
@@ -255,7 +256,7 @@ def _weights(**changes):
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_what_is_not_supported_is_refused_by_name(source, tmp_path, config, words):
+def test_unsupported_formats_are_rejected_by_name(source, tmp_path, config, words):
     quantised, _ = requantised(source, tmp_path, FORMATS["awq"])
     described_as(quantised, config)
     with pytest.raises(ConfigError) as error:
@@ -263,14 +264,14 @@ def test_what_is_not_supported_is_refused_by_name(source, tmp_path, config, word
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_tensors_of_another_format_are_named(source, tmp_path):
+def test_tensors_of_another_format_are_reported_by_name(source, tmp_path):
     quantised, _ = requantised(source, tmp_path, FORMATS["awq"])
     described_as(quantised, FORMATS["fp8 by block"].config)
     with pytest.raises(ConfigError, match=r"misses 28 tensors: .*down_proj\.weight"):
         load(quantised, CPU, torch.float32)
 
 
-def test_so_they_are_of_transformers_classes(tmp_path):
+def test_tensors_of_another_format_are_reported_for_transformers_classes_too(tmp_path):
     quantised, _ = requantised(make_tiny(tmp_path / "floats", "olmo2"), tmp_path, FORMATS["awq"])
     for said, words in (
         (FORMATS["fp8 by block"].config, r"misses 28 weights"),
@@ -282,7 +283,7 @@ def test_so_they_are_of_transformers_classes(tmp_path):
             load(quantised, CPU, torch.float32)
 
 
-def test_groups_that_are_not_there_are_refused(source, tmp_path):
+def test_missing_groups_are_rejected(source, tmp_path):
     def encode(weight):
         tensors, floats = FORMATS["gptq int4"].encode(weight)
         tensors["g_idx"][0] = 99

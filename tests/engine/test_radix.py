@@ -18,7 +18,7 @@ ONE, OTHER = namespace_of("one"), namespace_of("other")
 
 
 class Books:
-    """A cache of pages of 4 tokens, and requests that compute and leave."""
+    """A cache of pages of 4 tokens, and requests that compute and end."""
 
     def __init__(self, num_pages: int = 64, *, enabled: bool = True, max_pages: int = 0) -> None:
         self.pages = PageAllocator(num_pages, LifoFreeList)
@@ -61,7 +61,7 @@ def test_a_prefix_is_found_in_whole_pages_only():
     assert books.cache.match(ints([])).num_tokens == 0
 
 
-def test_prefixes_that_part_in_the_middle_of_a_node_share_its_beginning():
+def test_prefixes_that_diverge_in_the_middle_of_a_node_share_its_beginning():
     books = Books()
     one = books.learn([*range(8), 20, 21, 22, 23])
     two = books.learn([*range(8), 30, 31, 32, 33])
@@ -72,7 +72,7 @@ def test_prefixes_that_part_in_the_middle_of_a_node_share_its_beginning():
         assert match.pages.tolist() == pages.tolist()
 
 
-def test_duplicates_of_what_is_cached_are_freed_when_their_request_ends():
+def test_duplicates_of_cached_pages_are_freed_when_their_request_ends():
     books = Books()
     tokens = list(range(8))
     first = books.begin(tokens)
@@ -93,7 +93,7 @@ def test_pages_of_a_request_are_not_evicted():
     books.check()
 
 
-def test_the_least_recently_used_leaf_goes_first_and_from_its_end():
+def test_the_least_recently_used_leaf_is_evicted_first_from_its_end():
     books = Books()
     books.learn([1] * 8)
     books.learn([2] * 8)
@@ -106,7 +106,7 @@ def test_the_least_recently_used_leaf_goes_first_and_from_its_end():
     books.check()
 
 
-def test_a_branch_can_go_once_its_leaves_are_gone():
+def test_a_branch_can_be_evicted_after_its_leaves():
     books = Books()
     books.learn([*[1] * 8, *[2] * 4])
     books.learn([*[1] * 8, *[3] * 4])
@@ -115,9 +115,9 @@ def test_a_branch_can_go_once_its_leaves_are_gone():
     books.check()
 
 
-def test_all_evictable_pages_can_be_had_even_above_one_that_is_in_use():
-    """A request that computed a duplicate of a cached prefix, and went on from there, holds the
-    end of a path whose beginning it does not hold."""
+def test_all_evictable_pages_are_available_even_above_one_in_use():
+    """A request that computed a duplicate of a cached prefix, and continued from there, holds
+    the end of a path whose beginning it does not hold."""
     books = Books(num_pages=8)
     prefix, longer = [1] * 8, [1] * 16
     late = books.begin(longer)
@@ -130,7 +130,7 @@ def test_all_evictable_pages_can_be_had_even_above_one_that_is_in_use():
     books.check()
 
 
-def test_nothing_is_evicted_for_an_allocation_that_fails_anyway():
+def test_a_failed_allocation_evicts_nothing():
     books = Books(num_pages=4)
     books.learn([1] * 8)
     assert books.cache.allocate(5, PageHolder.REQUEST) is None
@@ -149,7 +149,7 @@ def test_a_flush_frees_everything():
     books.check()
 
 
-def test_a_switched_off_cache_learns_nothing():
+def test_a_disabled_cache_inserts_nothing():
     books = Books(enabled=False)
     books.learn([1] * 8)
     assert books.cache.match(ints([1] * 8)).num_tokens == 0
@@ -166,7 +166,7 @@ def test_the_lineage_names_the_nodes_of_a_path():
     assert books.cache.lineage(ints([9] * 8)) == ()
 
 
-def test_a_conversation_of_many_turns_makes_a_tree_that_is_deeper_than_the_stack():
+def test_a_conversation_of_many_turns_may_make_a_tree_deeper_than_the_stack():
     turns = 300
     books = Books(num_pages=turns)
     tokens = [turn for turn in range(turns) for _ in range(SIZE)]
@@ -185,7 +185,7 @@ def test_a_conversation_of_many_turns_makes_a_tree_that_is_deeper_than_the_stack
         sys.setrecursionlimit(limit)
 
 
-def test_a_namespace_finds_nothing_of_another_and_keeps_its_own():
+def test_a_namespace_finds_only_its_own_prefixes():
     books = Books()
     tokens = list(range(12))
     pages = {namespace: books.learn(tokens, namespace) for namespace in (SHARED, ONE, OTHER)}
@@ -196,7 +196,7 @@ def test_a_namespace_finds_nothing_of_another_and_keeps_its_own():
     assert books.cache.lineage(ints(tokens), namespace_of("a third")) == ()
 
 
-def test_tokens_that_spell_a_namespace_do_not_enter_it():
+def test_tokens_equal_to_the_key_of_a_namespace_do_not_enter_it():
     """Its 16 bytes are those of four tokens."""
     books = Books()
     books.learn([1] * 8, ONE)
@@ -204,7 +204,7 @@ def test_tokens_that_spell_a_namespace_do_not_enter_it():
     assert books.cache.match(ints([*spelt, *[1] * 8])).num_tokens == 0
 
 
-def test_of_all_namespaces_what_was_used_longest_ago_goes_first():
+def test_the_least_recently_used_prefix_of_all_namespaces_is_evicted_first():
     books = Books(num_pages=6)
     for namespace in (ONE, SHARED, OTHER):
         books.learn([1] * 8, namespace)
@@ -229,8 +229,8 @@ def test_the_tree_keeps_no_array_of_its_caller():
     books.check()
 
 
-# Seen failing without the use noted by `insert`.
-def test_a_prefix_that_is_learnt_again_is_in_use_and_others_go_first():
+# Seen failing if `insert` does not record the use.
+def test_inserting_a_prefix_again_counts_as_use():
     books = Books()
     one, other = books.learn([1] * 8), books.learn([2] * 8)
     books.cache.insert(ints([1] * 8), PageHolding.of(one))
@@ -239,8 +239,8 @@ def test_a_prefix_that_is_learnt_again_is_in_use_and_others_go_first():
     assert cached[one].all() and not cached[other].any()
 
 
-# Seen failing without the use noted by an eviction that leaves it alone.
-def test_a_prefix_that_was_held_during_an_eviction_outlives_those_that_were_not():
+# Seen failing if an eviction that skips it does not record the use.
+def test_a_prefix_held_during_an_eviction_outlives_unused_ones():
     books = Books()
     held, first, second = (books.learn([n] * 8) for n in range(3))
     books.pages.hold(held, PageHolder.REQUEST)
@@ -251,11 +251,8 @@ def test_a_prefix_that_was_held_during_an_eviction_outlives_those_that_were_not(
     assert cached[held].all() and not cached[[*first, *second]].any()
 
 
-def test_of_a_namespace_without_pages_nothing_stays():
-    """Free the memory of a namespace without pages.
-
-    A client that uses a new namespace for every request then gets no memory beyond its pages.
-    """
+def test_a_namespace_without_pages_takes_no_memory():
+    """So a client that uses a new namespace for every request gets no memory beyond its pages."""
     books = Books(num_pages=4)
     for number in range(2000):
         if number == 1000:
@@ -273,8 +270,8 @@ def test_of_a_namespace_without_pages_nothing_stays():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_every_match_holds_the_tokens_that_were_asked_for(seed):
-    """Against a plain record of what was written to each page, and in which namespace."""
+def test_every_match_holds_the_requested_tokens(seed):
+    """Compared with a plain record of what was written to each page, and in which namespace."""
     rng = random.Random(seed)
     books = Books(num_pages=24)
     contents: dict[int, tuple[bytes, tuple[int, ...]]] = {}
@@ -338,7 +335,7 @@ def test_pages_in_use_may_exceed_the_size_limit_until_they_are_released():
     assert books.cache.match(ints(used)).num_tokens == 8
 
 
-def test_the_size_limit_costs_work_for_evicted_pages_and_for_releases_only(monkeypatch):
+def test_the_size_limit_costs_work_only_for_evicted_pages_and_for_releases(monkeypatch):
     books = Books(max_pages=10)
     tried = []
     loose = books.cache._pages.loose_at_end
@@ -349,7 +346,8 @@ def test_the_size_limit_costs_work_for_evicted_pages_and_for_releases_only(monke
         books.learn([number] * 4)
     books.cache.trim()
     assert (len(tried), books.cache.num_pages) == (20, 10)
-    # Requests with duplicates of a cached page: pages in use are below it, so it stays.
+    # Requests with duplicates of a cached page: there are fewer pages in use than the limit, so it
+    # stays.
     held = [books.pages.allocate(2, PageHolder.REQUEST) for _ in range(12)]
     for number, pages in enumerate(held):
         books.cache.insert(ints([29] * 4 + [number] * 4), PageHolding.of(pages))

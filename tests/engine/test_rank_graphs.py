@@ -1,5 +1,5 @@
-"""Ranks rehearse, measure and capture graphs of steps together. Threads stand for the ranks, and
-graphs run their work again."""
+"""Ranks warm up, measure and capture graphs of steps together. Threads stand in for the ranks,
+and graphs execute their work again."""
 
 import socket
 import threading
@@ -145,7 +145,7 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
         steps.runner.rehearse(60)
         assert steps.generate(prompts, 8) == expected
         assert rows_of(ours) == rows_of(theirs) == expected_sizes
-        # Another role has graphs and host pages of its own.
+        # Another role has its own graphs and host pages.
         again = RepeatRecorder()
         steps.runner = steps.runner.with_host_pool(steps.host_pool, again)
         ranks.capture()
@@ -154,7 +154,7 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
         assert rows_of(again) == expected_sizes == rows_of(theirs)[len(expected_sizes) :]
 
 
-def test_ranks_rehearse_drafts_together(tmp_path: Path) -> None:
+def test_ranks_warm_up_drafts_together(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "deepseek_v3")
     make_mtp(directory)
     with two_ranks(open_checkpoint(directory, "auto", MTP)) as ranks:
@@ -183,7 +183,7 @@ def test_ranks_measure_the_memory_of_steps_together(
     def measure(share: Share) -> MemoryFootprint:
         model = servable.load(CPU, torch.float32, "none", share)
         assert isinstance(model, Decoder)
-        model.compute_in_one_way()  # as on a GPU, where no latents are unfolded
+        model.compute_in_one_way()  # as on a GPU, where no latents are expanded
         shape = resolve_shape(config, model.spec, dtype=torch.float32, free=GIB, share=share)
         bank = bank_of(config.lora, model, free=0)
         return measure_footprint(model, shape, bank, max_running=4, graphs=True)
@@ -194,7 +194,7 @@ def test_ranks_measure_the_memory_of_steps_together(
 
 # Seen failing without each of the two minima, and without the share of the last shape.
 @pytest.mark.parametrize("least", ["ours", "theirs", "theirs later"])
-def test_every_rank_has_the_pages_for_which_all_have_room(
+def test_every_rank_has_as_many_pages_as_fit_on_all(
     least: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = read_spec(make_checkpoint(tmp_path, max_position_embeddings=1 << 20))
@@ -223,6 +223,6 @@ def test_every_rank_has_the_pages_for_which_all_have_room(
     shape = plan(config, loaded)
     assert asked == [min(room["ours"], room["theirs"])]
     assert 2 * shape.layout.page_bytes == shape.whole.page_bytes
-    # The first room limits only the activations of a step.
+    # The memory of the first case limits only the activations of a step.
     last = min(room["ours"], room["theirs later"])
     assert shape.num_pages == last // shape.layout.page_bytes

@@ -1,4 +1,4 @@
-"""Jobs of followers: in time, after the steps that they name, and in any number."""
+"""Jobs of followers: in time, after their named steps, and in any number."""
 
 import contextlib
 import os
@@ -95,15 +95,15 @@ def test_moves_of_many_experts_fit_into_packets() -> None:
 # Steps ------------------------------------------------------------------------------------------
 
 
-# Seen failing with the newest step in place of the named one.
-def test_a_job_awaits_the_step_that_it_names() -> None:
+# Seen failing with the newest step instead of the named one.
+def test_a_job_awaits_its_named_step() -> None:
     steps, events = sent(5)
     assert [steps.after(number) for number in range(1, 6)] == events
     assert steps.after(0) is None and steps.newest is events[-1]
     assert SentSteps().after(0) is None and SentSteps().newest is None
 
 
-def test_steps_whose_blocks_have_been_used_again_are_done() -> None:
+def test_steps_whose_blocks_are_used_again_are_done() -> None:
     steps, events = sent(3 * BLOCKS)
     newest = len(events)
     for number in range(newest + 1):
@@ -118,7 +118,7 @@ class Sender:
         pass
 
 
-def test_rank_0_counts_the_steps_that_it_is_done_with() -> None:
+def test_rank_0_counts_its_completed_steps() -> None:
     followers = Sender()
     events = [_CountedEvent(Step(), number, followers) for number in (1, 2, 3)]
     for number in (0, 2, 1, 2):  # in any order, and more than once
@@ -150,7 +150,7 @@ def test_a_step_that_is_sampled_later_is_done_with_its_sampling() -> None:
 
 
 class Transfer:
-    """Takes jobs, and replies when the test says so."""
+    """Accepts jobs, and replies when the test says so."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[bytes, Any, Any]] = []
@@ -200,7 +200,7 @@ def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> Non
         assert replies == [JobDone(8, "no"), JobDone(7, "", b"done")]
 
 
-# Seen failing with copies that begin at once.
+# Seen failing with copies that start at once.
 def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
     class Late(Step):
         """A step that is computed when the test says so."""
@@ -223,7 +223,7 @@ def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
         assert (follower.host_pool.tensor.view(torch.uint8)[0] == 7).all()
 
 
-def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
+def test_the_pages_of_a_rank_in_a_region_are_released_and_restored() -> None:
     driver = HostDriver()
     memory = VirtualMemory(driver)
     with contextlib.closing(Follower(memory=memory)) as follower:
@@ -241,7 +241,7 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
         follower.pool.tensor.fill_(7)
 
 
-def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> None:
+def test_the_weights_of_a_rank_in_a_region_are_released_and_restored(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     served, memory = open_checkpoint(directory), host_memory()
     model = served.load(CPU, torch.float32, "none")
@@ -307,7 +307,7 @@ class Pairs:
 
 # Seen failing with jobs sent at once: "Resource temporarily unavailable".
 @pytest.mark.parametrize("num_bytes", [10, 200, 33_000])
-def test_more_jobs_than_a_socket_takes_wait_and_leave_room_for_steps(num_bytes: int) -> None:
+def test_more_jobs_than_fit_into_a_socket_wait_and_leave_room_for_steps(num_bytes: int) -> None:
     with contextlib.ExitStack() as exits:
         pairs = Pairs(exits)
         jobs = JobQueue(pairs.ours, pairs.send)
@@ -347,7 +347,7 @@ NO_ADAPTER = DropAdapter(99)  # changes nothing
 
 
 def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """Seen failing with the node's end, where the reply's job was looked up and not there."""
+    """Seen failing, with the end of the node, if the reply's job is looked up and not found."""
     followers = Followers(config_of(2, model="none"), "tests.support.repeating_follower")
     ended = threading.Event()
     try:
@@ -362,7 +362,7 @@ def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture
 
 
 def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) -> None:
-    """The thread that asks never calls back."""
+    """The thread that sends jobs is never called back."""
     with two_ranks(tmp_path) as serving:
         followers = serving.followers
         (pid,) = serving.engine.follower_pids

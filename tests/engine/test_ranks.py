@@ -1,4 +1,4 @@
-"""Collectives between ranks that are processes of their own, in shared memory, by gloo and NCCL."""
+"""Collectives between ranks in separate processes: in shared memory, by gloo and by NCCL."""
 
 import contextlib
 import itertools
@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_the_waits_of_the_others_at_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frozen_rank_ends_the_waits_of_the_others_by_their_deadline(
+def test_a_frozen_rank_ends_the_waits_of_the_others_at_their_deadline(
     kind: str, tmp_path: Path
 ) -> None:
     with ranks("frozen", kind, 2, tmp_path, timeout_s=5.0) as running:
@@ -121,7 +121,7 @@ def test_a_frozen_rank_ends_the_waits_of_the_others_by_their_deadline(
 
 
 class FakeNccl:
-    """A process group of torch on GPUs: calls in order are enqueued, and there is nothing to wait
+    """A torch process group on GPUs: calls are enqueued in order, and there is nothing to wait
     for."""
 
     made: ClassVar[list[tuple[Any, ...]]] = []
@@ -144,7 +144,7 @@ class FakeNccl:
         whole.copy_(torch.cat((x, -x)))
 
 
-def test_calls_of_nccl_are_made_in_order_and_over_their_input(
+def test_calls_of_nccl_are_made_in_order_and_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # restored in the end

@@ -1,4 +1,4 @@
-"""While weights are loaded the system is asked for what comes next, and the log told of it."""
+"""While weights are loaded, the next tensors are prefetched, and the progress is logged."""
 
 import os
 
@@ -10,7 +10,7 @@ from engine.models.weights import reader
 from tests.support.checkpoints import make_checkpoint
 
 
-def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_path, monkeypatch):
+def test_every_tensor_is_prefetched_before_it_is_read_and_not_all_at_once(tmp_path, monkeypatch):
     directory = make_checkpoint(tmp_path, max_shard_size="100KB")
     tensors = Checkpoint(directory).tensors
     assert len({tensor.path for tensor in tensors.values()}) > 2
@@ -34,7 +34,7 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
     assert len(asked) == len(read) == len(tensors)
 
 
-def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
+def test_the_progress_of_loading_is_logged(tmp_path, monkeypatch, caplog):
     directory = make_checkpoint(tmp_path)
     monkeypatch.setattr(reader, "LOG_INTERVAL_S", 0.0)
     with caplog.at_level("INFO", reader.__name__):
@@ -44,7 +44,7 @@ def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
     assert shares == sorted(shares) and 0 < shares[0] < 50 and shares[-1] == 100
 
 
-def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
+def test_a_fast_load_logs_no_progress(tmp_path, caplog):
     directory = make_checkpoint(tmp_path)
     now = 5.0
     told = reader.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)

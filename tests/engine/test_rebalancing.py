@@ -1,4 +1,4 @@
-"""Experts move when no step is under way, and no step begins while they move."""
+"""Experts move while no step is running, and no step starts while they move."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ class Role:
 
 class Rebalanced:
     def __init__(self) -> None:
-        self.counts = torch.full((4,), 1000)  # of the warm-up, which are forgotten
+        self.counts = torch.full((4,), 1000)  # of the warm-up, which are dropped
         self.even = torch.zeros(4, dtype=torch.int64)
         layers: list[Any] = [
             SimpleNamespace(layer=name, shape=SimpleNamespace(count=4), counts=counts)
@@ -90,7 +90,7 @@ def test_steps_in_flight_end_before_experts_move(rebalanced: Any) -> None:
     assert not rebalanced.counts.any()
 
 
-def test_no_step_begins_while_experts_move(rebalanced: Any) -> None:
+def test_no_step_starts_while_experts_move(rebalanced: Any) -> None:
     for _ in range(EVERY):
         assert rebalanced.step() == "batch"
     assert rebalanced.step() is None
@@ -119,7 +119,7 @@ def test_experts_that_cannot_be_read_now_stay(rebalanced: Any) -> None:
     assert len(rebalanced.weights.asked) == 2 and rebalanced.balancer.num_moved == 0
 
 
-def test_nothing_is_moved_without_tokens(rebalanced: Any) -> None:
+def test_no_expert_moves_without_tokens(rebalanced: Any) -> None:
     for _ in range(2 * EVERY):
         rebalanced.counts.zero_()
         assert rebalanced.role.next_batch() == "batch"

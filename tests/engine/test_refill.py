@@ -1,5 +1,5 @@
-"""Other weights in the tensors of a model that is there: it computes what one that was loaded from
-them computes, to the bit."""
+"""Other weights in the tensors of an existing model: it computes exactly the same as a model
+that was loaded from them."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ from tests.support.quantised import FORMATS, INT8, requantised
 
 CPU = torch.device("cpu")
 ALL = (*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES)
-# Of each kind of block one; the others are `long`.
+# One of each kind of block. The others are `long`.
 SOME = ("gemma2", "gpt_oss", "qwen3_next", "deepseek_v2")
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
 TOKENS = torch.randint(
@@ -43,7 +43,7 @@ def products(request, monkeypatch):
 
 
 def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fields):
-    """A model that has got other weights, and one that was loaded from these."""
+    """Return a model with updated weights, and one that was loaded from these."""
     old = make_checkpoint(tmp_path / "old", architecture, **fields)
     new = make_checkpoint(tmp_path / "new", architecture, seed=1, **fields)
     model = load(old, CPU, dtype, quantize)
@@ -58,7 +58,7 @@ def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fiel
     "architecture",
     [*SOME, *(pytest.param(each, marks=pytest.mark.long) for each in ALL if each not in SOME)],
 )
-def test_a_model_computes_with_the_weights_it_has_got(tmp_path, architecture):
+def test_a_model_computes_with_its_new_weights(tmp_path, architecture):
     torch.testing.assert_close(*changed(tmp_path, architecture), atol=0.0, rtol=0.0)
 
 
@@ -74,7 +74,7 @@ def test_a_model_computes_with_the_weights_it_has_got(tmp_path, architecture):
 @pytest.mark.parametrize(
     "architecture", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)]
 )
-def test_packed_and_quantised_matrices_are_changed_as_well(tmp_path, architecture, dtype, quantize):
+def test_packed_and_quantized_matrices_are_updated_as_well(tmp_path, architecture, dtype, quantize):
     found = changed(tmp_path, architecture, dtype, quantize)
     torch.testing.assert_close(*found, atol=0.0, rtol=0.0)
 
@@ -99,7 +99,7 @@ def test_packed_and_quantised_matrices_are_changed_as_well(tmp_path, architectur
 def test_slots_have_the_numbers_of_their_new_experts(
     tmp_path, architecture, dtype, quantize, stored
 ):
-    """The same as those of experts that were there from the beginning. One has biases."""
+    """They equal those of experts that were there from the beginning. One case has biases."""
     directory = make_checkpoint(tmp_path / "model", architecture)
     if stored:
         directory, _ = requantised(directory, tmp_path, FORMATS[stored])
@@ -118,12 +118,12 @@ def test_slots_have_the_numbers_of_their_new_experts(
             ids = torch.full((40, 1), expert, dtype=torch.int32)
             found = mine.apply(x, weights, ids)
             assert torch.equal(found, other.apply(x, weights, ids))
-            assert expert != 2 or found.any()  # which was on the other rank alone
+            assert expert != 2 or found.any()  # which only the other rank had
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Directories of weights: `old` is served."""
+    """Return directories of weights. `old` is served."""
     root = tmp_path_factory.mktemp("weights")
     make_checkpoint(root / "old")
     make_checkpoint(root / "new", seed=1)
@@ -146,7 +146,7 @@ def update(shelf):
     made.close()
 
 
-def test_weights_are_named_by_their_content(update, shelf, tmp_path):
+def test_weights_are_identified_by_their_content(update, shelf, tmp_path):
     one = update.prepare("new").result(60)
     assert len(one) == 16 and one == update.prepare(str(shelf / "new")).result(60)
     assert one != update.prepare("old").result(60)
@@ -160,7 +160,7 @@ def test_weights_are_named_by_their_content(update, shelf, tmp_path):
         ("new\0", "not a path"),
     ],
 )
-def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
+def test_a_path_outside_of_the_directory_is_rejected_at_once(update, path, said):
     with pytest.raises(InvalidRequest, match=said):
         update.prepare(path)
 
@@ -174,7 +174,7 @@ def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
         ("missing", "config.json"),
     ],
 )
-def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(update, path, said):
+def test_incompatible_weights_are_detected_before_anything_changes(update, path, said):
     with pytest.raises(InvalidRequest, match=said) as caught:
         update.prepare(path).result(60)
     assert str(caught.value).startswith("model_path: ") and update.whole
@@ -182,7 +182,7 @@ def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(updat
         update.put(b"x" * 16)
 
 
-def test_without_a_directory_there_are_no_other_weights(shelf):
+def test_without_a_directory_weights_cannot_be_updated(shelf):
     config = EngineConfig(model=str(shelf / "old"))
     update = WeightUpdater(
         config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
@@ -192,7 +192,7 @@ def test_without_a_directory_there_are_no_other_weights(shelf):
     update.close()
 
 
-def test_weights_that_cannot_be_read_any_more_leave_incomplete_ones_until_others_come(
+def test_weights_that_cannot_be_read_leave_incomplete_ones_until_the_next_update(
     update, shelf, tmp_path
 ):
     make_checkpoint(shelf / "vanishing", seed=3)

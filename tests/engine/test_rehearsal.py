@@ -1,4 +1,4 @@
-"""Nothing is compiled in traffic: what it launches was launched in rehearsal or capture."""
+"""Nothing is compiled in traffic: every kernel was launched in the warmup or in a capture."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Seen failing with a rehearsal that always has penalties (sampling is compiled for bfloat16 then),
+# Seen failing with a warmup that always has penalties (sampling is compiled for bfloat16 then),
 # without greedy rows, without a prompt, and with no page copied at start.
 @pytest.mark.parametrize(
     "architecture, dtype, graphs, sizes",
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
     ],
 )
-def test_traffic_launches_no_kernel_that_was_not_rehearsed(
+def test_traffic_launches_only_kernels_of_the_warmup(
     tmp_path: Path, architecture: str, dtype: str, graphs: str, sizes: dict[str, int]
 ) -> None:
     directory = make_checkpoint(tmp_path, architecture, **sizes)

@@ -5,8 +5,8 @@ import torch
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 
 
-def test_a_prompt_in_rehearsal_attends_to_all_of_itself():
-    """Memory is measured by it, and kernels are chosen by lengths."""
+def test_a_prompt_of_the_warmup_attends_to_all_of_itself():
+    """Memory is measured with it, and kernels are chosen by lengths."""
     batch = mixed_rehearsal(num_tokens=70, num_rows=5, num_tables=1, page_size=16)
     assert batch.lengths.tolist() == [66, 0, 0, 0, 0]
     assert batch.query_starts.tolist() == [0, 66, 67, 68, 69, 70]
@@ -14,13 +14,14 @@ def test_a_prompt_in_rehearsal_attends_to_all_of_itself():
     assert len(batch.sampled) == 5
 
 
-def test_rows_in_rehearsal_write_nowhere():
+def test_rows_of_the_warmup_write_no_page():
     for batch in (decode_rehearsal(4, 2), mixed_rehearsal(20, 4, 2, 16)):
         assert all((where == -1).all() for where in batch.locations)
 
 
-def test_as_many_rows_have_drafts_in_rehearsal_as_a_step_may_sample_tokens():
-    """Measure the memory that layers need for drafts with the largest number of sampled tokens."""
+def test_the_warmup_drafts_as_many_rows_as_a_step_may_sample_tokens():
+    """The memory that layers need for drafts is measured with the largest number of sampled
+    tokens."""
     batch, told = verify_rehearsal(num_rows=3, num_tables=2, page_size=1, state_pages=2)
     assert (told.ends - told.starts).tolist() == [2, 2, 2]
     assert batch.query_starts.tolist() == [0, 2, 4, 6]

@@ -1,4 +1,4 @@
-"""Running out of pages: who goes, what becomes of their KV, and how they come back."""
+"""Running out of pages: the choice of requests, their KV, and their return."""
 
 import random
 
@@ -11,7 +11,8 @@ from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-# Next to nothing is reserved for growth, so that requests which cannot all end are let in.
+# Almost nothing is reserved for growth, so that more requests are admitted than can complete
+# together.
 BOLD = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 1}
 
 
@@ -32,21 +33,21 @@ def _until_retracted(rig: Rig, num: int = 1) -> None:
 
 
 def _away(rig: Rig) -> list[int]:
-    """Keys of requests that have been on the device, have not ended and have no page now."""
+    """Return the keys of requests that were on the device, have not ended and have no page now."""
     live = [r for r in rig.requests.values() if r.key not in rig.finished and rig.tokens[r.key]]
     return [r.key for r in live if r.slot is None or not len(rig.table.pages_of(r.slot))]
 
 
 @BOTH
 @pytest.mark.parametrize("swap_pages", [0, 1, 6])
-def test_every_request_ends_right_though_pages_run_out(overlap, swap_pages):
+def test_every_request_completes_although_pages_run_out(overlap, swap_pages):
     rig = _crowded(4, overlap_schedule=overlap, swap_pages=swap_pages)
     rig.complete()
     assert rig.scheduler.counters()["retractions"] > 0
 
 
 @BOTH
-def test_kv_comes_back_from_host_memory_without_being_recomputed(overlap):
+def test_kv_is_restored_from_host_memory_without_being_recomputed(overlap):
     rig = _crowded(overlap_schedule=overlap)
     rig.complete()
     assert rig.scheduler.counters()["retractions"] > 0
@@ -65,7 +66,7 @@ def test_without_host_memory_it_is_recomputed_through_the_waiting_queue(overlap)
 @BOTH
 @pytest.mark.parametrize("swap_pages", [0, 64])
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_an_injected_retraction_takes_a_request_at_every_nth_decode_step(
+def test_an_injected_retraction_retracts_a_request_at_every_nth_decode_step(
     overlap, swap_pages, every
 ):
     rig = Rig(overlap_schedule=overlap, swap_pages=swap_pages, retract_every=every)
@@ -77,7 +78,7 @@ def test_an_injected_retraction_takes_a_request_at_every_nth_decode_step(
     assert counters["recomputed"] == (0 if swap_pages else counters["retractions"])
 
 
-def test_an_injected_retraction_keeps_the_last_request_and_counts_steps_with_rows_only():
+def test_an_injected_retraction_keeps_the_last_request_and_counts_only_steps_with_rows():
     rig = Rig(retract_every=4)
     first = rig.add([1] * 14, max_tokens=2)
     rig.complete(first)
@@ -90,7 +91,7 @@ def test_an_injected_retraction_keeps_the_last_request_and_counts_steps_with_row
     rig.complete()
 
 
-def test_fewest_outputs_go_first_then_the_longest_prompt():
+def test_requests_with_fewest_outputs_then_longest_prompts_are_retracted_first():
     rig = _rig(num_pages=5)
     old = rig.add([1] * 14, max_tokens=60)
     rig.step(4)
@@ -103,8 +104,8 @@ def test_fewest_outputs_go_first_then_the_longest_prompt():
     rig.complete()
 
 
-# Seen failing with outputs looked at first.
-def test_the_least_urgent_go_before_those_with_fewer_outputs():
+# Seen failing if outputs are compared first.
+def test_the_lowest_priority_is_retracted_before_fewer_outputs():
     rig = _rig(num_pages=5)
     old = rig.add([1] * 14, max_tokens=60, priority=-1)
     rig.step(4)
@@ -115,7 +116,7 @@ def test_the_least_urgent_go_before_those_with_fewer_outputs():
     rig.complete()
 
 
-def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
+def test_one_request_is_kept_and_waits_for_a_page_of_another_holder():
     rig = _rig(num_pages=4, vandal=False)
     request = rig.add([1] * 14, max_tokens=40)
     rig.step(2)
@@ -127,7 +128,7 @@ def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
     rig.complete()
 
 
-def test_nobody_new_is_let_in_before_the_retracted_are_back():
+def test_no_new_request_is_admitted_before_the_retracted_ones_are_back():
     rig = _crowded()
     _until_retracted(rig)
     late = rig.add([9], max_tokens=2)
@@ -148,7 +149,7 @@ def test_a_retraction_makes_admission_more_cautious():
 
 
 def _until_seen_retracted(stop: dict[int, int]) -> Rig:
-    """Three requests, each with a stop token of its own, until the first is retracted."""
+    """Run three requests, each with its own stop token, until the first is retracted."""
     rig = _rig()
     for i in range(3):
         rig.add([i] * 14, max_tokens=60, stop=(stop.get(i + 1, 0),), ignore_eos=True)
@@ -156,7 +157,7 @@ def _until_seen_retracted(stop: dict[int, int]) -> Rig:
     return rig
 
 
-def test_a_request_that_ends_with_the_step_in_flight_when_it_is_retracted_ends_right():
+def test_a_retracted_request_whose_step_in_flight_ends_it_ends_correctly():
     rig = _until_seen_retracted(stop={})
     (victim,) = _away(rig)
     told = rig.tokens[victim]
@@ -170,7 +171,7 @@ def test_a_request_that_ends_with_the_step_in_flight_when_it_is_retracted_ends_r
 @BOTH
 @pytest.mark.parametrize("swap_pages", [0, 6])
 def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, swap_pages):
-    """At several points of its absence, and of its way back."""
+    """At several points of its absence and of its return."""
     aborted_away = 0
     for steps in range(17, 41, 2):
         sizes = {"swap_pages": swap_pages, "num_pages": 5}
@@ -187,9 +188,9 @@ def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, swap_p
     assert aborted_away > 5
 
 
-def test_pages_of_the_retracted_are_closed_to_others_until_they_are_saved():
-    """A transfer that is given a page may write to it at once; the copy to the host may run as
-    late as the step's end. Seen failing with the hold in RetractedRequests.save removed."""
+def test_pages_of_retracted_requests_are_closed_to_others_until_they_are_saved():
+    """A transfer that gets a page may write to it at once. The copy to the host may run as late
+    as the end of the step. Seen failing without the hold in RetractedRequests.save."""
     rig = _crowded(2, vandal=False)
     _until_retracted(rig)
     stolen = rig.scheduler.allocate(rig.pages.num_free, PageHolder.READ)
@@ -199,9 +200,9 @@ def test_pages_of_the_retracted_are_closed_to_others_until_they_are_saved():
     rig.complete()
 
 
-# Seen failing with the pages of all that are saved dropped as one array.
+# Seen failing if the pages of all saved requests are dropped as one array.
 @BOTH
-def test_requests_that_share_a_prefix_may_be_retracted_at_once(overlap):
+def test_requests_that_share_a_prefix_may_be_retracted_together(overlap):
     rig = _rig(num_pages=9, swap_pages=20, overlap_schedule=overlap)
     prefix = [7] * rig.page_size
     rig.add([*prefix, 0], max_tokens=2)
@@ -212,8 +213,8 @@ def test_requests_that_share_a_prefix_may_be_retracted_at_once(overlap):
     rig.complete()
 
 
-# Seen failing while nobody looked at host pages.
-def test_a_host_page_that_nobody_has_is_found_when_idle():
+# Seen failing without a check of host pages.
+def test_a_leaked_host_page_is_detected_when_idle():
     rig = _rig()
     rig.scheduler.check_idle()
     rig.core.allocate_host(1, PageHolder.REQUEST)
@@ -221,7 +222,7 @@ def test_a_host_page_that_nobody_has_is_found_when_idle():
         rig.scheduler.check_idle()
 
 
-def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
+def test_a_host_page_is_not_reused_until_its_copying_step_has_ended():
     rig = _rig()
     requests = [rig.add([i] * 20, max_tokens=60) for i in range(4)]
     rig.run_until(lambda: rig.in_flight is not None and rig.in_flight.batch.swap_out is not None)
@@ -233,8 +234,8 @@ def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
     assert rig.core.host_pages.num_free == rig.options.swap_pages
 
 
-def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():
-    """Its chunk is told, and so the first token of its answer: seen failing without."""
+def test_a_request_retracted_before_its_last_chunk_is_finished_has_started_nevertheless():
+    """Its chunk is reported, and so is the first token of its response. Seen failing without it."""
     hopeful = {"chunked_prefill_tokens": 48, "new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     rng = random.Random(5)
     rig = Rig(num_pages=14, swap_pages=200, **hopeful)
@@ -246,7 +247,7 @@ def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_sa
     assert begun == rig.tokens.keys()
 
 
-def test_the_end_of_a_retracted_request_whose_step_is_in_flight_holds_no_more_pages():
+def test_the_end_of_a_retracted_request_with_a_step_in_flight_holds_no_more_pages():
     rig = _crowded(swap_pages=0)
     choose, aborted = rig.scheduler.next_batch, []
 
@@ -265,10 +266,10 @@ def test_the_end_of_a_retracted_request_whose_step_is_in_flight_holds_no_more_pa
     assert aborted
 
 
-# Seen failing, both ways, where nobody looks at what the launched step has yet to write.
+# Seen failing, in both cases, if pages that the launched step will write are not checked.
 @pytest.mark.parametrize("swap_pages", [0, 6])
-def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(swap_pages):
-    """The cache's pages are lent to other nodes, which read them beside whatever was launched."""
+def test_pages_of_a_returning_request_enter_the_cache_only_when_they_are_filled(swap_pages):
+    """Other nodes may read the cache's pages while any step is running."""
     rig = _crowded(swap_pages=swap_pages)
     refused = 0
     while rig.has_work:

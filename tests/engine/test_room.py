@@ -10,19 +10,20 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig, ints
 
-LATER = time.monotonic() + 1e6  # an arrival that nobody has waited for yet
+LATER = time.monotonic() + 1e6  # a recent arrival, which has not waited long
 CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
 
 
 def _full(policy: str = "fcfs", **config: object) -> Rig:
-    """A pool of ten pages of which two are free, and which nobody gives back."""
+    """Return a pool of ten pages, two of which are free, and the others never released."""
     rig = Rig(num_pages=10, vandal=False, policy=policy, **config)
     rig.scheduler.allocate(8, PageHolder.PUBLICATION)
     return rig
 
 
-# Seen failing while batch_is_full remembered only what was free: it waited for somebody's pages.
-def test_who_waits_behind_a_request_without_room_gets_in_when_that_one_leaves():
+# Seen failing when batch_is_full remembered only free capacity: the request waited for the pages of
+# others.
+def test_a_request_behind_one_without_room_is_admitted_when_that_one_leaves():
     rig = _full()
     large = rig.add([1] * 60)
     small = rig.add([2] * 10)
@@ -34,9 +35,9 @@ def test_who_waits_behind_a_request_without_room_gets_in_when_that_one_leaves():
     rig.run()
 
 
-# Seen failing likewise, under all of them.
+# Seen failing in the same way, for all policies.
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])
-def test_a_request_that_ranks_before_the_one_without_room_is_tried_when_it_comes(policy):
+def test_a_request_ahead_of_the_one_without_room_is_tried_when_it_arrives(policy):
     rig = Rig(num_pages=10, vandal=False, policy=policy)
     known = [3] * 16
     rig.add([*known, 5], max_tokens=1)
@@ -51,8 +52,8 @@ def test_a_request_that_ranks_before_the_one_without_room_is_tried_when_it_comes
     rig.abort(large)
 
 
-# Seen failing likewise: it waited until the running one had ended.
-def test_a_request_gets_in_when_what_was_kept_free_for_others_suffices():
+# Seen failing in the same way: it waited until the running one had ended.
+def test_a_request_is_admitted_when_capacity_kept_for_others_suffices():
     config = {"new_token_ratio": 1.0, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 20}
     rig = Rig(num_pages=20, vandal=False, **config)
     running = rig.add([1] * 16, max_tokens=290)
@@ -65,8 +66,8 @@ def test_a_request_gets_in_when_what_was_kept_free_for_others_suffices():
     rig.run()
 
 
-# Seen failing without the cache's size in what batch_is_full remembers.
-def test_a_request_gets_in_when_its_prefix_comes_into_the_cache_and_no_page_is_free_for_it():
+# Seen failing without the cache's size in the state that batch_is_full remembers.
+def test_a_request_is_admitted_when_its_prefix_enters_the_cache_without_a_free_page():
     rig = Rig(num_pages=10, vandal=False)
     rig.scheduler.allocate(2, PageHolder.PUBLICATION)
     prompt = [1] * 64
@@ -83,8 +84,8 @@ def test_a_request_gets_in_when_its_prefix_comes_into_the_cache_and_no_page_is_f
     rig.run()
 
 
-# Seen failing without the prefix's own pages in what it needs: it is let in, and there are none.
-def test_a_request_does_not_count_on_evicting_the_prefix_that_it_holds():
+# Seen failing without the prefix's own pages in the demand: it is admitted without enough pages.
+def test_a_request_cannot_evict_the_prefix_that_it_holds():
     rig = Rig(num_pages=10, vandal=False)
     known = [3] * 64
     rig.add(known, max_tokens=1)
@@ -99,7 +100,7 @@ def test_a_request_does_not_count_on_evicting_the_prefix_that_it_holds():
     rig.run()
 
 
-def test_nobody_is_tried_again_while_there_is_no_more_room(monkeypatch):
+def test_no_admission_is_tried_while_capacity_is_unchanged(monkeypatch):
     rig = _full()
     running = rig.add([3], max_tokens=30)
     rig.step()
@@ -161,7 +162,7 @@ class Blocked:
 
 
 # The events after which a failed pass is forgotten (SGLang: batch_is_full), and those after which
-# it is not. Admission changes the queue, so that a further pass follows.
+# it is not. Admission changes the queue, so that another pass follows.
 @pytest.mark.parametrize(
     "event, num_passes, admits",
     [
@@ -228,7 +229,7 @@ def test_one_forward_admits_only_requests_that_can_all_grow(num_pages, num_admit
     assert rig.scheduler.counters()["retractions"] == 0
 
 
-# Seen failing with the growth of the prompt under way not reserved: a page too many is given away.
+# Seen failing if the growth of the running prompt is not reserved: one page too many is used.
 @pytest.mark.parametrize("num_pages, num_admitted", [(6, 2), (5, 1)])
 def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
     num_pages, num_admitted
@@ -244,8 +245,8 @@ def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
 
 
 # Seen failing with a ratio that decays in steps without decode rows, and with one that does not
-# beside prompts.
-def test_the_reserve_shrinks_with_each_decode_step_beside_prompts_and_with_no_other():
+# decay beside prompts.
+def test_the_reserve_shrinks_with_each_step_with_decode_rows_and_with_no_other():
     config = {
         "chunked_prefill_tokens": 32,
         "new_token_ratio": 0.5,
@@ -269,14 +270,14 @@ def test_the_reserve_shrinks_with_each_decode_step_beside_prompts_and_with_no_ot
     rig.run()
 
 
-def test_what_fits_may_overtake_what_does_not_until_that_has_waited_too_long():
+def test_a_fitting_request_may_overtake_a_large_one_for_a_limited_time():
     rig = _full()
     rig.add([1] * 60, arrived=LATER)
     small = rig.add([2] * 10, arrived=LATER + 1.0)
     rig.step()
     assert [key for key, _ in rig.admitted] == [small.key]
     rig.run_until(lambda: small.key in rig.finished)
-    rig.add([1] * 60, arrived=0.0)  # it has waited for as long as this machine runs
+    rig.add([1] * 60, arrived=0.0)  # it has waited as long as this machine is up
     rig.add([3] * 10, arrived=LATER)
     rig.step(3)
     assert len(rig.admitted) == 1
@@ -284,9 +285,9 @@ def test_what_fits_may_overtake_what_does_not_until_that_has_waited_too_long():
         rig.end(rig.scheduler.abort(rig.requests[key], RequestEnd(FinishReason.ABORT)))
 
 
-# Seen failing with those who wait for a turn of another kind always passed over.
+# Seen failing if requests that wait for another kind of turn are always overtaken.
 @pytest.mark.parametrize("suspect", [True, False], ids=["a suspect", "who may share"])
-def test_one_that_has_waited_too_long_is_overtaken_by_nobody_of_the_other_kind_either(suspect):
+def test_a_request_that_has_waited_too_long_is_not_overtaken_by_the_other_kind_either(suspect):
     for arrived, admitted in ((LATER, [2]), (0.0, [])):
         rig = _full()
         large = rig.add([1] * 60, arrived=arrived, suspect=suspect)
@@ -297,7 +298,7 @@ def test_one_that_has_waited_too_long_is_overtaken_by_nobody_of_the_other_kind_e
         rig.run_until(lambda key=small.key, rig=rig: key in rig.finished)
 
 
-def test_who_comes_late_from_another_queue_has_the_place_of_its_arrival():
+def test_a_request_from_another_queue_has_the_position_of_its_arrival():
     rig = Rig(max_running_requests=1)
     rig.add([0], max_tokens=3)
     rig.step()
@@ -307,7 +308,7 @@ def test_who_comes_late_from_another_queue_has_the_place_of_its_arrival():
     assert [key for key, _ in rig.admitted] == [1, 5, 2, 4, 3]
 
 
-def test_nobody_is_let_in_past_one_that_waits_elsewhere_for_too_long():
+def test_no_request_overtakes_one_that_has_waited_too_long_in_another_queue():
     rig = Rig()
     rig.scheduler.kept.barrier = 5.0
     rig.add([1], arrived=6.0)
@@ -319,7 +320,7 @@ def test_nobody_is_let_in_past_one_that_waits_elsewhere_for_too_long():
     assert len(rig.finished) == 2
 
 
-def test_who_gets_the_slot_of_a_suspect_that_has_ended_shares_its_forwards():
+def test_a_request_with_the_slot_of_an_ended_suspect_shares_forwards():
     def num_steps(rig: Rig) -> int:
         before = rig.scheduler.counters()["steps"]
         for key in (1, 2):

@@ -1,5 +1,5 @@
-"""Sampling features of single rows: the same with any neighbours, with and without overlap, and
-after a continuation elsewhere."""
+"""Sampling features of single rows: equal results with any neighbours, with and without overlap,
+and after a continuation on another node."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LOGITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.95)
 
 
 def likes(inputs, future_tokens):
-    """The same logits at all times, but for the token that came before, which is less likely."""
+    """Return constant logits, in which only the previous token is less likely."""
     tokens = inputs.token_ids[inputs.sampled].long()
     before = torch.where(tokens < 0, future_tokens.long()[(-1 - tokens).clamp(min=0)], tokens)
     logits = torch.tensor([LOGITS]).repeat(len(before), 1)
@@ -33,7 +33,7 @@ def make_steps(request):
 
 
 def generate(steps, *wanted, num_tokens=8, beside=()):
-    """Tokens generated after [0] for each of these parameters, all at once."""
+    """Return the tokens generated after [0] with each of these parameters, all in one batch."""
     params = [*wanted, *beside]
     return steps.generate([[0]] * len(params), num_tokens, params)[: len(wanted)]
 
@@ -41,12 +41,12 @@ def generate(steps, *wanted, num_tokens=8, beside=()):
 PLAIN = [7, 0, 7, 0, 7, 0, 7, 0]
 
 
-def test_without_any_feature_the_likeliest_token_comes(make_steps):
+def test_without_any_feature_the_likeliest_token_is_sampled(make_steps):
     assert generate(make_steps(), GREEDY) == [PLAIN]
 
 
-def test_a_bias_is_added_to_the_logits_of_its_tokens_and_of_its_row_alone(make_steps):
-    """Seen failing with the first row's place for all rows."""
+def test_a_bias_is_added_only_to_the_logits_of_its_tokens_and_row(make_steps):
+    """Seen failing with the first row's positions for all rows."""
     lifted = params(logit_bias=((2, 0.4), (7, -1.0)))
     alone = generate(make_steps(), lifted)
     assert alone == [[2, 0, 2, 0, 2, 0, 2, 0]]
@@ -55,19 +55,19 @@ def test_a_bias_is_added_to_the_logits_of_its_tokens_and_of_its_row_alone(make_s
     assert generate(make_steps(), GREEDY, lifted, other, GREEDY) == [PLAIN, *both, PLAIN]
 
 
-def test_nothing_ends_an_answer_before_it_has_so_many_tokens(make_steps):
-    """Seen failing with `<=` for `<`, and without the request's own stop tokens."""
+def test_no_response_ends_before_its_minimum_length(make_steps):
+    """Seen failing with `<=` instead of `<`, and without the request's own stop tokens."""
     wanted = params(min_tokens=3, stop_token_ids=(0,))
     assert generate(make_steps(), wanted) == [[1, 2, 1, 0, 7, 0, 7, 0]]
     assert generate(make_steps(), params(min_tokens=2, ignore_eos=True)) == [PLAIN]
 
 
-def test_no_token_but_the_allowed_ones_is_sampled(make_steps):
+def test_only_allowed_tokens_are_sampled(make_steps):
     wanted = params(allowed_token_ids=(5, 3, 4))
     assert generate(make_steps(), wanted, GREEDY) == [[3, 4, 3, 4, 3, 4, 3, 4], PLAIN]
 
 
-def test_a_word_of_one_token_never_comes_and_needs_no_token_before(make_steps):
+def test_a_bad_word_of_one_token_is_never_sampled_even_first(make_steps):
     steps = make_steps()
     assert generate(steps, params(bad_word_ids=((7,),)), GREEDY) == [
         [1, 0, 1, 0, 1, 0, 1, 0],
@@ -75,9 +75,9 @@ def test_a_word_of_one_token_never_comes_and_needs_no_token_before(make_steps):
     ]
 
 
-def test_a_word_of_several_tokens_is_never_completed(make_steps):
-    """The newest token is on its way when the next step is launched. Seen failing where such rows
-    do not wait."""
+def test_a_bad_word_of_several_tokens_is_never_completed(make_steps):
+    """The newest token is still in flight when the next step is launched. Seen failing if such
+    rows do not wait."""
     word = params(bad_word_ids=((7, 0), (0, 7, 1)))
     expected = [7, 1, 0, 7, 2, 0, 7, 2]
     assert generate(make_steps(), word) == [expected]
@@ -88,15 +88,14 @@ def test_a_word_of_several_tokens_is_never_completed(make_steps):
     assert generate(make_steps(), *beside, word) == [*alone, expected]
 
 
-def test_what_is_forbidden_everywhere_still_gives_a_token(make_steps):
+def test_a_row_with_every_token_forbidden_still_gets_a_token(make_steps):
     wanted = params(allowed_token_ids=(7,), min_tokens=9)
     (tokens,) = generate(make_steps(), wanted)
     assert min(tokens) >= 0
 
 
-def test_thought_is_ended_when_it_has_all_the_tokens_it_may_have(make_steps):
-    """Force the end of reasoning, begun by the prompt (5 ends it) or by the first token (7 begins
-    it).
+def test_reasoning_is_ended_at_its_budget(make_steps):
+    """Reasoning was started by the prompt (5 ends it) or by the first token (7 starts it).
 
     Seen failing with the forced rows at the positions of others, and one token late.
     """
@@ -120,14 +119,14 @@ def test_thought_is_ended_when_it_has_all_the_tokens_it_may_have(make_steps):
     ]
 
 
-def test_thought_that_has_ended_has_no_budget_any_more(make_steps):
+def test_reasoning_that_has_ended_has_no_budget_any_more(make_steps):
     """0 ends it."""
     wanted = params(thought=ReasoningTokens(close=0), thinking_budget=2)
     assert generate(make_steps(), wanted) == [PLAIN]
 
 
-def test_a_request_that_goes_on_from_its_tokens_is_asked_the_same(make_steps):
-    """Apply the same features after a replay and after a retracted request is recomputed."""
+def test_a_continued_request_has_the_same_features(make_steps):
+    """After a replay, and after a retracted request is recomputed."""
     for wanted in (
         params(bad_word_ids=((7, 0), (0, 7, 1))),
         params(min_tokens=5),
@@ -143,7 +142,7 @@ def test_a_request_that_goes_on_from_its_tokens_is_asked_the_same(make_steps):
         assert steps.remove(slot) == [0, *whole]
 
 
-def test_the_next_request_of_a_slot_is_asked_nothing_of_the_one_before(make_steps):
+def test_the_next_request_of_a_slot_has_no_features_of_the_previous_one(make_steps):
     steps = make_steps(num_slots=1)
     for wanted in (
         params(logit_bias=((2, 5.0),)),
@@ -154,7 +153,7 @@ def test_the_next_request_of_a_slot_is_asked_nothing_of_the_one_before(make_step
         assert generate(steps, GREEDY) == [PLAIN]
 
 
-def test_a_slot_is_assigned_only_in_the_features_of_its_request_and_of_the_one_before():
+def test_a_slot_is_assigned_only_in_the_features_of_its_request_and_of_the_previous_one():
     class Recording:
         parameters = frozenset({"min_tokens"})
 
@@ -176,7 +175,7 @@ def test_a_slot_is_assigned_only_in_the_features_of_its_request_and_of_the_one_b
     assert feature.acquired == [1, 2]
 
 
-def test_a_step_that_nobody_asks_anything_of_sends_nothing(make_steps):
+def test_a_step_without_features_sends_nothing(make_steps):
     steps = make_steps()
     slots = [steps.add([0], GREEDY), steps.add([0], params(bad_word_ids=((7,),)))]
 

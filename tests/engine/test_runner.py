@@ -1,4 +1,5 @@
-"""The runner under overlap: tokens the CPU does not know, tables that change, pages that move."""
+"""The runner under overlap: tokens that the CPU does not know yet, changing tables, moving
+pages."""
 
 import threading
 import weakref
@@ -49,7 +50,7 @@ def generate(steps, prompts, params, num_tokens):
 
 
 def certain(*tokens):
-    """Logits that leave no choice."""
+    """Return logits that determine the token."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), 8) * 100.0
 
 
@@ -68,7 +69,7 @@ def test_a_decode_step_is_launched_before_the_cpu_knows_its_input(make_steps):
     slot = steps.add(prompt(5))
     steps.prefill(slot)
     steps.decode(slot)
-    # Two tokens are under way or known, and the CPU has been told of the first one only.
+    # Two tokens are in flight or known, and the CPU has read only the first one.
     assert steps.table.length[slot] == 7 and steps.table.known[slot] == 6
     assert steps.in_flight is not None
 
@@ -82,14 +83,14 @@ def test_launch_does_not_wait_for_the_forward(make_steps):
 
     steps = make_steps(model=Scripted(forward))
     slot = steps.add([1, 2])
-    steps.prefill(slot)  # returns although the forward is held up
+    steps.prefill(slot)  # returns although the forward is blocked
     assert steps.table.known[slot] == 2
     gate.set()
     steps.settle()
     assert steps.remove(slot) == [1, 2, 3]
 
 
-def test_a_launched_step_reads_nothing_that_changes_later(make_steps):
+def test_a_launched_step_reads_no_data_that_changes_later(make_steps):
     gate, seen = threading.Event(), []
 
     def forward(inputs, future_tokens):
@@ -115,8 +116,8 @@ def test_a_launched_step_reads_nothing_that_changes_later(make_steps):
         column[slot] = value
 
 
-def test_what_a_step_asks_of_its_logits_changes_with_no_later_request(make_steps):
-    """Seen failing where the columns of a step are views of those by slot."""
+def test_the_features_of_a_step_do_not_change_with_later_requests(make_steps):
+    """Seen failing if the columns of a step are views of those by slot."""
     steps = make_steps(num_slots=1)
     slot = steps.add([1, 2, 3], PENALISED[2])
     steps.prefill(slot)
@@ -129,7 +130,7 @@ def test_what_a_step_asks_of_its_logits_changes_with_no_later_request(make_steps
     assert all(map(np.array_equal, asked, before))
 
 
-def test_rows_that_do_not_sample_are_told_apart(make_steps):
+def test_rows_that_do_not_sample_are_marked(make_steps):
     steps = make_steps(model=Scripted(lambda inputs, _: certain(*[5] * len(inputs.sampled))))
     slots = [steps.add([1, 2, 3]) for _ in range(3)]
     steps.launch([(slot, 0, 2) for slot in slots], samples=[False, True, False])
@@ -146,8 +147,8 @@ EXTREMES = [
 ]
 
 
-def test_no_parameters_that_are_let_in_make_logits_that_are_not_finite(make_steps):
-    """Seen failing where every repetition_penalty above 0 was let in."""
+def test_no_accepted_parameters_make_logits_that_are_not_finite(make_steps):
+    """Seen failing if every repetition_penalty above 0 was accepted."""
     logits = torch.tensor([[-1e4, -7.0, 0.0, 1.0, 1e4, 3.0, 2.0, 1e-3]])
     steps = make_steps(model=Scripted(lambda inputs, _: logits.repeat(len(inputs.sampled), 1)))
     num_let_in = 0
@@ -169,7 +170,7 @@ def test_no_parameters_that_are_let_in_make_logits_that_are_not_finite(make_step
     assert num_let_in > len(EXTREMES)
 
 
-def test_a_chunk_that_is_not_finite_is_told_though_it_samples_nothing(make_steps):
+def test_a_chunk_that_is_not_finite_is_reported_although_it_samples_nothing(make_steps):
     def forward(inputs, future_tokens):
         logits = certain(*[5] * len(inputs.sampled))
         logits[1] = torch.nan
@@ -182,7 +183,7 @@ def test_a_chunk_that_is_not_finite_is_told_though_it_samples_nothing(make_steps
     assert steps.in_flight.result().tokens.tolist() == expected
 
 
-def test_a_request_without_finite_logits_harms_neither_its_next_step_nor_another(make_steps):
+def test_a_request_without_finite_logits_affects_neither_its_next_step_nor_another(make_steps):
     inputs_seen = []
 
     def forward(inputs, future_tokens):
@@ -202,7 +203,7 @@ def test_a_request_without_finite_logits_harms_neither_its_next_step_nor_another
     assert all((tokens >= 0).all() for tokens in inputs_seen)
 
 
-def test_an_error_of_the_forward_is_raised_where_its_result_is_taken(make_steps):
+def test_an_error_of_the_forward_is_raised_where_its_result_is_read(make_steps):
     def forward(inputs, future_tokens):
         raise FloatingPointError("of the device")
 
@@ -217,7 +218,7 @@ def test_a_request_replayed_from_its_tokens_samples_alike(make_steps):
         steps = make_steps()
         start = prompt(20)
         whole = start + generate(steps, [start], [params], 12)[0]
-        slot = steps.add(whole[:26], params, num_prompt=20)  # a redo: prompt and six tokens
+        slot = steps.add(whole[:26], params, num_prompt=20)  # a replay: prompt and six tokens
         steps.prefill(slot)
         for _ in range(5):
             steps.decode(slot)
@@ -226,7 +227,7 @@ def test_a_request_replayed_from_its_tokens_samples_alike(make_steps):
 
 
 def test_penalties_follow_tokens_counted_by_hand(make_steps):
-    """Logits that depend on nothing; greedy, so that the history alone decides."""
+    """Constant logits and greedy sampling, so that only the history decides."""
     base = torch.tensor([[1.013, 0.927, 0.809, 0.751, 0.603, 0.517, 0.239, -0.107]])
     start = [0, 0, 3]
 
@@ -258,17 +259,19 @@ def test_penalties_follow_tokens_counted_by_hand(make_steps):
 
 
 def test_counts_of_a_slot_are_not_inherited_by_the_next_request(make_steps):
-    """Seen failing without the zeroing: a request continued the counts of the one before."""
+    """Seen failing if the counts are not set to zero: a request continued the counts of the
+    previous one."""
     alone = [generate(make_steps(), [prompt(9, 1)], [own], 10)[0] for own in PENALISED]
     steps = make_steps(num_slots=1)
     for own, expected in zip(PENALISED, alone, strict=True):
-        generate(steps, [prompt(9, 2)], [own], 10)  # the same length: positions meet exactly
+        # the same length, so that positions coincide exactly
+        generate(steps, [prompt(9, 2)], [own], 10)
         assert generate(steps, [prompt(9, 1)], [own], 10) == [expected]
         generate(steps, [prompt(9, 3)], [SHARP], 3)  # and one that is not penalised
 
 
-def test_penalised_requests_that_come_and_go_do_not_meet(make_steps):
-    """More requests with penalties than slots, beside others: rows of counts are used again."""
+def test_requests_with_penalties_that_come_and_go_do_not_affect_each_other(make_steps):
+    """More requests with penalties than slots, beside others: rows of counts are reused."""
     own = [PENALISED[0]]
     alone = {seed: generate(make_steps(), [prompt(7, seed)], own, 9) for seed in range(6)}
     steps = make_steps(num_slots=3)
@@ -283,7 +286,7 @@ def test_penalised_requests_that_come_and_go_do_not_meet(make_steps):
 
 @pytest.mark.parametrize("params", [GREEDY, SHARP, *PENALISED], ids=lambda p: f"seed {p.seed}")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, params, overlap):
+def test_a_retracted_request_continues_as_if_it_had_stayed(make_steps, params, overlap):
     tokens = prompt(21)
     expected = tokens + generate(make_steps(overlap=overlap), [tokens], [params], 20)[0]
     steps = make_steps(overlap=overlap)
@@ -293,7 +296,7 @@ def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, 
         steps.prefill(each)
     for _ in range(8):
         steps.decode(other, slot)
-    # Retract: its last token is still on its way; the step in flight writes its last KV, and the
+    # Retract: its last token is still in flight. The step in flight writes its last KV, and the
     # next step's swap comes after it on the stream.
     pages = steps.table.pages_of(slot)
     host_pages = np.arange(len(pages), dtype=np.int32)[::-1].copy()
@@ -305,7 +308,7 @@ def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, 
     assert third == slot and steps.table.pages_of(third).tolist() == pages.tolist()
     steps.prefill(third)
     steps.decode(other, third)
-    # It joins again in another slot with other pages; its KV comes back with the step it joins.
+    # It joins again in another slot with other pages. Its KV is restored with the step it joins.
     again = steps.add(so_far, params, num_prompt=len(tokens))
     assert again != slot
     back = PageCopies(steps.table.pages_of(again), host_pages)
@@ -317,7 +320,7 @@ def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, 
     assert steps.remove(again) == expected
 
 
-def test_activations_are_dropped_with_their_forward(model, make_steps):
+def test_activations_are_freed_with_their_forward(model, make_steps):
     steps, begun = make_steps(), []
 
     def begin(*inputs):

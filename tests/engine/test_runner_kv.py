@@ -1,4 +1,4 @@
-"""Pools: where a page lies in memory, and swaps between device and host."""
+"""Pools: the location of a page in memory, and swaps between device and host."""
 
 import ctypes
 import re
@@ -51,7 +51,7 @@ def test_pools_in_host_memory_start_on_a_huge_page():
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no kernel with huge pages"
 )
-def test_pools_in_host_memory_ask_for_huge_pages():
+def test_pools_in_host_memory_request_huge_pages():
     pool = KVPool(LAYOUT, 3, CPU)
     assert "hg" in _flags_of_the_mapping_at(pool.base_address)
 
@@ -66,12 +66,12 @@ def _flags_of_the_mapping_at(address):
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_a_pool_without_room_is_a_wrong_configuration():
+def test_a_pool_without_room_is_a_configuration_error():
     with pytest.raises(ConfigError, match="GiB"):
         KVPool(LAYOUT, 2**50, CPU)
 
 
-def test_pages_come_back_from_host_memory_as_they_left():
+def test_pages_are_restored_from_host_memory_unchanged():
     pool, host = KVPool(LAYOUT, 8, CPU), HostPool(LAYOUT, 6, CPU)
     pool.tensor.random_()
     before = pool.tensor.clone()

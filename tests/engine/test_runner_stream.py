@@ -1,4 +1,4 @@
-"""The CPU's forward stream: one thread, in order, errors told to whoever waits."""
+"""The CPU's forward stream: one thread, in order, with errors reported to every waiter."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ def test_work_runs_in_order_on_one_other_thread(stream):
     assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
 
 
-def test_an_event_waits_for_its_own_work_only(stream):
+def test_an_event_waits_only_for_its_own_work(stream):
     gate = threading.Event()
     first = stream.submit(lambda: None)
     second = stream.submit(lambda: gate.wait(30))
@@ -37,7 +37,7 @@ def test_an_event_waits_for_its_own_work_only(stream):
     second.wait()
 
 
-def test_an_error_reaches_every_waiter_of_its_work_and_nobody_else(stream):
+def test_an_error_reaches_only_the_waiters_of_its_work(stream):
     def fail():
         raise KeyError("forward")
 
@@ -48,7 +48,7 @@ def test_an_error_reaches_every_waiter_of_its_work_and_nobody_else(stream):
     good.wait()
 
 
-def test_a_stream_that_nobody_drains_is_a_fault(stream):
+def test_a_stream_that_is_not_drained_is_an_error(stream):
     started, gate = threading.Event(), threading.Event()
 
     def hold():
@@ -72,8 +72,8 @@ def test_close_lets_submitted_work_finish():
     assert seen == [0, 1, 2]
 
 
-def test_forwards_compute_with_the_threads_that_the_engine_was_given():
-    # Seen failing where the forward thread did not take the count over: OMP_NUM_THREADS's.
+def test_forwards_compute_with_the_threads_of_the_engine():
+    # Seen failing if the forward thread did not inherit the count: OMP_NUM_THREADS's.
     openmp, before = ctypes.CDLL(None), torch.get_num_threads()
     counts = []
     torch.set_num_threads(before + 2)

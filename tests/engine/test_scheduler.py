@@ -16,7 +16,8 @@ BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overla
 
 
 def _stopping_prompt(rig: Rig, after: int) -> list[int]:
-    """A prompt whose token number `after` (from 1) is the rig's EOS, and none before it."""
+    """Return a prompt whose token number `after` (from 1) is the rig's EOS, with no other before
+    it."""
     for first in range(90):
         request = rig.request([first, 1, 2], 100)
         tokens, reason = rig.expected(request)
@@ -47,7 +48,7 @@ def test_prompts_of_every_length_get_their_tokens(overlap, page_size, num_tokens
         pytest.param({"num_pages": 3}, [1] * 30, 1000, 3 * 16 + 1 - 30, id="pool"),
     ],
 )
-def test_a_limit_ends_a_request_and_costs_no_forward(
+def test_a_length_limit_ends_a_request_and_costs_no_forward(
     overlap, options, prompt, max_tokens, num_tokens
 ):
     rig = Rig(overlap_schedule=overlap, **options)
@@ -59,7 +60,7 @@ def test_a_limit_ends_a_request_and_costs_no_forward(
 @BOTH
 @pytest.mark.parametrize("after, max_tokens", [(1, 100), (4, 100), (4, 4)])
 def test_eos_costs_one_forward_under_overlap_whose_token_is_discarded(overlap, after, max_tokens):
-    """Not on the last place. There it counts as stop."""
+    """Not as the last allowed token. There it counts as stop."""
     rig = Rig(overlap_schedule=overlap, eos=EOS)
     request = rig.add(_stopping_prompt(rig, after), max_tokens)
     rig.complete()
@@ -79,7 +80,7 @@ def test_stop_token_ids_end_a_request_and_ignored_eos_does_not():
 
 
 @BOTH
-def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
+def test_logits_that_are_not_finite_end_only_their_request(overlap):
     rig = Rig(overlap_schedule=overlap, poison=96)
     bad = rig.add([*[1] * 40, 96], max_tokens=10)
     good = rig.add([2] * 40, max_tokens=10)
@@ -94,8 +95,8 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
 
 @BOTH
 @pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
-def test_what_is_not_finite_in_an_early_chunk_ends_its_request_at_that_chunk(overlap, mixed):
-    """Nothing of the chunk is told to anyone, and nothing before it found in the cache."""
+def test_an_early_chunk_that_is_not_finite_ends_its_request_at_that_chunk(overlap, mixed):
+    """No token of the chunk is returned, and nothing before it is found in the cache."""
     options = {"overlap_schedule": overlap, "chunked_prefill_tokens": 32, "mixed_chunk": mixed}
     rig = Rig(poison=96, **options)
     good = rig.add([2] * 20, max_tokens=10)
@@ -140,7 +141,7 @@ def test_a_repeated_prompt_computes_only_what_is_not_cached(overlap, length, cac
     assert rig.runner.num_tokens - before == length - cached
 
 
-def test_a_finished_request_leaves_its_output_in_the_cache_but_not_its_last_token():
+def test_a_finished_request_leaves_its_output_in_the_cache_except_the_last_token():
     rig = Rig()
     request = rig.add([1] * 16, max_tokens=17)
     rig.run()
@@ -172,7 +173,7 @@ def test_a_prompt_whose_first_token_ends_it_is_inserted_once(overlap, monkeypatc
     assert inserted == [40, 40, 51] and again.cached_tokens == 32
 
 
-def test_the_tree_learns_a_chunk_only_when_its_forward_is_done():
+def test_a_chunk_enters_the_tree_only_when_its_forward_is_done():
     rig = Rig(chunked_prefill_tokens=32)
     rig.add(range(64), max_tokens=2)
     rig.step()
@@ -198,7 +199,7 @@ def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last
     assert all(c.request is request for c in rig.chunks)
 
 
-def test_the_whole_prompts_pages_are_reserved_at_admission():
+def test_all_pages_of_a_prompt_are_reserved_at_admission():
     rig = Rig(chunked_prefill_tokens=16)
     rig.add(range(70), max_tokens=2)
     rig.step()
@@ -209,7 +210,7 @@ def test_the_whole_prompts_pages_are_reserved_at_admission():
     assert rig.scheduler.queued_tokens() == 0
 
 
-def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
+def test_a_running_prompt_goes_first_and_shares_the_rest_of_its_chunk():
     rig = Rig(chunked_prefill_tokens=64)
     rig.add([1] * 80, max_tokens=2)
     rig.add([2] * 20, max_tokens=2)
@@ -220,7 +221,7 @@ def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
     assert second.samples.tolist() == [True, True]
 
 
-def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
+def test_prefill_goes_first_and_decode_waits_unless_mixed():
     rig = Rig(chunked_prefill_tokens=32, mixed_chunk=False)
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
@@ -232,7 +233,7 @@ def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
 
 
 @BOTH
-def test_mixed_chunks_carry_the_decode_rows(overlap):
+def test_mixed_chunks_contain_the_decode_rows(overlap):
     rig = Rig(overlap_schedule=overlap, chunked_prefill_tokens=32)
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
@@ -245,8 +246,8 @@ def test_mixed_chunks_carry_the_decode_rows(overlap):
     rig.complete()
 
 
-# Seen failing with prefill first, and decode once no prompt is left: no token in 120 forwards.
-def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_computed():
+# Seen failing with prefill first, and decode only when no prompt is left: no token in 120 forwards.
+def test_a_running_response_gets_a_token_from_each_forward_while_prompts_are_computed():
     rig = Rig(num_pages=512, max_running_requests=32, chunked_prefill_tokens=64)
     running = rig.add([1] * 16, max_tokens=800)
     rig.step(3)
@@ -259,8 +260,8 @@ def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_compu
     rig.run()
 
 
-# Seen failing with all of the running batch taken from the chunk: 16 tokens.
-def test_only_rows_that_ride_along_take_from_a_chunk():
+# Seen failing if the whole running batch is subtracted from the chunk: 16 tokens.
+def test_only_decode_rows_of_the_forward_reduce_its_chunk():
     rig = Rig(chunked_prefill_tokens=32)
     rig.add([1] * 16, max_tokens=1)
     rig.step()
@@ -273,7 +274,7 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 @pytest.mark.parametrize(
     "num_running, config, num_tokens",
     [
-        (10, {}, CHUNK_TOKENS - 16),  # whole pages of what 10 decode rows leave
+        (10, {}, CHUNK_TOKENS - 16),  # whole pages of the rest after 10 decode rows
         (11, {}, 512),
         (11, {"mixed_chunk": False}, CHUNK_TOKENS),
         (11, {"chunked_prefill_tokens": 1024}, 1024 - 16),
@@ -293,9 +294,9 @@ def test_a_chunk_is_small_beside_many_running_requests(num_running, config, num_
     rig.complete()
 
 
-# Seen failing without max_prefill_tokens in Admission: both in one forward.
-# Seen failing with the usual chunk in place of none: [2048, 2049].
-def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
+# Seen failing without max_prefill_tokens in Admission: both in one forward. Seen failing with the
+# usual chunk size instead of none: [2048, 2049].
+def test_without_chunks_a_prompt_longer_than_the_usual_chunk_is_not_cut():
     num_tokens = CHUNK_TOKENS + 1
     rig = Rig(num_pages=256, context_length=4096, chunked_prefill_tokens=-1)
     rig.add([1] * num_tokens, max_tokens=2)
@@ -360,16 +361,16 @@ def test_pages_beyond_the_size_limit_are_evicted_when_a_peer_has_read_them():
     assert rig.cache.num_pages == 2
 
 
-# Admission. A request that waits for a slot: test_room.py
+# Admission. test_room.py tests requests that wait for a slot
 
 
-def test_a_prompt_that_never_fits_is_refused():
+def test_a_prompt_that_never_fits_is_rejected():
     rig = Rig(num_pages=2)
     with pytest.raises(InvalidRequest, match="token_ids"):
         rig.scheduler.add(rig.request([1] * 40, max_tokens=9))
 
 
-def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
+def test_a_request_without_room_is_admitted_when_any_holder_releases_pages():
     rig = Rig(num_pages=8, vandal=False)
     lent = rig.scheduler.allocate(7, PageHolder.PUBLICATION)
     rig.add([1] * 60, max_tokens=2)
@@ -382,7 +383,7 @@ def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
     rig.complete()
 
 
-def test_slots_kept_for_requests_that_will_join_are_not_taken():
+def test_slots_kept_for_requests_that_will_join_are_not_used():
     rig = Rig(max_running_requests=2)
     rig.scheduler.kept.slots = 1
     for i in range(2):
@@ -392,8 +393,8 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
     assert not rig.scheduler.free_capacity().fits(1)
 
 
-# Seen failing with the kept pages left out of what is reserved.
-def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away():
+# Seen failing if the kept pages are not part of the reserve.
+def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_used():
     rig = Rig(num_pages=10, vandal=False)
     rig.add([1], max_tokens=40)
     rig.step()
@@ -409,7 +410,7 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
     rig.run()
 
 
-def test_room_is_what_the_running_requests_will_not_need():
+def test_free_capacity_excludes_the_growth_of_running_requests():
     rig = Rig(num_pages=20, vandal=False, new_token_ratio=0.5)
     assert rig.scheduler.free_capacity().num_pages == 20
     rig.add([1] * 16, max_tokens=128)
@@ -422,7 +423,7 @@ def test_room_is_what_the_running_requests_will_not_need():
 @pytest.mark.parametrize(
     "factor, at_first, at_last", [(0.5, 2, 1), (1.0, 4, 2), (1.5, 6, 3), (9.0, 8, 8)]
 )
-def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_first, at_last):
+def test_conservativeness_scales_the_reserve_up_to_the_whole_output(factor, at_first, at_last):
     ratios = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.25, "new_token_ratio_steps": 9}
     rig = Rig(schedule_conservativeness=factor, **ratios)
     asked = rig.request([1] * 16, max_tokens=128)
@@ -433,8 +434,8 @@ def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_
     rig.run()
 
 
-# Seen failing without the reset: a page less.
-def test_an_engine_at_rest_is_as_cautious_again_as_at_first():
+# Seen failing without the reset: one page less.
+def test_an_idle_engine_is_as_cautious_as_at_the_start():
     config = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.1, "new_token_ratio_steps": 9}
     rig = Rig(**config)
     asked = rig.request([1] * 16, max_tokens=128)
@@ -464,7 +465,7 @@ def test_an_abort_while_waiting_ends_the_request_at_once():
 @BOTH
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps):
-    """Through its three chunks into its decode steps."""
+    """During its three chunks and its decode steps."""
     rig = Rig(overlap_schedule=overlap, chunked_prefill_tokens=32)
     request = rig.add(range(80), max_tokens=50)
     rig.add([5] * 20, max_tokens=20)
@@ -475,7 +476,7 @@ def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps)
     rig.complete()
 
 
-def test_an_abort_of_what_is_not_here_is_harmless():
+def test_an_abort_of_an_unknown_request_has_no_effect():
     rig = Rig()
     request = rig.request([1])
     assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT)) is None
@@ -484,7 +485,7 @@ def test_an_abort_of_what_is_not_here_is_harmless():
     assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT)) is None
 
 
-def test_the_first_reason_to_end_a_request_is_the_one_told():
+def test_the_first_reason_to_end_a_request_is_reported():
     rig = Rig()
     request = rig.add([1], max_tokens=50)
     rig.step(3)
@@ -494,7 +495,7 @@ def test_the_first_reason_to_end_a_request_is_the_one_told():
     assert rig.finished[request.key].error == "first"
 
 
-def test_requests_past_their_deadline_end_wherever_they_are():
+def test_requests_past_their_deadline_end_in_every_stage():
     rig = Rig(max_running_requests=1)
     running = rig.add([1], max_tokens=500, deadline=100.0)
     waiting = rig.add([2], max_tokens=5, deadline=100.0)
@@ -511,7 +512,7 @@ def test_requests_past_their_deadline_end_wherever_they_are():
     rig.check_answers(patient)
 
 
-def test_deadlines_are_looked_at_on_a_timer_only():
+def test_deadlines_are_checked_only_at_intervals():
     rig = Rig()
     rig.scheduler.expire(now=10.0)
     rig.add([1], deadline=1.0)
@@ -523,7 +524,7 @@ def test_deadlines_are_looked_at_on_a_timer_only():
 
 
 @BOTH
-def test_a_request_whose_kv_is_there_joins_without_a_forward(overlap):
+def test_a_request_with_complete_kv_joins_without_a_forward(overlap):
     rig = Rig(overlap_schedule=overlap)
     prompt = [i % 97 for i in range(50)]
     first = rig.expected(rig.request(prompt, 20))[0][0]
@@ -549,7 +550,7 @@ def test_a_request_cannot_join_without_a_slot_and_nothing_changes():
     rig.run()
 
 
-def test_a_request_that_is_over_cannot_join():
+def test_a_request_that_has_ended_cannot_join():
     rig = Rig()
     pages = rig.scheduler.allocate(1, PageHolder.REQUEST)
     with pytest.raises(EngineFault, match="all its"):
@@ -558,7 +559,7 @@ def test_a_request_that_is_over_cannot_join():
         rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), PageHolding.of(pages))
 
 
-def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
+def test_a_token_from_another_node_ends_a_request_alike():
     rig = Rig(eos=(5,), context_length=40)
     scheduler = rig.scheduler
     assert scheduler.finish_of(rig.request([1, 2], 9), 4) is None
@@ -572,9 +573,9 @@ def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
 # Self-checks
 
 
-# READ and PUBLICATION seen failing while only the scheduler's own holds were looked at.
+# READ and PUBLICATION seen failing when only the scheduler's own holds were checked.
 @pytest.mark.parametrize("holder", PageHolder)
-def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
+def test_a_leaked_page_is_detected_when_idle(holder):
     rig = Rig()
     rig.scheduler.check_idle()
     rig.pages.allocate(1, holder)
@@ -583,7 +584,7 @@ def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
 
 
 @pytest.mark.parametrize("holder", [PageHolder.REQUEST, PageHolder.READ, PageHolder.PUBLICATION])
-def test_pages_that_the_caller_holds_are_known_when_it_names_them(holder):
+def test_pages_that_the_caller_names_are_no_leaks(holder):
     rig = Rig()
     pages = rig.pages.allocate(2, holder)
     rig.scheduler.check_idle({holder: [pages]})
@@ -591,14 +592,14 @@ def test_pages_that_the_caller_holds_are_known_when_it_names_them(holder):
         rig.scheduler.check_idle({holder: [pages, pages[:1]]})
 
 
-def test_a_lost_slot_is_found_when_idle():
+def test_a_leaked_slot_is_detected_when_idle():
     rig = Rig()
     rig.table.acquire(rig.request([1]))
     with pytest.raises(EngineFault):
         rig.scheduler.check_idle()
 
 
-def test_results_are_taken_in_the_order_of_launches():
+def test_results_must_be_finished_in_the_order_of_launches():
     rig = Rig()
     rig.add([1], max_tokens=5)
     rig.scheduler.next_batch()
@@ -607,7 +608,7 @@ def test_results_are_taken_in_the_order_of_launches():
         rig.scheduler.finish(second, BatchResult(ints([1])))
 
 
-def test_a_paused_scheduler_launches_nothing_and_nobody_waits_for_its_steps():
+def test_a_paused_scheduler_launches_nothing_and_no_request_waits_for_its_steps():
     rig = Rig()
     request = rig.add(range(40), max_tokens=4)
     assert rig.scheduler.awaits_steps
@@ -619,7 +620,7 @@ def test_a_paused_scheduler_launches_nothing_and_nobody_waits_for_its_steps():
     assert request.slot is None and not rig.scheduler.has_work
 
 
-def test_who_starts_over_waits_without_any_kv_as_they_came():
+def test_requests_that_start_over_wait_without_kv_in_order_of_arrival():
     rig = Rig(max_running_requests=3)
     requests = [
         rig.add(range(start, start + 20), max_tokens=8, ignore_eos=True) for start in (0, 50, 100)
@@ -646,7 +647,7 @@ def test_the_cache_is_flushed_only_when_idle():
     assert rig.scheduler.flush_cache() == 2
 
 
-def test_queues_and_counters_tell_what_happened():
+def test_queue_lengths_and_counters_are_reported():
     rig = Rig(max_running_requests=1)
     for _ in range(2):
         rig.add(range(40), max_tokens=3)

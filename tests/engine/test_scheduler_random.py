@@ -1,4 +1,4 @@
-"""Random workloads against the oracle, with every book checked after every step."""
+"""Random workloads, compared with the oracle, with all accounting checked after every step."""
 
 import math
 import random
@@ -20,7 +20,8 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 
 
 def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, **options: object) -> Rig:
-    """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
+    """Return a rig. Under pressure the pool is small, little growth is reserved, and few
+    requests stop early."""
     page_size = rng.choice((16, 16, 16, 64))
     num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
     return Rig(
@@ -127,7 +128,8 @@ class Traffic:
             self.live.append(request)
 
     def _tokens(self) -> list[int]:
-        """Some share a beginning with others; lengths crowd around page boundaries."""
+        """Return tokens. Some share a beginning with others. Lengths are often near page
+        boundaries."""
         rng = self.rng
         stem = rng.choice(self.stems)[: rng.choice((0, 16, 32, 48, 64, 100))]
         edges = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -136,7 +138,7 @@ class Traffic:
 
 
 def run_workload(seed: int, *, pressure: bool, urgent: bool = False, **options: object) -> Rig:
-    """Run one workload. `urgent`: some requests are, and take the places of others."""
+    """Run one workload. `urgent`: some requests are urgent, and preempt others."""
     rng = random.Random(seed)
     rig = make_rig(rng, pressure=pressure, urgent=urgent, **options)
     rig.copier.delays.extend(random.Random(seed).choices((0, 0, 1, 2, 7), k=1000))
@@ -167,19 +169,19 @@ def test_every_request_gets_the_oracles_tokens(seed, pressure):
 
 
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
-def test_every_request_gets_the_oracles_tokens_when_the_urgent_take_places(seed):
+def test_every_request_gets_the_oracles_tokens_with_preemption(seed):
     run_workload(seed, pressure=True, urgent=True)
 
 
 @pytest.mark.parametrize("tier_pages", [6, 300])
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
-def test_every_request_gets_the_oracles_tokens_with_a_tier_below(seed, tier_pages):
+def test_every_request_gets_the_oracles_tokens_with_an_offload_tier(seed, tier_pages):
     run_workload(seed, pressure=True, urgent=seed % 2 > 0, tier_pages=tier_pages)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
 def test_every_request_gets_the_oracles_tokens_when_prompts_are_split(seed):
-    """With states, a window, a tier below and drafts, too. A group is one layer of a page, or
+    """With states, a window, an offload tier and drafts, too. A group is one layer of a page, or
     more."""
     foretell = partial(foretold, vocabulary_size=VOCABULARY)
     drafts = speculator(KINDS[seed % 3], foretell, VOCABULARY, max_drafts=1 + seed % 7, seed=seed)
@@ -204,7 +206,7 @@ def test_the_workloads_split_prompts_and_drop_some():
 
 
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
-def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
+def test_every_request_gets_the_oracles_tokens_with_drafts(seed):
     kind = KINDS[seed % 3]
     foretell = partial(foretold, vocabulary_size=VOCABULARY)
     drafts = speculator(kind, foretell, VOCABULARY, max_drafts=1 + seed % 7, seed=seed)
@@ -215,7 +217,7 @@ def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
 
 
 @pytest.mark.long
-def test_the_workloads_reach_what_they_are_for():
+def test_the_workloads_reach_their_purpose():
     rigs = [run_workload(seed, pressure=True) for seed in range(40, 50)]
     counters = [rig.scheduler.counters() for rig in rigs]
     batches = [batch for rig in rigs for batch in rig.runner.batches]

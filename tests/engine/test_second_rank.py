@@ -111,7 +111,7 @@ class FirstSampling:
 
 
 class SecondSampling:
-    """The second rank has no sampling work: it applies the head and receives the tokens."""
+    """The second rank does no sampling: it applies the head and receives the tokens."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -160,7 +160,7 @@ class ReceivingTower:
 
 @dataclass(eq=False)
 class Following:
-    """A step that the second rank runs, and what the first rank has made of it."""
+    """A step that the second rank runs, and the first rank's result."""
 
     event: StreamEvent
     output: StepOutput
@@ -168,7 +168,7 @@ class Following:
 
 
 class TwoRanks:
-    """The forwards of two ranks in place of one. Every step goes to the second one as bytes."""
+    """The forwards of two ranks instead of one. Every step is sent to the second one as bytes."""
 
     def __init__(self, first: Forwards, second: Forwards, wire: Wire, engine: Engine) -> None:
         self.spec, self.graph_of = first.spec, first.graph_of
@@ -247,7 +247,7 @@ def check_same(one: Any, other: Any) -> None:
 
 
 def _features(step: Step) -> Iterable[str]:
-    """Name what a step has."""
+    """Return the names of the features of a step."""
     rows, speculated, heads = step.rows, step.speculated, step.heads
     has = {
         "swap out": step.swap_out is not None,
@@ -277,7 +277,7 @@ def _features(step: Step) -> Iterable[str]:
 
 
 class Serving(SchedulerRole):
-    """A role that has nothing but a scheduler, on two ranks."""
+    """A role that has only a scheduler, on two ranks."""
 
     def __init__(self, config: EngineConfig, recorder: Any = None) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def serve_labels(serving: Serving) -> None:
 
 
 def serve_shared(serving: Serving) -> None:
-    """Requests that continue from states in the prefix cache."""
+    """Serve requests that continue from states in the prefix cache."""
     serve_text(serving)
     serve_text(serving)
 

@@ -34,7 +34,7 @@ VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
 NUM_TOKENS = 69 + 5 + 2 * 2  # of `compute`
 LARGE_PAGES = {"page_size": 256, "context_length": 256, "num_slots": 2}  # with room for a cell
 
-# Architecture, ranks, and what differs from the checkpoint's and the pool's usual sizes.
+# Architecture, ranks, and differences from the usual sizes of the checkpoint and the pool.
 VARIANTS: Mapping[str, tuple[str, int, Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen3": ("qwen3", 2, {}, {}),
     "qwen3, more ranks than KV heads": ("qwen3", 4, {}, {}),
@@ -173,7 +173,7 @@ def test_ranks_compute_the_whole_model(variant: str, device: torch.device, tmp_p
 def test_ranks_with_whole_experts_compute_the_whole_model(
     architecture: str, size: int, tmp_path: Path
 ) -> None:
-    """Some with shared experts, with biases, and stored in one tensor."""
+    """With shared experts, with biases, and stored in one tensor."""
     directory = make_checkpoint(tmp_path, architecture, vocab_size=VOCABULARY)
     whole = compute(directory, WHOLE)
     ranks = run_ranks(size, lambda share: compute(directory, replace(share, whole_experts=True)))
@@ -189,7 +189,7 @@ def placed(share: Share, redundant: int) -> Share:
 
 
 def rebalance(directory: Path, model: Any, share: Share) -> Mapping[str, LayerSlots]:
-    """Move experts as rank 0's counts say. All ranks have seen the same tokens."""
+    """Move experts according to rank 0's counts. All ranks have seen the same tokens."""
     assert share.group is not None and share.placement is not None
     moves = {}
     for experts in placed_experts(model):
@@ -200,7 +200,7 @@ def rebalance(directory: Path, model: Any, share: Share) -> Mapping[str, LayerSl
             assert counts.sum() == NUM_TOKENS * model.layers[-1].ffn.routing.k
         counts = share.group.broadcast(counts)
         before = share.placement.slots(experts.layer, experts.shape.count)
-        # Few tokens are hardly out of balance.
+        # Few tokens are almost balanced.
         moves[experts.layer] = balanced([10 ** int(count) for count in counts.argsort()], before)
     open_checkpoint(directory).move_experts(model, moves, "none", share)
     return moves
@@ -238,7 +238,7 @@ def test_ranks_with_replicas_compute_the_whole_model(
         assert said_bytes(directory, placed(Share(rank, size), redundant)) == own.num_bytes
 
 
-def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
+def test_whole_experts_of_a_model_without_experts_are_rejected(tmp_path: Path) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3"))
     with pytest.raises(ConfigError, match=r"engine\.parallel\.experts: the model has no experts"):
         servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2, whole_experts=True))
@@ -247,7 +247,7 @@ def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "form", ["gptq int4 in activation order", "awq", "fp8 by block", INT8, "mxfp4"]
 )
-def test_quantised_checkpoints_are_cut_after_they_are_widened(
+def test_quantized_checkpoints_are_divided_after_they_are_widened(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: False)  # or each part scales its inputs
@@ -302,7 +302,7 @@ def multiply_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "int8_product", product)
 
 
-def test_int8_by_parts_is_another_rounding() -> None:
+def test_int8_by_parts_rounds_differently() -> None:
     assert rounding_of(CPU, "int8", None, ranks=2) == "int8 by parts"
     assert rounding_of(CPU, "none", None, ranks=2) == "none"
 
@@ -322,7 +322,7 @@ def test_int8_by_parts_is_another_rounding() -> None:
         ("qwen3_moe", 4, {"moe_intermediate_size": 46}, "4 ranks .* 46 inner numbers of experts"),
     ],
 )
-def test_models_that_ranks_cannot_split_are_refused_with_numbers(
+def test_models_that_ranks_cannot_split_are_rejected_with_numbers(
     architecture: str, size: int, config: Mapping[str, Any], why: str, tmp_path: Path
 ) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path, architecture, **config))
@@ -353,8 +353,8 @@ def with_layer(model: Path) -> tuple[Path, SpeculativeConfig]:
 
 
 @pytest.mark.long
-def test_ranks_with_replicas_draft_as_the_whole_model(tmp_path: Path) -> None:
-    """Also after experts have moved, of which the draft layer has some."""
+def test_ranks_with_replicas_draft_like_the_whole_model(tmp_path: Path) -> None:
+    """Also after experts have moved, some of which belong to the draft layer."""
     directory, speculation = LAYERS["mtp"](tmp_path)
     whole = drafts(directory, speculation, WHOLE)
 
@@ -375,7 +375,7 @@ def test_ranks_with_replicas_draft_as_the_whole_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_ranks_draft_as_the_whole_model(layer: str, tmp_path: Path) -> None:
+def test_ranks_draft_like_the_whole_model(layer: str, tmp_path: Path) -> None:
     directory, speculation = LAYERS[layer](tmp_path)
     whole = drafts(directory, speculation, WHOLE)
     for own in run_ranks(2, lambda share: drafts(directory, speculation, share)):
@@ -407,7 +407,7 @@ def drafted(model: Any, speculation: SpeculativeConfig, share: Share) -> tuple[l
 
 
 class NotingLayer:
-    """A draft layer or draft model that keeps its logits."""
+    """A draft layer or draft model that stores its logits."""
 
     def __init__(self, layer: Any) -> None:
         self.seen: list[Tensor] = []
@@ -422,7 +422,7 @@ class NotingLayer:
         return logits
 
 
-def test_adapters_are_cut_like_the_products_that_they_add_to(tmp_path: Path) -> None:
+def test_adapters_are_divided_like_the_products_that_they_add_to(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     make_adapter(tmp_path / "one", reference_model(directory))
     lora = LoraConfig(adapter_dir=tmp_path, preload=("one",), max_loras=1, max_rank=8)
@@ -462,7 +462,7 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     assert first - second > KEPT_BYTES
 
 
-def test_a_rank_is_refilled_with_its_part(tmp_path: Path) -> None:
+def test_a_rank_is_updated_with_its_part(tmp_path: Path) -> None:
     old, new = (make_checkpoint(tmp_path / str(seed), "gpt_oss", seed=seed) for seed in (0, 1))
 
     def refilled(share: Share) -> None:

@@ -1,5 +1,5 @@
-"""Drafts change nothing but how soon tokens come: whoever guesses, whatever ends the answers, and
-wherever their pages go meanwhile."""
+"""Drafts change only the speed of responses, for any drafter and any end, and wherever their
+pages are in between."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,14 +24,14 @@ def guesses(kind: str, seed: int = 0) -> Speculator:
 
 
 def verified(rig: Rig) -> list[int]:
-    """Drafts, by step that has some."""
+    """Return drafts by step, for steps with drafts."""
     steps = [batch for batch in rig.runner.batches if batch.mode is ForwardMode.VERIFY]
     return [batch.num_tokens - len(batch.slots) for batch in steps]
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_without_drafts(kind, overlap):
+def test_responses_equal_those_without_drafts(kind, overlap):
     rig = Rig(speculator=guesses(kind), overlap_schedule=overlap, max_running_requests=40)
     for length in (1, 15, 16, 17, 40):
         rig.add([length] * length, max_tokens=length + 30)
@@ -44,9 +44,9 @@ def test_answers_are_those_without_drafts(kind, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_drafts_that_stand_save_their_steps(overlap):
-    """With overlap no turn is lost for them: a step is launched before it is known whether the
-    drafts of the step before stand."""
+def test_accepted_drafts_save_their_steps(overlap):
+    """With overlap no turn is lost for them: a step is launched before the drafts of the
+    previous step are verified."""
     rig = Rig(speculator=guesses("right"), overlap_schedule=overlap)
     rig.add([1, 2, 3], max_tokens=51)
     rig.complete()
@@ -54,15 +54,16 @@ def test_drafts_that_stand_save_their_steps(overlap):
     assert rig.runner.done_at_launch == [max(0, step - overlap) for step in range(11)]
 
 
-def test_a_draft_that_does_not_stand_costs_no_step():
+def test_a_rejected_draft_costs_no_step():
     rig = Rig(speculator=guesses("wrong"))
     rig.add([1, 2, 3], max_tokens=30)
     rig.complete()
     assert len(rig.runner.batches) == 30
 
 
-def test_after_a_rejected_draft_the_step_in_flight_goes_on_at_the_right_place():
-    """Each step, though launched as if all drafts before stood, gives a token at least."""
+def test_after_a_rejected_draft_the_step_in_flight_continues_at_the_right_position():
+    """Each step gives at least one token, although it was launched as if all earlier drafts were
+    accepted."""
     rig = Rig(speculator=guesses("random"))
     rig.add([5] * 20, max_tokens=200)
     rig.complete()
@@ -71,10 +72,10 @@ def test_after_a_rejected_draft_the_step_in_flight_goes_on_at_the_right_place():
     assert len(rig.runner.batches) == 200 - counters["draft_tokens/accepted"]
 
 
-# Seen failing with guesses dropped where they differ from the drafts in flight.
+# Seen failing if drafts are dropped when they differ from those in flight.
 def test_a_row_has_drafts_in_the_step_after_a_wrong_one_too():
-    """A guess is one token off now and then, and all behind it is guessed after that token. The
-    next guess knows better, and replaces what the step in flight has."""
+    """A draft is sometimes wrong by one token, and all later ones continue from that token. The
+    next drafts know better, and replace those of the step in flight."""
 
     def foretell(tokens: list[int], count: int) -> list[int]:
         guessed = list(tokens)
@@ -92,11 +93,12 @@ def test_a_row_has_drafts_in_the_step_after_a_wrong_one_too():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_ends_within_accepted_drafts(kind):
-    """By EOS, by its own stop token, or by its length, at every place among them; what was guessed
-    behind its end is not told. What its last step writes is written while its pages are its own.
+def test_a_response_ends_within_accepted_drafts(kind):
+    """By EOS, by its own stop token, or by its length, at every position among them. Drafts after
+    the end are not returned. Its last step writes only its own pages.
 
-    Seen failing with steps that hold the page of a row's last token alone."""
+    Seen failing with steps that hold only the page of a row's last token.
+    """
     rig = Rig(speculator=guesses(kind), eos=(5, 6, 7), max_running_requests=64)
     for first in range(30):
         answer = FORETELL([first, 1], 12)
@@ -106,7 +108,7 @@ def test_an_answer_ends_within_accepted_drafts(kind):
     rig.complete()
 
 
-def test_a_request_that_is_cancelled_among_drafts_ends_with_its_step():
+def test_a_request_cancelled_among_drafts_ends_with_its_step():
     rig = Rig(speculator=guesses("right"))
     request, other = rig.add([1, 2], max_tokens=100), rig.add([2, 1], max_tokens=40)
     rig.step(4)
@@ -121,7 +123,7 @@ def test_a_request_that_is_cancelled_among_drafts_ends_with_its_step():
 
 @pytest.mark.parametrize("windows", [(None, 16), (None, 20, 100)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_windows_move_on_with_what_is_accepted(kind, windows):
+def test_windows_move_on_with_accepted_tokens(kind, windows):
     rig = Rig(speculator=guesses(kind), windows=windows, num_pages=200)
     for length in (3, 16, 50):
         rig.add([length] * length, max_tokens=120)
@@ -131,8 +133,8 @@ def test_windows_move_on_with_what_is_accepted(kind, windows):
 @pytest.mark.parametrize("state_pages", [0, 2])
 @pytest.mark.parametrize("swap_pages", [0, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_retracted_among_drafts_and_come_back(kind, swap_pages, state_pages):
-    """With the state behind what stands, if they have one."""
+def test_requests_with_drafts_are_retracted_and_return(kind, swap_pages, state_pages):
+    """With the state after the accepted tokens, if the model has states."""
     rig = Rig(
         speculator=guesses(kind),
         num_pages=8 + 3 * state_pages,
@@ -149,11 +151,11 @@ def test_requests_are_retracted_among_drafts_and_come_back(kind, swap_pages, sta
     assert verified(rig)
 
 
-# Seen failing with its growth counted from the pages that its tokens need: it had one more, for
-# drafts that were rejected after it had left, and so waited for one more than there is.
+# Seen failing if growth is counted from the pages that its tokens need: it had one more, for drafts
+# that were rejected after its retraction, and so waited for more pages than exist.
 @pytest.mark.parametrize("state_pages", [0, 2])
 @pytest.mark.parametrize("num_tokens", [46, 47, 48])
-def test_who_had_all_pages_with_its_drafts_comes_back(num_tokens, state_pages):
+def test_a_request_that_had_all_pages_with_its_drafts_returns(num_tokens, state_pages):
     rig = Rig(
         speculator=guesses("wrong"),
         num_pages=4 + state_pages,
@@ -169,7 +171,7 @@ def test_who_had_all_pages_with_its_drafts_comes_back(num_tokens, state_pages):
     assert sum(rig.scheduler.counters()[f"preempted/{n}"] for n in ("low", "normal", "high")) == 1
 
 
-def test_nobody_is_retracted_for_a_draft():
+def test_no_request_is_retracted_for_a_draft():
     """One has no page for its drafts until the other one has ended."""
     bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     rig = Rig(speculator=guesses("right"), num_pages=4, vandal=False, **bold)
@@ -179,7 +181,7 @@ def test_nobody_is_retracted_for_a_draft():
     assert rig.scheduler.counters()["retractions"] == 0
 
 
-def test_a_step_samples_no_more_tokens_than_there_are_slots():
+def test_a_step_samples_at_most_as_many_tokens_as_there_are_slots():
     rig = Rig(speculator=guesses("right"), max_running_requests=6)
     for first in range(4):
         rig.add([first] * 5, max_tokens=30)
@@ -187,7 +189,7 @@ def test_a_step_samples_no_more_tokens_than_there_are_slots():
     assert max(batch.num_tokens for batch in rig.runner.batches[1:]) == 6
 
 
-def test_a_prompt_beside_rows_that_may_be_early_changes_nothing():
+def test_a_prompt_beside_rows_that_may_move_back_changes_nothing():
     rig = Rig(speculator=guesses("random"), chunked_prefill_tokens=16)
     rig.add([3] * 10, max_tokens=200)
     for turn in range(6):
@@ -198,17 +200,14 @@ def test_a_prompt_beside_rows_that_may_be_early_changes_nothing():
     assert ForwardMode.MIXED in modes
 
 
-def test_who_may_share_no_forward_has_no_drafts():
+def test_a_request_that_must_run_alone_has_no_drafts():
     rig = Rig(speculator=guesses("right"))
     rig.add([1, 2, 3], max_tokens=20, suspect=True)
     rig.complete()
 
 
-def test_who_has_stopped_goes_on_with_all_that_was_accepted():
-    """Continue a stopped request with all accepted tokens.
-
-    A request that migrates to another node is in this state: it has no step in flight.
-    """
+def test_a_stopped_request_continues_with_all_accepted_tokens():
+    """A request that migrates to another node is in this state: it has no step in flight."""
     rig = Rig(speculator=guesses("random"))
     request = rig.add([4] * 30, max_tokens=100)
     while len(rig.tokens[request.key]) < 100:
@@ -217,7 +216,7 @@ def test_who_has_stopped_goes_on_with_all_that_was_accepted():
             continue
         rig.run_until(lambda: rig.in_flight is None)
         if request.slot is None:
-            break  # it has ended meanwhile
+            break  # it has ended before
         stopped = rig.scheduler.take_paused(request)
         assert stopped is not None
         told = [*request.token_ids.tolist(), *rig.tokens[request.key]]
@@ -229,7 +228,7 @@ def test_who_has_stopped_goes_on_with_all_that_was_accepted():
 
 
 def _predicting(rig: Rig, prediction: Callable[[list[int]], list[int]], **options: Any) -> Request:
-    """A request that expects what `prediction` makes of its answer."""
+    """Return a request whose prediction is `prediction` of its response."""
     prompt = [*range(20)]
     return rig.add(prompt, 60, prediction=prediction(FORETELL(prompt, 60)), **options)
 
@@ -239,7 +238,7 @@ def _clueless() -> Speculator:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_an_answer_that_is_as_predicted_comes_as_soon_as_its_drafts_stand(overlap):
+def test_a_correctly_predicted_response_takes_few_steps(overlap):
     rig = Rig(speculator=_clueless(), overlap_schedule=overlap)
     request = _predicting(rig, list)
     other = rig.add([1, 2, 3], 60)
@@ -254,7 +253,7 @@ def test_an_answer_that_is_as_predicted_comes_as_soon_as_its_drafts_stand(overla
     assert other.key not in rig.predicted
 
 
-def test_a_prediction_that_is_wrong_in_places_costs_no_token():
+def test_a_partly_wrong_prediction_costs_no_token():
     rig = Rig(speculator=_clueless())
     edited = _predicting(rig, lambda answer: [*answer[:20], 1, *answer[22:]])
     alien = _predicting(rig, lambda answer: [7] * 40)
@@ -263,7 +262,7 @@ def test_a_prediction_that_is_wrong_in_places_costs_no_token():
     assert alien.key not in rig.predicted or rig.predicted[alien.key].accepted == 0
 
 
-def test_what_others_guess_is_nobodys_prediction():
+def test_drafts_of_other_drafters_do_not_count_as_predicted():
     rig = Rig(speculator=guesses("right"))
     request = _predicting(rig, lambda answer: [VOCABULARY - 1] * 3)
     rig.complete()
@@ -271,7 +270,7 @@ def test_what_others_guess_is_nobodys_prediction():
     assert rig.predicted.get(request.key, NOT_PREDICTED).accepted == 0
 
 
-def test_a_prediction_comes_back_with_a_request_that_had_left_the_device():
+def test_a_prediction_is_kept_while_its_request_is_retracted():
     rig = Rig(
         speculator=_clueless(),
         num_pages=8,

@@ -277,14 +277,14 @@ def test_without_the_setting_prompts_are_not_split():
         ({}, "transformers", "engine.model_backend: transformers"),
     ],
 )
-def test_what_cannot_be_split_is_refused_by_name(settings, backend, named):
+def test_unsupported_models_are_rejected_by_name(settings, backend, named):
     scheduler = {"split_prefill_ms": LIMIT_MS}
     config = EngineConfig.model_validate({"model": "m", "scheduler": scheduler, **settings})
     with pytest.raises(ConfigError, match=f"^{named} is not supported with .*split_prefill_ms"):
         check_features(config, backend)
 
 
-def test_a_node_refuses_before_it_loads_a_model(tmp_path):
+def test_a_node_rejects_the_setting_before_it_loads_a_model(tmp_path):
     config = EngineConfig(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",

@@ -1,4 +1,4 @@
-"""Layers that are computed in one call give what they give one by one, to the bit."""
+"""Layers computed in one call give the same bits as one by one."""
 
 from functools import partial
 
@@ -23,7 +23,8 @@ WINDOWED = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 BIASED = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 24}
-# Both norms of a head, windows and so two tables; four norms, caps, another activation; biases.
+# Both norms of a head, windows and so two tables, then four norms, caps, another activation, and
+# biases.
 MODELS = {"qwen3": WINDOWED, "gemma2": {}, "llama": BIASED}
 
 
@@ -64,9 +65,7 @@ def logits(model, stack, **options):
     ids=["float32", "bfloat16", "int8"],
 )
 @pytest.mark.parametrize("architecture", MODELS)
-def test_one_call_gives_what_layers_give_one_by_one(
-    tmp_path, architecture, dtype, quantize, multiplied
-):
+def test_one_call_equals_layers_one_by_one(tmp_path, architecture, dtype, quantize, multiplied):
     if not operators_here().multiplies(multiplied):
         pytest.skip("no such compiled product here")
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
@@ -76,7 +75,7 @@ def test_one_call_gives_what_layers_give_one_by_one(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
-def test_one_call_multiplies_numbers_of_4_bits_as_they_are_stored(tmp_path, dtype):
+def test_one_call_multiplies_4_bit_weights_in_their_stored_form(tmp_path, dtype):
     source = make_checkpoint(tmp_path / "source", "qwen3", **WINDOWED)
     directory, _ = requantised(source, tmp_path, FORMATS["awq"])
     model = load(directory, CPU, dtype)
@@ -96,7 +95,7 @@ def test_one_call_multiplies_numbers_of_4_bits_as_they_are_stored(tmp_path, dtyp
         ("llama", 2),
     ],
 )
-def test_ranks_sum_in_one_call_what_they_sum_layer_by_layer(tmp_path, architecture, size, dtype):
+def test_ranks_sum_in_one_call_like_layer_by_layer(tmp_path, architecture, size, dtype):
     """Seen failing without each of the two sums of a layer."""
     if not operators_here().multiplies(dtype):
         pytest.skip("no such compiled product here")
@@ -134,7 +133,7 @@ def test_the_loss_of_a_rank_ends_the_call(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", [*MODELS, "qwen3_moe"])
-def test_layers_in_groups_give_what_all_layers_give(tmp_path, monkeypatch, architecture):
+def test_layers_in_groups_equal_all_layers(tmp_path, monkeypatch, architecture):
     directory = make_checkpoint(tmp_path, architecture, **MODELS.get(architecture, {}))
     model = load(directory, CPU, F32)
     whole = logits(model, model.stack)
@@ -168,7 +167,7 @@ def test_layers_in_groups_are_computed_one_by_one_for_adapters(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "gpt_oss"])
-def test_layers_that_have_more_to_them_are_computed_one_by_one(tmp_path, architecture):
+def test_layers_with_additional_parts_are_computed_one_by_one(tmp_path, architecture):
     model = load(make_checkpoint(tmp_path, architecture), CPU, F32)
     assert isinstance(model.stack, LayerByLayer)
 

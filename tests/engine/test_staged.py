@@ -1,4 +1,4 @@
-"""Two stages of a node: the order of work in the first one, and rehearsals."""
+"""Two stages of a node: the order of work in the first one, and warmups."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ class Done:
 
 
 class Noting:
-    """Forwards, a stage and followers that note what they do. Work is done at once."""
+    """Forwards, a stage and followers that record their work, which is done at once."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -66,7 +66,7 @@ def launched(noting: Noting) -> Callable[..., Any]:
     return launch
 
 
-def test_a_step_is_sampled_after_the_layers_of_the_next_one_and_before_that_is_sent() -> None:
+def test_a_step_is_sampled_between_computing_and_sending_the_next_one() -> None:
     noting = Noting()
     launch = launched(noting)
     first, second = launch(5, 6), launch(7)
@@ -95,7 +95,7 @@ def test_a_step_is_sampled_before_one_without_rows() -> None:
     assert noting.done == ["layers 1", "send 1", "sample 1", "copies"]
 
 
-def test_both_stages_rehearse_together(tmp_path: Path) -> None:
+def test_both_stages_warm_up_together(tmp_path: Path) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path))
 
     def rehearse(peers: Share) -> set[int]:
@@ -133,8 +133,8 @@ class Headless:
         return launch_without_head(self._forwards, step)
 
 
-# Seen failing with the hidden states of the first stage in place of the embeddings.
-def test_the_last_stage_keeps_for_drafts_what_one_rank_keeps(tmp_path: Path) -> None:
+# Seen failing with the hidden states of the first stage instead of the embeddings.
+def test_the_last_stage_keeps_the_same_data_for_drafts_as_one_rank(tmp_path: Path) -> None:
     directory = make_mtp(make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3))
     servable = open_checkpoint(directory, "native", SpeculativeConfig(method="mtp"))
 

@@ -1,4 +1,4 @@
-"""An engine process whose loop stands still is ended by its watchdog."""
+"""The watchdog ends an engine process whose loop makes no progress."""
 
 import subprocess
 import sys
@@ -43,8 +43,8 @@ def _ended(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return fork_server.run(__spec__.name, *arguments)
 
 
-def test_its_log_has_all_queues_every_handoff_and_every_stack():
-    """Seen failing with `end_process` doing nothing: it never ends."""
+def test_the_log_has_all_queues_every_hand_off_and_every_stack():
+    """Seen failing if `end_process` does nothing: it never ends."""
     ended = _ended()
     assert ended.returncode == 1
     assert "engine stalled, terminating" in ended.stderr
@@ -57,7 +57,7 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
     assert 'request_id="flight 0"' not in ended.stderr
 
 
-def test_it_ends_even_if_it_cannot_say_what_it_had():
+def test_the_process_ends_even_if_the_report_fails():
     ended = _ended(BROKEN)
     assert ended.returncode == 1
     assert "engine stalled, terminating" in ended.stderr

@@ -1,4 +1,5 @@
-"""States beside pages: who goes on from which, what is kept of them, and what goes first."""
+"""States beside pages: from which state a request continues, which are kept, and which are
+evicted first."""
 
 import random
 
@@ -30,14 +31,14 @@ def rig(**options: object) -> Rig:
 
 
 def served(rig: Rig, tokens: list[int], max_tokens: int = 4) -> int:
-    """Runs one request to its end; returns how many tokens of it were cached."""
+    """Run one request to its end. Return how many of its tokens were cached."""
     request = rig.add(tokens, max_tokens)
     rig.complete(request)
     return request.cached_tokens
 
 
 @pytest.mark.parametrize("chunk", [-1, 32])
-def test_the_same_prompt_goes_on_from_the_last_page_that_it_can(chunk):
+def test_the_same_prompt_continues_from_the_last_possible_page(chunk):
     for length in (5, 16, 17, 100, 112):
         one = rig(chunked_prefill_tokens=chunk)
         assert served(one, prompt(length)) == 0
@@ -46,7 +47,7 @@ def test_the_same_prompt_goes_on_from_the_last_page_that_it_can(chunk):
         one.assert_at_rest()
 
 
-def test_of_prompts_that_begin_alike_the_third_goes_on_from_where_they_part():
+def test_the_third_prompt_with_a_common_prefix_continues_from_its_end():
     one = rig()
     stem = prompt(70)
     assert served(one, stem + prompt(50, 2)) == 0
@@ -63,8 +64,8 @@ def test_without_a_prefix_cache_no_state_is_kept():
 
 
 @pytest.mark.parametrize("chunk, length", [(-1, 100), (32, 100), (32, 59)])
-def test_of_a_row_whose_numbers_are_not_finite_nothing_is_kept(chunk, length):
-    """Nor of the one that is launched before that is known."""
+def test_no_state_is_kept_of_a_row_that_is_not_finite(chunk, length):
+    """Nor of the next one, which is launched before this is known."""
     poison = VOCABULARY  # no token of a prompt
     one = rig(poison=poison, chunked_prefill_tokens=chunk)
     request = one.add([poison, *prompt(length)], 4)
@@ -87,16 +88,17 @@ def test_a_launched_step_holds_the_state_that_it_writes_for_an_ended_request():
     one.run()
 
 
-def test_a_request_that_waits_for_a_state_of_another_goes_on_from_it():
+def test_a_request_that_waits_for_a_state_of_another_continues_from_it():
     one = rig(chunked_prefill_tokens=32)
     first, second = one.add(prompt(300), 2), one.add(prompt(310), 2)
     other = one.add([*prompt(200), *prompt(100, 5)], 2)
     one.complete()
-    assert first.cached_tokens == other.cached_tokens == 0  # nobody leaves one where they part
+    # no request leaves a state where they diverge
+    assert first.cached_tokens == other.cached_tokens == 0
     assert second.cached_tokens == 288
 
 
-def test_where_there_is_no_room_for_a_state_to_keep_prompts_are_served_all_the_same():
+def test_without_room_for_states_prompts_are_served_nevertheless():
     one = rig(num_pages=2 * STATE + 8)
     for seed in range(4):
         served(one, prompt(70, seed), 40)
@@ -118,13 +120,13 @@ def test_where_there_is_no_room_for_a_state_to_keep_prompts_are_served_all_the_s
         ((0, 100, 100, 96), (100, 96)),
     ],
 )
-def test_where_a_state_is_kept(given, expected):
+def test_states_are_kept_at_these_positions(given, expected):
     start, end, num_tokens, branch = given
     assert stretch(start, end, num_tokens=num_tokens, branch=branch, page_size=16) == expected
 
 
 class Books:
-    """A tree, and a list of all (tokens, state) that it was taught."""
+    """A tree, and a list of all inserted (tokens, state)."""
 
     SIZE = 4
 
@@ -150,7 +152,7 @@ class Books:
         self.cache.check()
 
 
-def test_a_match_ends_where_a_state_is_and_its_pages_are_those_that_were_taught():
+def test_a_match_ends_at_a_state_and_has_the_inserted_pages():
     rng = random.Random(4)
     books = Books()
     for _ in range(60):
@@ -167,7 +169,7 @@ def test_a_match_ends_where_a_state_is_and_its_pages_are_those_that_were_taught(
         assert match.holding.num_pages * 4 == match.num_tokens
 
 
-def test_states_that_a_deeper_one_has_left_behind_go_first_unless_one_went_on_from_them():
+def test_states_superseded_by_a_deeper_one_are_evicted_first_unless_used():
     books = Books(num_pages=24)
     tokens = list(range(32))
     for keep in (8, 16, 28):
@@ -180,7 +182,7 @@ def test_states_that_a_deeper_one_has_left_behind_go_first_unless_one_went_on_fr
     assert books.cache.match(ints(tokens)).num_tokens == 28
 
 
-def test_all_that_only_the_tree_holds_can_be_had_although_somebody_reads_of_it():
+def test_all_pages_held_only_by_the_tree_are_available_while_others_are_read():
     for seed in range(20):
         rng = random.Random(seed)
         books = Books(num_pages=60)
@@ -205,7 +207,7 @@ def test_all_that_only_the_tree_holds_can_be_had_although_somebody_reads_of_it()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_random_workloads_go_on_from_the_right_states(seed):
+def test_random_workloads_continue_from_the_right_states(seed):
     rng = random.Random(seed)
     pressure = seed % 2 == 0
     one = rig(

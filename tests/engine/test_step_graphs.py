@@ -1,5 +1,5 @@
-"""Graphs of steps of every kind: drafts, adapters, prompts. Replays repeat the kernels of a capture
-on the same memory, so nothing that depends on a step's data may have been decided by the host."""
+"""Graphs of steps of every kind: drafts, adapters, prompts. Replays repeat the kernels of a
+capture on the same memory, so the host must not have decided anything from a step's data."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Drafting:
 
     Args:
         answers: texts of the requests with their responses, from which drafts are drawn. None: the
-            device draws drafts.
+            device drafts.
         adapters: of the requests, by name.
         sampling: of the requests.
     """
@@ -116,7 +116,7 @@ def captured(
     for shape in steps.runner.graph_shapes:
         if shape in wanted:
             steps.runner.capture(shape)
-    assert (steps.pool.tensor == 0xFF).all()  # as it was made: padding writes no page
+    assert (steps.pool.tensor == 0xFF).all()  # unchanged: padding writes no page
     return steps
 
 
@@ -127,7 +127,7 @@ ROUNDS = ((2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
 
 
 def made(root: Path, kind: str) -> tuple[Path, SpeculativeConfig]:
-    """Return a model, and how drafts are made."""
+    """Return a model, and its kind of drafter."""
     match kind:
         case "dense":
             return make_checkpoint(root, num_hidden_layers=1), SpeculativeConfig()
@@ -177,23 +177,25 @@ def alone_of(model: Model, **options: Any) -> list[list[int]]:
         ),
     ],
 )
-def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_path: Path) -> None:
+def test_every_step_has_a_graph_and_the_right_tokens(
+    kind: str, overlap: bool, tmp_path: Path
+) -> None:
     """Rows are followed by padding, drafts are accepted and rejected, and each step has other pages
     and lengths than the one of the capture."""
     directory, speculation = made(tmp_path, kind)
     model = load(directory, CPU, torch.float32, speculation=speculation)
-    model.compute_in_one_way()  # as on a GPU, where no latents are unfolded
+    model.compute_in_one_way()  # as on a GPU, where no latents are expanded
     recorder = RepeatRecorder()
     counted = served(model, kind, recorder, alone_of(model), overlap=overlap)
     assert len(recorder.replays) == sum(counted)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_graphs_choose_the_tokens_of_steps_with_drafts(
+def test_graphs_sample_the_tokens_of_steps_with_drafts(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random tokens depend on their places, which rejected drafts move. If they do not move within
-    a step, it needs no tensors of its own on the device."""
+    """Random tokens depend on their positions, which rejected drafts change. If they do not
+    change within a step, it needs no tensors of its own on the device."""
     if not overlap:
         monkeypatch.delattr(StepGraphs, "upload")
     model = load(make_checkpoint(tmp_path, num_hidden_layers=1), CPU, torch.float32)
@@ -210,7 +212,7 @@ def test_graphs_choose_the_tokens_of_steps_with_drafts(
 
 
 def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -> None:
-    """These writes are no part of the graphs, even if graphs choose the tokens."""
+    """These writes are not part of the graphs, even if graphs sample the tokens."""
     model = load(
         make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=HYBRID),
         CPU,
@@ -229,7 +231,9 @@ def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -
 @interpreted
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
-def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
+def test_no_result_of_a_replay_depends_on_the_hosts_data_at_the_capture(
+    kind: str, tmp_path: Path
+) -> None:
     directory, speculation = made(tmp_path, kind)
     model = load(directory, CPU, torch.float32, speculation=speculation)
     alone, recorder = alone_of(model), TapeRecorder()
@@ -273,7 +277,7 @@ def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @interpreted
-def test_replays_decide_nothing_about_adapters_on_the_host(tmp_path: Path) -> None:
+def test_no_result_with_adapters_depends_on_the_hosts_data_at_the_capture(tmp_path: Path) -> None:
     model, lora = with_adapters(tmp_path)
     steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
     alone, recorder = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16), TapeRecorder()

@@ -1,5 +1,4 @@
-"""Step metrics: each step is counted once, in the right bucket, whether reported at once or
-later."""
+"""Step metrics: each step is counted once, in the right bucket, for any times of reports."""
 
 import random
 
@@ -8,8 +7,8 @@ from common.distribution import LiveHistogram
 from engine.loop.step_clock import StepMeter
 
 
-def test_every_step_is_counted_whenever_one_asks():
-    """Times and sizes that are bounds themselves too."""
+def test_every_step_is_counted_for_any_times_of_reports():
+    """Some times and sizes equal the bounds of buckets."""
     meter = StepMeter()
     seconds, requests = (
         LiveHistogram(distribution.STEP_S),

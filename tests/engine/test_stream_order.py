@@ -1,4 +1,5 @@
-"""On a GPU: work on the same memory is ordered, and what a forward launches depends on shapes."""
+"""On a GPU: accesses to the same memory are ordered, and the launches of a forward depend only
+on shapes."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(steps: Steps, num_steps: int) -> None:
-    """An engine's start, as `build` has it, and traffic."""
+    """Start an engine, as `build` does, and serve traffic."""
     prepare(steps.runner, 64 + NUM_SLOTS)
     traffic = Traffic(steps, 1, vocabulary_size=VOCABULARY_SIZE, drafts=True)
     for _ in range(num_steps):
@@ -55,7 +56,7 @@ def test_all_work_on_the_same_memory_is_ordered(checkpoint: Path) -> None:
 def test_a_zero_fill_on_another_stream_is_found(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Find a former bug: a runner's buffers were zeroed on the stream of their creator."""
+    """A former bug: a runner's buffers were zeroed on the stream of their creator."""
     monkeypatch.setattr(forwards_module, "made_on", lambda stream, make: make())
     with followed() as order:
         model = load(checkpoint, GPU, torch.bfloat16)
@@ -95,7 +96,7 @@ class Watched:
 
 # Seen failing with a tensor made of a number in the forward, and with one of pinned memory.
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-def test_a_forward_never_waits_nor_uploads_nor_pins(tmp_path: Path, architecture: str) -> None:
+def test_a_forward_neither_waits_nor_uploads_nor_pins(tmp_path: Path, architecture: str) -> None:
     directory = make_checkpoint(tmp_path, architecture)
     with followed() as order:
         model = Watched(load(directory, GPU, torch.bfloat16), order)
@@ -105,7 +106,7 @@ def test_a_forward_never_waits_nor_uploads_nor_pins(tmp_path: Path, architecture
 
 
 def launched(order: StreamOrder, model: Model, seed: int) -> list[Operation]:
-    """Return the operations that steps of the same shapes enqueue, independent of their values."""
+    """Return the operations that steps of the same shapes enqueue."""
     rng = random.Random(seed)
     steps = Steps(model, num_slots=NUM_SLOTS)
     kinds = (
@@ -125,8 +126,8 @@ def launched(order: StreamOrder, model: Model, seed: int) -> list[Operation]:
     return list(order.operations)
 
 
-# Seen failing with page ids cut behind the largest one.
-def test_steps_of_equal_shapes_launch_the_same_whatever_is_in_them(checkpoint: Path) -> None:
+# Seen failing with page ids cut after the largest one.
+def test_steps_of_equal_shapes_launch_the_same_operations(checkpoint: Path) -> None:
     with followed() as order:
         model = load(checkpoint, GPU, torch.bfloat16)
         first, *others = (launched(order, model, seed) for seed in range(4))
@@ -134,11 +135,11 @@ def test_steps_of_equal_shapes_launch_the_same_whatever_is_in_them(checkpoint: P
     assert all(other == first for other in others)
 
 
-# What the checker itself sees. Each case was seen failing with the line that it is about.
+# Tests of the checker itself. Each case was seen failing without the line that it is about.
 
 
 class Two:
-    """Two streams, and memory that both work on."""
+    """Two streams, and memory that both use."""
 
     def __init__(self) -> None:
         self.a, self.b = torch.cuda.Stream(), torch.cuda.Stream()
@@ -148,7 +149,7 @@ class Two:
             stream.wait_stream(torch.cuda.current_stream())
 
     def on(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> torch.cuda.Event:
-        """Enqueues it; the event comes after it."""
+        """Enqueue it, followed by the event."""
         with torch.cuda.stream(stream):
             work()
             event = torch.cuda.Event()
@@ -224,7 +225,7 @@ class Two:
         Two.computes_with_numbers_too_early,
     ],
 )
-def test_the_checker_finds_what_nothing_orders(work: Callable[[Two], None]) -> None:
+def test_the_checker_finds_unordered_accesses(work: Callable[[Two], None]) -> None:
     with followed() as order:
         work(Two())
     assert len(order.problems) == 1
@@ -241,7 +242,7 @@ def test_the_checker_finds_what_nothing_orders(work: Callable[[Two], None]) -> N
         Two.waits_in_a_copy,
     ],
 )
-def test_the_checker_finds_nothing_where_there_is_nothing(work: Callable[[Two], None]) -> None:
+def test_the_checker_reports_no_ordered_accesses(work: Callable[[Two], None]) -> None:
     with followed() as order:
         work(Two())
     assert order.problems == []
@@ -256,7 +257,7 @@ def test_the_checker_finds_nothing_where_there_is_nothing(work: Callable[[Two], 
         (lambda: torch.cuda.current_stream().synchronize(), "the host waits"),
     ],
 )
-def test_the_checker_knows_what_a_forward_must_not_do(
+def test_the_checker_detects_forbidden_operations_of_a_forward(
     work: Callable[[], object], hazard: str
 ) -> None:
     with followed() as order:

@@ -19,7 +19,7 @@ def _request(key: int = 1, *, tokens: int = 5, max_tokens: int = 8, **sampling: 
     )
 
 
-def test_a_slot_shows_its_request():
+def test_a_slot_has_the_data_of_its_request():
     table = SlotTable(2, 32, 16)
     request = _request(stop_token_ids=(9,))
     slot = table.acquire(request, eos_token_ids=(4, 5))
@@ -35,8 +35,8 @@ def pages(**by_kind: int) -> dict[str, float]:
     return {f"request_pages/{kind}": number for kind, number in by_kind.items()}
 
 
-def test_pages_are_counted_by_the_data_in_them():
-    """A page counts once for each request with a slot, unless it lies behind a window."""
+def test_pages_are_counted_by_their_data():
+    """A page counts once for each request with a slot, unless it is before a window."""
     table = SlotTable(3, 256, 16, windows=(None, 16, None), state_pages=2)
     first, second = _request(1, tokens=80), _request(2, tokens=40)
     slot, other = table.acquire(first), table.acquire(second)
@@ -54,7 +54,7 @@ def test_pages_are_counted_by_the_data_in_them():
     assert plain.gauges() == pages(full=0)
 
 
-def test_the_next_request_sees_nothing_of_the_one_before():
+def test_the_next_request_of_a_slot_has_no_data_of_the_previous_one():
     table = SlotTable(1, 64, 16)
     first = _request(stop_token_ids=(7, 8, 9), tokens=20)
     slot = table.acquire(first)
@@ -75,8 +75,8 @@ def test_a_slot_is_released_once():
         table.release(request)
 
 
-# Seen failing with pages up to 0 counted as gone.
-def test_page_0_within_a_window_is_there_and_freed_like_any_other():
+# Seen failing if pages up to 0 count as released.
+def test_page_0_within_a_window_is_kept_and_freed_like_any_other():
     table = SlotTable(1, 64, 4, windows=(None, 8))
     table.acquire(_request(tokens=10))
     table.set_pages(0, PageHolding.of(ints([3, 4, 5]), ints([0, 1, 2])))

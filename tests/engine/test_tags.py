@@ -1,4 +1,4 @@
-"""Structural tags: free text, in which what has begun cannot be malformed, and what is no tag."""
+"""Structural tags: free text in which started tags must be well-formed, and invalid tags."""
 
 import json
 import re
@@ -165,8 +165,8 @@ CALLS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_has_begun_can_only_be_a_good_one(made: GrammarCompilers, name: str) -> None:
-    """Which the parser finds, too."""
+def test_a_started_call_must_be_valid(made: GrammarCompilers, name: str) -> None:
+    """The parser finds it, too."""
     speech = ModelFormat(tools=name)
     form = speech.form_of_calls(TOOLS, parallel=True)
     assert form is not None
@@ -185,8 +185,8 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(made: GrammarCompilers, na
     assert not _follows(made, tag(alone), good[0] + good[1])
 
 
-def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: GrammarCompilers) -> None:
-    """With 64 tools such a form took 2.7 s to compile for 151,000 words."""
+def test_tools_with_one_schema_share_it_and_other_json_is_possible(made: GrammarCompilers) -> None:
+    """With 64 tools such a grammar took 2.7 s to compile for 151,000 words."""
     tools = [(f"tool{number}", {"type": "object"}) for number in range(64)]
     form = ModelFormat(tools="llama3").form_of_calls(tools, parallel=True)
     assert form is not None
@@ -204,8 +204,8 @@ ANOTHER = {"llama3": "; "}  # between two calls
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_answer_is_of_its_form_or_is_calls(made: GrammarCompilers, name: str) -> None:
-    """Seen failing: a form beside tools let no tool be called."""
+def test_a_response_follows_its_schema_or_has_calls(made: GrammarCompilers, name: str) -> None:
+    """Seen failing: with a schema beside tools no tool could be called."""
     assert FORM is not None
     speech = ModelFormat(tools=name)
     good, bad = CALLS[name]
@@ -240,8 +240,8 @@ MARKERS = {
 
 
 @pytest.mark.parametrize("name", MARKERS)
-def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
-    """Seen failing: no grammar of such calls was made. A vocabulary of bytes, and of markers."""
+def test_markers_that_are_special_tokens_are_named_as_tokens(name: str) -> None:
+    """Seen failing: no grammar of such calls was made. The vocabulary has bytes and markers."""
     tokens = {marker: 256 + number for number, marker in enumerate(MARKERS[name])}
     words = [bytes([byte]) for byte in range(256)] + [b""] * (len(tokens) + 1)
     end = len(words) - 1
@@ -274,7 +274,7 @@ def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3-coder"])
-def test_arguments_between_tokens_have_no_grammar(name: str) -> None:
+def test_arguments_between_special_tokens_have_no_grammar(name: str) -> None:
     tokens = {"<tool_call>": 1, "<arg_key>": 2, "<parameter=": 3}
     assert ModelFormat(tools=name, tokens=tokens).form_of_calls(TOOLS, parallel=True) is None
     assert (
@@ -284,7 +284,7 @@ def test_arguments_between_tokens_have_no_grammar(name: str) -> None:
 
 
 def _heard(speech: ModelFormat, text: str) -> int:
-    """The number of calls that the parser finds, each of which is JSON, and no content."""
+    """Return the number of calls that the parser finds, each of which is JSON, and no content."""
     heard = StreamParser(lambda: speech.parser("", dict(TOOLS), reasons=True)).hear(text, last=True)
     assert not heard.content.strip()
     for call in heard.calls:
@@ -342,7 +342,7 @@ NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
     ],
     ids=["format", "structures", "sequence", "separator"],
 )
-def test_a_tag_is_written_in_either_form(
+def test_a_tag_may_have_either_format(
     made: GrammarCompilers, text: dict[str, Any], good: str, bad: str
 ) -> None:
     guide = GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", **text}))
@@ -377,7 +377,7 @@ def test_a_tag_is_written_in_either_form(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_no_tag_is_refused_with_its_place(
+def test_an_invalid_tag_is_rejected_with_its_place(
     made: GrammarCompilers, wanted: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: ") as caught:
@@ -395,9 +395,9 @@ def test_what_is_no_tag_is_refused_with_its_place(
         ('root ::= "a" b\nb ::= "b" (=Token(65))', "Token"),
     ],
 )
-def test_a_grammar_names_no_tokens(made: GrammarCompilers, grammar: str, word: str) -> None:
-    """Seen failing with what xgrammar keeps of such rules: the mask of the first that was asked for
-    came for all others."""
+def test_a_grammar_cannot_name_tokens(made: GrammarCompilers, grammar: str, word: str) -> None:
+    """Seen failing with xgrammar's cache of such rules: all others got the mask of the first
+    one."""
     for guide in (
         GuidedDecoding("ebnf", grammar),
         tag({"type": "grammar", "grammar": grammar}),
@@ -407,7 +407,7 @@ def test_a_grammar_names_no_tokens(made: GrammarCompilers, grammar: str, word: s
             made.compiled(prepared(guide))
 
 
-def test_words_for_tokens_are_text_within_texts(made: GrammarCompilers) -> None:
+def test_names_of_tokens_are_text_within_texts(made: GrammarCompilers) -> None:
     for grammar in ('root ::= "Token(65)"', 'root ::= "Token" [T(] "65" [")] # Token(1)'):
         guide = GuidedDecoding("ebnf", grammar)
         assert _follows(made, guide, "Token(65)")
@@ -421,13 +421,15 @@ def test_beside_tokens_a_grammar_has_no_free_text_either(made: GrammarCompilers)
         made.compiled(prepared(tag({"type": "sequence", "elements": beside})))
 
 
-def test_a_structure_that_is_none_is_refused_and_not_left_out(made: GrammarCompilers) -> None:
+def test_an_invalid_structure_is_rejected_and_not_dropped(made: GrammarCompilers) -> None:
     text = '{"structures": [5], "triggers": ["<"]}'
     with pytest.raises(InvalidRequest, match=r"structures\[0\] is not an object"):
         made.compiled(prepared(GuidedDecoding("structural_tag", text)))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": {}, "tags": []}', "[" * 100_000])
-def test_what_is_no_json_object_with_a_format_is_refused(made: GrammarCompilers, text: str) -> None:
+def test_a_text_that_is_no_json_object_with_a_format_is_rejected(
+    made: GrammarCompilers, text: str
+) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: "):
         made.compiled(prepared(GuidedDecoding("structural_tag", text)))

@@ -1,5 +1,5 @@
-"""The tier of host memory below the prefix tree: what is forgotten above is brought back, whoever
-goes on from it gets the oracle's tokens, and every page is somebody's."""
+"""The offload tier of host memory below the prefix tree: evicted prefixes are restored, requests
+that continue from them get the oracle's tokens, and every page has a holder."""
 
 import random
 from collections import deque
@@ -35,7 +35,7 @@ def drawn(seed: int, length: int) -> list[int]:
 
 
 def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> Request:
-    """Runs one request to its end, which is the oracle's."""
+    """Run one request to its end, with the oracle's tokens."""
     request = rig.request(prompt, max_tokens, **options)  # type: ignore[arg-type]
     rig.come(request)
     rig.run()
@@ -44,7 +44,7 @@ def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> 
 
 
 def bring(rig: Rig, prompt: list[int]) -> None:
-    """Bring what lower tiers have of a prompt to the device."""
+    """Load the part of a prompt that lower tiers have to the device."""
     done = list[bool]()
     way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
     assert way is not None and rig.tiers.bring(way, len(way.host), lambda: done.append(True))
@@ -56,7 +56,7 @@ def in_tree(rig: Rig, prompt: list[int]) -> int:
     return rig.cache.match(np.array(prompt, np.int32)).num_tokens
 
 
-def test_pages_beyond_the_size_limit_of_the_tree_are_brought_back_from_the_tier():
+def test_pages_beyond_the_size_limit_of_the_tree_are_restored_from_the_tier():
     rig = Rig(num_pages=40, tier_pages=100, max_cached_pages=8)
     prompts = [drawn(seed, 7 * SIZE) for seed in range(3)]
     for prompt in prompts:
@@ -68,7 +68,7 @@ def test_pages_beyond_the_size_limit_of_the_tree_are_brought_back_from_the_tier(
 
 
 def fill_the_pool(rig: Rig, seed: int = 99) -> None:
-    """With prompts that nobody asks again."""
+    """Fill the pool with prompts that are not used again."""
     for more in range(3):
         ask(rig, drawn(seed + more, (rig.num_pages - 2) * SIZE))
 
@@ -77,7 +77,7 @@ class HostTier:
     """Host memory below the device."""
 
     sizes: ClassVar = {"num_pages": 16, "tier_pages": 100}
-    few: ClassVar = {"tier_pages": 60, "swap_pages": 0}  # no room for much else than one prompt
+    few: ClassVar = {"tier_pages": 60, "swap_pages": 0}  # room for little more than one prompt
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class HostTier:
         return Rig(**{**self.sizes, **options})
 
     def forget(self, rig: Rig, prompt: list[int]) -> None:
-        """Ask for so much else that only the tier has the prompt."""
+        """Use so many other prompts that only the tier has this one."""
         fill_the_pool(rig)
         assert in_tree(rig, prompt) == 0
 
@@ -123,7 +123,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> HostTier:
     return request.param(tmp_path)
 
 
-def test_what_the_tree_forgets_is_brought_back(tier):
+def test_an_evicted_prefix_is_restored(tier):
     rig = tier.rig()
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -135,7 +135,7 @@ def test_what_the_tree_forgets_is_brought_back(tier):
     rig.assert_at_rest()
 
 
-def test_one_namespace_gets_nothing_of_another(tier):
+def test_a_namespace_gets_nothing_of_another(tier):
     rig = tier.rig()
     prompt, salted = drawn(1, 160), namespace_of("salt")
     ask(rig, prompt, namespace=salted)
@@ -145,7 +145,7 @@ def test_one_namespace_gets_nothing_of_another(tier):
     assert ask(rig, prompt, namespace=salted).cached_tokens == 144
 
 
-def test_who_wants_the_same_waits_for_the_one_copy(tier):
+def test_requests_for_the_same_prefix_wait_for_one_copy(tier):
     rig = tier.rig(num_pages=40)
     stem = drawn(1, 160)
     ask(rig, stem)
@@ -163,7 +163,7 @@ def test_who_wants_the_same_waits_for_the_one_copy(tier):
     rig.assert_at_rest()
 
 
-def test_requests_that_leave_the_device_go_before_what_is_cached(tier):
+def test_retracted_requests_have_precedence_over_cached_prefixes(tier):
     rig = tier.rig(num_pages=12, swap_pages=0, tier_pages=30, **LONG)
     if rig.store:
         rig.store.delays.extend([2, 0, 5] * 30)
@@ -177,7 +177,7 @@ def test_requests_that_leave_the_device_go_before_what_is_cached(tier):
 
 
 def coming(tier: HostTier) -> tuple[Rig, list[int], Request]:
-    """Return a rig, a prompt, and a request whose prefix is on its way from the tier."""
+    """Return a rig, a prompt, and a request whose prefix is being loaded from the tier."""
     rig, prompt = tier.rig(), drawn(1, 160)
     ask(rig, prompt)
     tier.forget(rig, prompt)
@@ -188,7 +188,7 @@ def coming(tier: HostTier) -> tuple[Rig, list[int], Request]:
 
 
 @ENDS
-def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(tier, end):
+def test_a_prefix_that_arrives_for_an_ended_request_is_not_inserted(tier, end):
     rig, prompt, request = coming(tier)
     assert rig.coming and rig.tiers.busy
     end(rig, prompt)
@@ -197,7 +197,7 @@ def test_what_was_on_its_way_to_what_is_gone_is_not_taken_in(tier, end):
     assert request.cached_tokens == 0
 
 
-def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree(tier):
+def test_a_request_that_ends_while_its_prefix_is_loaded_leaves_it_to_the_tree(tier):
     rig, prompt, request = coming(tier)
     rig.abort(request)
     rig.run()
@@ -205,7 +205,7 @@ def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree(tier):
     rig.assert_at_rest()
 
 
-def test_what_is_brought_back_and_forgotten_before_its_use_counts_for_nothing():
+def test_a_prefix_that_is_evicted_before_its_use_does_not_count_as_restored():
     rig = Rig(num_pages=16, tier_pages=60, swap_pages=0)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -213,13 +213,13 @@ def test_what_is_brought_back_and_forgotten_before_its_use_counts_for_nothing():
     bring(rig, prompt)
     assert in_tree(rig, prompt) == 160
     fill_the_pool(rig, 200)
-    fill_the_pool(rig, 300)  # nor has the tier any of it now
+    fill_the_pool(rig, 300)  # nor does the tier have any of it now
     assert [ask(rig, [*prompt, 1, 2, 3]).cached_tokens for _ in range(2)] == [0, 160]
     assert rig.tiers.host_tokens == 0
 
 
 @pytest.mark.parametrize("tier_pages, length", [(0, 160), (100, 48)], ids=["no tier", "few tokens"])
-def test_without_a_tier_and_for_few_tokens_a_prompt_is_computed_anew(tier_pages, length):
+def test_without_a_tier_and_for_few_tokens_a_prompt_is_computed_again(tier_pages, length):
     rig = Rig(num_pages=16, tier_pages=tier_pages)
     ask(rig, drawn(1, length))
     fill_the_pool(rig)
@@ -227,8 +227,8 @@ def test_without_a_tier_and_for_few_tokens_a_prompt_is_computed_anew(tier_pages,
     assert tier_pages or rig.copier.num_copies == 0
 
 
-def test_only_what_is_missing_is_brought():
-    """Its beginning is in the tree still, since others use it."""
+def test_only_missing_pages_are_loaded():
+    """Its beginning is still in the tree, because others use it."""
     rig = Rig(num_pages=30, tier_pages=200)
     stem, tail = drawn(1, 96), drawn(2, 160)
     ask(rig, [*stem, *tail])
@@ -240,7 +240,7 @@ def test_only_what_is_missing_is_brought():
     assert rig.tiers.host_tokens == 256 - here
 
 
-def test_a_page_is_nobody_elses_until_its_copy_is_over():
+def test_a_page_is_not_reused_until_its_copy_is_done():
     rig = Rig(num_pages=16, tier_pages=100, vandal=False)
     rig.copier.delays.extend([1000] * 50)
     ask_only = rig.request(drawn(1, 160), 2)
@@ -253,7 +253,7 @@ def test_a_page_is_nobody_elses_until_its_copy_is_over():
     assert (rig.pages.holds(PageHolder.COPY)[copied] == 1).all()
 
 
-def test_all_is_saved_in_the_end_though_little_at_once():
+def test_everything_is_saved_eventually_although_little_at_once():
     rig = Rig(num_pages=64, tier_pages=64)
     rig.copier.delays.extend([3] * 20)
     ask(rig, drawn(1, 800))
@@ -261,11 +261,11 @@ def test_all_is_saved_in_the_end_though_little_at_once():
     assert rig.copier.num_copies > 5
 
 
-# Seen failing with the saved pages of a split node counted for both parts: the last four are lost.
-def test_a_prompt_whose_node_is_split_while_it_is_saved_is_saved_whole():
+# Seen failing if the saved pages of a split node count for both parts: the last four are lost.
+def test_a_prompt_whose_node_is_split_during_the_save_is_saved_completely():
     rig = Rig(num_pages=32, tier_pages=100)
     prompt = drawn(1, 12 * SIZE)
-    rig.copier.delays.append(60)  # of the first eight pages: others are learnt meanwhile
+    rig.copier.delays.append(60)  # of the first eight pages: others are inserted during the save
     first = rig.request(prompt, 2)
     rig.come(first)
     rig.run_until(lambda: first.key in rig.finished)
@@ -276,11 +276,11 @@ def test_a_prompt_whose_node_is_split_while_it_is_saved_is_saved_whole():
     assert ask(rig, [*prompt, 1, 2, 3]).cached_tokens == len(prompt)
 
 
-# Seen failing with the rest of the prompt saved too: it took the place of the beginning, which was
-# saved anew then, and pages were held for copies for ever.
+# Seen failing if the rest of the prompt is saved, too: it replaced the beginning, which was then
+# saved again, and pages were held for copies forever.
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=["full", "window"])
 @pytest.mark.parametrize("state_pages", [0, 2])
-def test_of_a_prompt_longer_than_host_memory_the_beginning_is_saved_once(windows, state_pages):
+def test_only_the_beginning_of_a_prompt_longer_than_host_memory_is_saved(windows, state_pages):
     rig = Rig(num_pages=120, swap_pages=0, tier_pages=12, windows=windows, state_pages=state_pages)
     prompt = drawn(1, 600)
     ask(rig, prompt)
@@ -290,7 +290,7 @@ def test_of_a_prompt_longer_than_host_memory_the_beginning_is_saved_once(windows
     rig.assert_at_rest()
 
 
-def test_the_beginning_of_a_prompt_longer_than_host_memory_is_brought_back():
+def test_the_beginning_of_a_prompt_longer_than_host_memory_is_restored():
     rig = Rig(num_pages=64, swap_pages=0, tier_pages=12)
     prompt = drawn(1, 600)
     ask(rig, prompt)
@@ -300,7 +300,7 @@ def test_the_beginning_of_a_prompt_longer_than_host_memory_is_brought_back():
     rig.assert_at_rest()
 
 
-def test_a_flush_forgets_both():
+def test_a_flush_empties_both():
     rig = Rig(num_pages=16, tier_pages=100)
     prompt = drawn(1, 160)
     ask(rig, prompt)
@@ -317,7 +317,7 @@ def test_a_flush_forgets_both():
         (PageHolder.CACHE, "are found by their keys"),
     ],
 )
-def test_a_host_page_that_nobody_knows_of_is_found(holder, sentence):
+def test_a_leaked_host_page_is_detected(holder, sentence):
     rig = Rig(num_pages=16, tier_pages=100)
     ask(rig, drawn(1, 160))
     rig.check()
@@ -341,7 +341,7 @@ class Told:
         assert self.names == set(self._rig.cache.page_names())
 
 
-def test_watchers_hear_of_a_page_until_no_tier_has_it(tier):
+def test_watchers_are_notified_when_no_tier_has_a_page_any_more(tier):
     rig = tier.rig(**tier.few)
     prompt = drawn(1, 160)
     names = set(page_names(prompt, SIZE, SHARED))
@@ -358,7 +358,7 @@ def test_watchers_hear_of_a_page_until_no_tier_has_it(tier):
 
 @dataclass
 class Talks:
-    """Conversations that take turns, more of them than the pool has room for."""
+    """Conversations in turn, more of them than the pool has room for."""
 
     rig: Rig
     rng: random.Random
@@ -414,7 +414,7 @@ def talking_rig(
     file_pages: tuple[int, ...] = (0,),
     **options: object,
 ) -> Rig:
-    """Return a rig with random sizes of its tiers, of which each table needs its part."""
+    """Return a rig with random sizes of its tiers, each with room for its part of each table."""
     wide = len(windows) + (state_pages > 0)
     return Rig(
         num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
@@ -449,12 +449,12 @@ QUICK_KINDS = [
 @pytest.mark.long
 @pytest.mark.parametrize("windows, state_pages", KINDS)
 @pytest.mark.parametrize("seed", range(8))
-def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages):
+def test_conversations_continue_correctly_from_any_tier(seed, windows, state_pages):
     talk(seed, windows, state_pages)
 
 
 @pytest.mark.parametrize("windows, state_pages", QUICK_KINDS)
-def test_conversations_are_brought_back(windows, state_pages):
+def test_conversations_are_restored(windows, state_pages):
     rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
     assert sum(rig.tiers.host_tokens for rig in rigs) > 500
     assert sum(rig.tiers.host.index.num_evicted for rig in rigs) > 0

@@ -1,4 +1,4 @@
-"""Tokens that wait, in all."""
+"""The limit of all waiting tokens."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from common.errors import Overloaded
 from engine.batch.limits import TokenBudget
 
 
-def test_tokens_are_taken_until_there_is_no_room_and_given_back_once() -> None:
+def test_tokens_are_accepted_up_to_the_limit_and_released_once() -> None:
     held = TokenBudget(10)
     held.take(1, 6)
     held.take(2, 4)
@@ -18,14 +18,14 @@ def test_tokens_are_taken_until_there_is_no_room_and_given_back_once() -> None:
     held.take(3, 6)
 
 
-def test_a_single_request_may_have_more_than_all_may() -> None:
+def test_a_single_request_may_exceed_the_limit() -> None:
     held = TokenBudget(10)
     held.take(1, 50)
     held.drop(1)
     held.take(2, 50)
 
 
-def test_some_may_have_several_times_as_much_together_with_all_others() -> None:
+def test_some_requests_may_use_several_times_the_limit_together_with_all_others() -> None:
     held = TokenBudget(10)
     held.take(1, 10)
     held.take(2, 10, times=2)

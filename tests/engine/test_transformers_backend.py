@@ -1,5 +1,5 @@
-"""Models computed by transformers' own classes through our pages: token for token what the class
-gives alone, whatever the cuts of chunks; and what is refused, by name."""
+"""Models computed by transformers' own classes through our pages: the same logits and tokens as
+the class alone, for any chunks, and unsupported classes, which are rejected by name."""
 
 import json
 import random
@@ -24,18 +24,18 @@ from tests.support.steps import Recorder, Steps, logits_after
 from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
 
 CPU = torch.device("cpu")
-# What each of them has that others have not.
+# A property of each that others do not have.
 CLASSES = {
-    "gpt2": {},  # learned positions, matrices stored the other way round
+    "gpt2": {},  # learned positions, transposed matrices
     "opt": {},  # positions with an offset
-    "roberta": {"is_decoder": True},  # positions that begin behind those of padding
+    "roberta": {"is_decoder": True},  # positions that start after those of padding
     "gpt_neox": {},  # rotation of a part of a head, attention and MLP side by side
     "granite": {},  # scales of embeddings, of scores and of logits
     # Windows, three layers in as many tables, one without positions, scaled logits.
     "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "gemma3_text": {},  # a rotation for each kind of layer
     "gemma3n_text": {},  # layers that attend to the KV of others
-    "phimoe": {"sliding_window": WINDOW},  # a window that only the mask tells of
+    "phimoe": {"sliding_window": WINDOW},  # a window that only the mask contains
     "qwen3_moe": {},  # experts
     "deepseek_v3": {},  # K and V of different sizes
     "llama4_text": {},  # attention by chunks
@@ -47,7 +47,7 @@ CLASSES = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         "max_position_embeddings": 96,
     },
-    "modernbert-decoder": {},  # what it calls its decoder is its head
+    "modernbert-decoder": {},  # its decoder has the name of a head
 }
 
 # One of each kind of attention, and of each form of matrices.
@@ -56,7 +56,7 @@ QUICK = ("gpt2", "cohere2", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Makes each once."""
+    """Make each checkpoint once."""
     made: dict[str, Path] = {}
 
     def checkpoint(kind):
@@ -76,7 +76,7 @@ def checkpoints(tmp_path_factory):
         pytest.param("gpt2", "int8", marks=int8),
     ],
 )
-def test_other_weights_are_those_that_it_computes_with(checkpoints, tmp_path, kind, quantize):
+def test_updated_weights_are_used(checkpoints, tmp_path, kind, quantize):
     new = make_tiny(tmp_path, kind, seed=1, **CLASSES[kind])
     model = load(checkpoints(kind), CPU, torch.float32, quantize, "transformers")
     fresh = load(new, CPU, torch.float32, quantize, "transformers")
@@ -95,7 +95,7 @@ def tokens_of(length, seed):
 
 
 def alone(directory, texts):
-    """The class's own logits of every position of each text, with its own attention."""
+    """Return the class's own logits at every position of each text, with its own attention."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     with torch.no_grad():
         return [model.eval()(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
@@ -126,7 +126,7 @@ def test_logits_of_random_chunks_of_two_texts_are_those_of_the_class_alone(check
             rows.append((slots[row], start, end))
             wanted.append(expected[row][end - 1])
             done[row] = end
-        # Rows of one token are decode rows, and come last.
+        # Rows of one token are decode rows, and are last.
         order = sorted(range(len(rows)), key=lambda i: rows[i][2] - rows[i][1] == 1)
         wanted[-len(rows) :] = [wanted[i - len(rows)] for i in order]
         steps.launch([rows[i] for i in order], samples=[True] * len(rows))
@@ -134,7 +134,7 @@ def test_logits_of_random_chunks_of_two_texts_are_those_of_the_class_alone(check
     assert (torch.cat(model.seen) - torch.stack(wanted)).abs().max() <= 1e-4
 
 
-def test_layers_that_attend_to_the_kv_of_others_keep_and_store_nothing(checkpoints, monkeypatch):
+def test_layers_that_attend_to_the_kv_of_others_keep_none(checkpoints, monkeypatch):
     model = load(checkpoints("gemma3n_text"), CPU, torch.float32)
     assert len(model.spec.layers) == 2  # of four
     stored, store = [], attention.store_kv
@@ -146,7 +146,7 @@ def test_layers_that_attend_to_the_kv_of_others_keep_and_store_nothing(checkpoin
 
 
 def test_greedy_tokens_of_overlapping_decode_steps_are_those_of_generate(checkpoints):
-    """The CPU does not know what a step gave when it launches the next one."""
+    """The CPU does not know the result of a step when it launches the next one."""
     directory = checkpoints("olmo2")
     prompts = [tokens_of(length, length) for length in (1, 15, 40)]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
@@ -155,7 +155,7 @@ def test_greedy_tokens_of_overlapping_decode_steps_are_those_of_generate(checkpo
     steps.close()
 
 
-def test_what_is_computed_natively_and_by_the_class_is_the_same(tmp_path):
+def test_native_models_and_their_classes_compute_the_same(tmp_path):
     directory = make_checkpoint(tmp_path, "gemma2")
     seen = []
     for backend in ("native", "transformers"):
@@ -164,7 +164,7 @@ def test_what_is_computed_natively_and_by_the_class_is_the_same(tmp_path):
     assert (seen[0] - seen[1]).abs().max() <= 1e-4
 
 
-def test_the_way_is_named_and_native_is_taken_where_there_is_one(tmp_path, checkpoints):
+def test_the_backend_is_reported_and_native_is_preferred(tmp_path, checkpoints):
     native = make_checkpoint(tmp_path, "qwen3")
     assert open_checkpoint(native).computed == "natively"
     asked = open_checkpoint(native, "transformers")
@@ -175,14 +175,14 @@ def test_the_way_is_named_and_native_is_taken_where_there_is_one(tmp_path, check
         open_checkpoint(checkpoints("olmo2"), "native")
 
 
-def test_nodes_that_compute_in_different_ways_differ_in_one_field_of_the_fingerprint(tmp_path):
+def test_nodes_with_different_backends_differ_in_one_field_of_the_fingerprint(tmp_path):
     directory = make_checkpoint(tmp_path, "qwen3")
     native, borrowed = fingerprint(directory, "native"), fingerprint(directory, "transformers")
     assert native["model_backend"] == "native" and borrowed["model_backend"] == "transformers"
     assert native["weights"] == borrowed["weights"]
 
 
-def test_a_fingerprint_follows_the_numbers_and_not_the_place(checkpoints, tmp_path):
+def test_a_fingerprint_depends_on_the_weights_and_not_on_the_path(checkpoints, tmp_path):
     first = fingerprint(checkpoints("olmo2"))
     copy = shutil.copytree(checkpoints("olmo2"), tmp_path / "copy")
     assert fingerprint(copy) == first
@@ -191,7 +191,7 @@ def test_a_fingerprint_follows_the_numbers_and_not_the_place(checkpoints, tmp_pa
     assert fingerprint(copy)["config"] != first["config"]
 
 
-def test_texts_are_as_long_as_what_is_computed_is_what_the_class_computes(checkpoints, tmp_path):
+def test_the_context_length_is_that_of_the_class(checkpoints, tmp_path):
     by_chunks = open_checkpoint(checkpoints("llama4_text"))
     assert by_chunks.spec.context_length == WINDOW and f"chunk of {WINDOW}" in by_chunks.computed
     rope = {
@@ -206,14 +206,14 @@ def test_texts_are_as_long_as_what_is_computed_is_what_the_class_computes(checkp
     longest = open_checkpoint(phi3)
     assert longest.spec.context_length == 128 and "RoPE depends on the batch" in longest.computed
     assert open_checkpoint(checkpoints("helium")).spec.context_length == 96
-    # One of its 512 positions is before a text's first.
+    # One of its 512 positions is before a text's first token.
     assert open_checkpoint(checkpoints("roberta")).spec.context_length == 511
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize("kind", ["olmo2", "gpt2", "deepseek_v3"])
-def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, kind, quantize):
-    """bfloat16 and int8 stay near float32, and take the memory that was said before."""
+def test_products_use_the_fast_forms_of_the_processor(checkpoints, kind, quantize):
+    """bfloat16 and int8 are close to float32, and use the reported memory."""
     servable = open_checkpoint(checkpoints(kind), "transformers")
     seen = []
     for dtype, form in ((torch.float32, "none"), (torch.bfloat16, quantize)):
@@ -241,7 +241,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, fields, why", REFUSED)
-def test_a_class_that_cannot_be_served_is_refused_by_name_before_weights_are_read(
+def test_an_unsupported_class_is_rejected_by_name_before_weights_are_read(
     tmp_path, kind, fields, why
 ):
     tiny_config(kind, **fields).save_pretrained(tmp_path)
@@ -251,13 +251,13 @@ def test_a_class_that_cannot_be_served_is_refused_by_name_before_weights_are_rea
 
 
 @pytest.mark.parametrize("kind", ["dbrx", pytest.param("longcat_flash", marks=pytest.mark.long)])
-def test_a_class_that_reads_numbers_out_of_tensors_can_be_tried_without_weights(tmp_path, kind):
-    """Which expert has tokens, as an index, or how many there are."""
+def test_a_class_that_reads_numbers_out_of_tensors_can_be_probed_without_weights(tmp_path, kind):
+    """For example which expert has tokens, as an index, or how many there are."""
     tiny_config(kind).save_pretrained(tmp_path)
     assert open_checkpoint(tmp_path).spec.layers
 
 
-def test_code_of_a_checkpoints_own_is_never_run(tmp_path):
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
@@ -265,7 +265,7 @@ def test_code_of_a_checkpoints_own_is_never_run(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_weights_that_are_missing_or_of_another_shape_are_named(checkpoints, tmp_path):
+def test_weights_that_are_missing_or_of_another_shape_are_reported_by_name(checkpoints, tmp_path):
     directory = shutil.copytree(checkpoints("olmo2"), tmp_path / "copy")
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
@@ -274,7 +274,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(checkpoints, tmp
 
 
 # Seen failing with the modules in a list while they are replaced.
-def test_one_matrix_at_a_time_is_there_twice(checkpoints):
+def test_only_one_matrix_at_a_time_exists_twice(checkpoints):
     model = AutoModelForCausalLM.from_pretrained(checkpoints("olmo2"))
     replaced = [weakref.ref(module) for _, module, _, _ in products(model)]
     alive: list[int] = []

@@ -32,7 +32,8 @@ PARAMS = [
 
 
 def generate(model):
-    """Two prompts in chunks, one that joins while they decode, in the same forward as they."""
+    """Generate for two prompts in chunks, and for one that joins while they decode, in the same
+    forward."""
     steps = Steps(model, num_slots=3)
     first, second, third = (
         steps.add(prompt(length, length), params)
@@ -51,7 +52,7 @@ def generate(model):
     return [steps.remove(slot) for slot in (first, second, third)]
 
 
-@pytest.mark.long  # kernel by kernel: tests/kernels
+@pytest.mark.long  # tests/kernels tests each kernel
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen2_moe"])
 def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, architecture):
     directory = make_checkpoint(tmp_path, architecture)
@@ -63,8 +64,8 @@ def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, arch
 
 
 class Latents:
-    """A model with latents and a step of two rows: a chunk of 130 tokens after 40 cached ones, and
-    a decode row."""
+    """A model with latents and a step of two rows: a chunk of 130 tokens after 40 cached ones,
+    and a decode row."""
 
     def __init__(self, directory):
         self.model = load(directory, DEVICE, torch.float32)

@@ -1,4 +1,4 @@
-"""One copy for all tensors of a step: same values, aligned, and always in the same places."""
+"""One copy for all tensors of a step: the same values, aligned, and always at the same places."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def columns(last):
     ]
 
 
-def test_values_shapes_and_dtypes_arrive_aligned():
+def test_values_shapes_and_dtypes_are_copied_aligned():
     given = columns(9)
     into = torch.zeros(packed_bytes(given), dtype=torch.uint8)
     uploaded = upload(given, CPU, into)
@@ -28,13 +28,13 @@ def test_values_shapes_and_dtypes_arrive_aligned():
         assert (after.data_ptr() - into.data_ptr()) % 16 == 0
 
 
-def test_a_tensor_lies_where_the_sizes_before_it_say():
+def test_the_place_of_a_tensor_follows_from_the_sizes_before_it():
     into = torch.zeros(10_000, dtype=torch.uint8)
     places = [[t.data_ptr() for t in upload(columns(last), CPU, into)] for last in (1, 1000)]
     assert places[0] == places[1]
 
 
-def test_padding_follows_what_a_step_has_and_the_rest_lies_behind_it():
+def test_the_inputs_of_a_step_are_followed_by_padding_and_other_tensors():
     """A second copy has the rest if the block has no room for it."""
     whole = [np.full(4, -1), np.zeros(3, np.int32)]
     mine = [np.arange(2), np.arange(1, 2, dtype=np.int32)]

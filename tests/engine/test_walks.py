@@ -1,4 +1,5 @@
-"""A grammar whose tokens cost too much, now or later, is found before any answer has it."""
+"""A grammar whose tokens are too expensive, at once or later, is rejected before any response
+uses it."""
 
 import pytest
 
@@ -12,7 +13,7 @@ WORDS = [bytes([byte]) for byte in range(EOS)] + [b""]
 
 
 class Costs:
-    """A clock by which a token costs as much as the grammar says, and nothing else does."""
+    """A clock on which a token costs what the grammar says, and nothing else takes time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,7 +23,7 @@ class Costs:
 
 
 class Matcher:
-    """Costs a millisecond a token, and `dear` from the token numbered `since` on."""
+    """Costs a millisecond for each token, and `dear` from the token numbered `since` on."""
 
     dear = 1.0
     since = 0
@@ -54,7 +55,7 @@ def matcher(monkeypatch: pytest.MonkeyPatch) -> type[Matcher]:
     return Own
 
 
-def test_a_grammar_that_becomes_dear_late_is_found(matcher: type[Matcher]) -> None:
+def test_a_grammar_that_becomes_expensive_late_is_detected(matcher: type[Matcher]) -> None:
     walks = Walks(WORDS, (EOS,))
     matcher.since = trials.NUM_TOKENS - trials._WINDOW
     with pytest.raises(TooExpensive):
@@ -63,12 +64,12 @@ def test_a_grammar_that_becomes_dear_late_is_found(matcher: type[Matcher]) -> No
     walks.check(None)
 
 
-def test_single_dear_tokens_are_no_reason(matcher: type[Matcher]) -> None:
+def test_single_expensive_tokens_are_accepted(matcher: type[Matcher]) -> None:
     matcher.dear = trials.S_PER_TOKEN / 2
     Walks(WORDS, (EOS,)).check(None)
 
 
-def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
+def test_a_cost_that_grows_faster_than_the_text_is_detected_early(
     matcher: type[Matcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks = Walks(WORDS, (EOS,))
@@ -87,19 +88,19 @@ def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
             walks.check(None)
 
 
-def test_a_part_that_is_dearer_is_no_growth(matcher: type[Matcher]) -> None:
+def test_a_more_expensive_part_is_no_growth(matcher: type[Matcher]) -> None:
     matcher.dear, matcher.since = 0.02, trials.NUM_TOKENS // 2
     Walks(WORDS, (EOS,)).check(None)
 
 
-def test_the_walks_together_have_a_limit(matcher: type[Matcher]) -> None:
+def test_all_walks_together_have_a_limit(matcher: type[Matcher]) -> None:
     matcher.dear = trials.S_PER_TOKEN * 0.9
     Walks(WORDS, (EOS,)).check(None)
     assert matcher.clock.now < trials.WALKS_S + 5 * matcher.dear
 
 
-def test_grammars_with_many_readings_of_one_text_are_dear() -> None:
-    """Really driven. The expression is dear for one letter again and again, and not for others."""
+def test_grammars_with_many_parses_of_a_text_are_expensive() -> None:
+    """With real matchers. The regex is expensive for one repeated letter, and not for others."""
     made, walks = GrammarCompilers(WORDS, (EOS,)), Walks(WORDS, (EOS,))
     for guide in (
         GuidedDecoding("ebnf", "root ::= s\ns ::= s s | [a-z ]"),

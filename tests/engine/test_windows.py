@@ -1,5 +1,5 @@
-"""Pages behind a window are given away as soon as no step can read them, and no sooner; whatever
-else happens to their request. The books without a model: wrong pages give wrong tokens."""
+"""Pages before a window are released as soon as no step can read them, and not earlier. Page
+accounting is tested without a model: wrong pages give wrong tokens."""
 
 import random
 from itertools import pairwise
@@ -17,7 +17,7 @@ CHUNKED = {"chunked_prefill_tokens": 32}
 
 
 def live_pages(rig: Rig, request: Request) -> list[int]:
-    """By table, of one that runs."""
+    """Return the pages of a running request, by table."""
     assert request.slot is not None
     return [int((row >= 0).sum()) for row in rig.table.holding_of(request.slot).tables]
 
@@ -27,7 +27,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_long_request_holds_its_window_and_no_more(overlap):
+def test_a_long_request_holds_only_its_window(overlap):
     rig = Rig(windows=WINDOWS, num_pages=100, overlap_schedule=overlap, **CHUNKED)
     request = rig.add(prompt(150), 200)
     most = [0, 0, 0]
@@ -36,11 +36,11 @@ def test_a_long_request_holds_its_window_and_no_more(overlap):
         if request.slot is not None and rig.table.known[request.slot] > 160:
             most = [max(pair) for pair in zip(most, live_pages(rig, request), strict=True)]
     assert most[0] >= 21
-    assert most[1:] == [3, 4]  # the window, what the page's edge adds, and the page being filled
+    assert most[1:] == [3, 4]  # the window, the rest of its first page, and the page being filled
     rig.complete()
 
 
-def test_a_launched_step_holds_what_it_writes_for_an_ended_request_in_every_table():
+def test_a_launched_step_holds_the_pages_that_it_writes_for_an_ended_request_in_every_table():
     rig = Rig(windows=WINDOWS, num_pages=100, prefix_cache=False, **CHUNKED)
     fifth = rig.expected(rig.request(prompt(100), 200))[0][4]
     request = rig.add(prompt(100), 200, stop=(fifth,))
@@ -55,7 +55,7 @@ def test_a_launched_step_holds_what_it_writes_for_an_ended_request_in_every_tabl
     rig.run()
 
 
-def test_chunks_free_what_is_behind_them_while_the_prompt_is_computed():
+def test_chunks_free_the_pages_before_their_window_while_the_prompt_is_computed():
     rig = Rig(windows=WINDOWS, num_pages=100, **CHUNKED, prefix_cache=False)
     request = rig.add(prompt(400), 2)
     rig.step(2)
@@ -73,7 +73,7 @@ def test_chunks_free_what_is_behind_them_while_the_prompt_is_computed():
 
 @pytest.mark.parametrize("chunked_prefill_tokens", [32, -1])
 @pytest.mark.parametrize("length", [96, 97, 111, 112])
-def test_the_same_prompt_once_more_goes_on_before_its_end(length, chunked_prefill_tokens):
+def test_a_repeated_prompt_continues_before_its_end(length, chunked_prefill_tokens):
     rig = Rig(windows=WINDOWS, num_pages=100, chunked_prefill_tokens=chunked_prefill_tokens)
     first = rig.add(prompt(length), 4)
     rig.run()
@@ -84,7 +84,7 @@ def test_the_same_prompt_once_more_goes_on_before_its_end(length, chunked_prefil
     rig.complete()
 
 
-def test_a_conversation_goes_on_from_where_its_last_answer_ended():
+def test_a_conversation_continues_from_the_end_of_its_last_response():
     rig = Rig(windows=WINDOWS, num_pages=100, **CHUNKED)
     first = rig.add(prompt(100), 60)
     rig.run()
@@ -95,8 +95,8 @@ def test_a_conversation_goes_on_from_where_its_last_answer_ended():
     rig.complete()
 
 
-def test_a_prefix_without_its_windows_is_computed_anew_and_is_of_use_to_a_consumer():
-    """After a branch in the middle of a chunk no windows are kept."""
+def test_a_prefix_without_its_windows_is_recomputed_and_still_useful_to_a_consumer():
+    """No windows are kept after a branch in the middle of a chunk."""
     rig = Rig(windows=WINDOWS, num_pages=100)
     rig.add(prompt(200), 4)
     rig.run()
@@ -109,7 +109,7 @@ def test_a_prefix_without_its_windows_is_computed_anew_and_is_of_use_to_a_consum
     rig.complete()
 
 
-def test_what_was_matched_is_held_before_anything_is_allocated(monkeypatch):
+def test_matched_pages_are_held_before_any_allocation(monkeypatch):
     """An allocation may evict."""
     rig = Rig(windows=WINDOWS, num_pages=100, **CHUNKED)
     rig.add(prompt(100), 4)
@@ -135,7 +135,7 @@ def test_what_was_matched_is_held_before_anything_is_allocated(monkeypatch):
     rig.run()
 
 
-def test_who_joins_with_its_windows_alone_goes_on():
+def test_a_request_that_joins_with_only_its_windows_continues():
     rig = Rig(windows=WINDOWS, num_pages=100)
     rig.add(prompt(130), 30)
     rig.run()
@@ -147,7 +147,7 @@ def test_who_joins_with_its_windows_alone_goes_on():
     rig.complete()
 
 
-def test_retracted_requests_come_back_with_their_windows():
+def test_retracted_requests_return_with_their_windows():
     hopeful = {"chunked_prefill_tokens": 32, "new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     rig = Rig(windows=WINDOWS, num_pages=40, swap_pages=200, **hopeful)
     for seed in range(4):
@@ -157,7 +157,7 @@ def test_retracted_requests_come_back_with_their_windows():
     rig.complete()
 
 
-def test_requests_of_one_prefix_let_go_of_the_same_pages_in_one_step():
+def test_requests_with_one_prefix_release_the_same_pages_in_one_step():
     rig = Rig(windows=WINDOWS, num_pages=200, chunked_prefill_tokens=-1)
     rig.add(prompt(97), 1)
     rig.run()
@@ -170,7 +170,7 @@ def test_requests_of_one_prefix_let_go_of_the_same_pages_in_one_step():
     "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 9))]
 )
 def test_random_traffic_over_windows(seed):
-    """Prefixes in common, joins, cancels and too few pages for all, over both loops."""
+    """Common prefixes, joins, cancels and too few pages for all, over both loops."""
     rng = random.Random(seed)
     rig = Rig(
         windows=rng.choice([WINDOWS, (None, 1), (None, 17), (None, None, 100), (None, 5, 33, 64)]),
@@ -202,7 +202,7 @@ def test_random_traffic_over_windows(seed):
     assert sum(not finish.error for finish in rig.finished.values()) > 10
 
 
-def test_pages_of_a_window_are_evicted_before_a_prefix_that_is_gone_on_from():
+def test_pages_of_an_unused_window_are_evicted_before_a_used_prefix():
     rig = Rig(windows=(None, 24), num_pages=200, **CHUNKED)
     rig.add(prompt(320), 2)
     rig.run()
@@ -215,8 +215,8 @@ def test_pages_of_a_window_are_evicted_before_a_prefix_that_is_gone_on_from():
     rig.assert_at_rest()
 
 
-def test_every_page_that_only_the_tree_holds_can_be_had():
-    """Also of a window above a prefix that is in use."""
+def test_every_page_held_only_by_the_tree_is_available():
+    """This includes pages of a window before a prefix in use."""
     rig = Rig(windows=WINDOWS, num_pages=60, vandal=False, **CHUNKED)
     rig.add(prompt(160), 2)
     rig.run()

@@ -1,6 +1,7 @@
-"""Random traffic for a runner: requests of every kind that come, decode, swap and go, step by step.
+"""Random traffic for a runner, step by step: requests of every kind that start, decode, swap and
+end.
 
-Knows of a step what a scheduler decides, and not what it computes.
+It decides what a scheduler decides for a step, and does not know what the step computes.
 """
 
 import random
@@ -13,7 +14,7 @@ from tests.support.steps import Steps
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Greedy or sampled, with any filters, with penalties or without."""
+    """Return greedy or sampled parameters, with any filters, with or without penalties."""
     params: dict[str, float] = {"temperature": rng.choice((0.0, 0.0, 0.7, 1.3))}
     for name, values in (
         ("top_p", (1.0, 0.9)),
@@ -45,7 +46,7 @@ class Traffic:
         self._drafts = drafts
 
     def step(self) -> None:
-        """One launch, of prompts, of decode rows, or of both; requests may come and go before."""
+        """Launch prompts, decode rows, or both. Requests may start and end before."""
         table, rng = self._steps.table, self._rng
         while table.num_free and rng.random() < 0.4:
             length = rng.choice((1, 2, 15, 16, 17, rng.randrange(1, 150)))
@@ -79,7 +80,7 @@ class Traffic:
             length = int(table.length[slot])
             rows.append((slot, length - 1, length))
             samples.append(True)
-        # The pages of a slot that is in no step may move at any time; here they come back at once.
+        # The pages of a slot that is in no step may move at any time. Here they return at once.
         idle = [slot for slot in self._running if slot not in decodes and slot not in prompts]
         swap = self._copies(rng.choice(idle)) if idle and rng.random() < 0.2 else None
         if self._drafts and not prompts and rng.random() < 0.5:
@@ -89,7 +90,8 @@ class Traffic:
         self._steps.launch(rows, samples=only_decodes, swap_out=swap, swap_in=swap)
 
     def _guessed(self, rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """The same rows, those first that have drafts: no more tokens than there are slots."""
+        """Return the same rows, those with drafts first, with at most as many tokens as there
+        are slots."""
         table, rng = self._steps.table, self._rng
         left, guessed = table.num_slots - len(rows), []
         for slot, start, end in rows:
