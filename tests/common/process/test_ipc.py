@@ -35,7 +35,7 @@ class Other(msgspec.Struct, frozen=True, tag=True):
 Either = Note | Other
 
 
-def test_messages_survive_being_cut_anywhere():
+def test_messages_can_be_cut_anywhere():
     stream = encode_frame(Note(1, b"x" * 300)) + encode_frame(Other("ä")) + encode_frame(Note(2))
     for size in (1, 2, 3, 5, 7, 64, len(stream)):
         decoder: FrameDecoder[Either] = FrameDecoder(Either)
@@ -54,12 +54,12 @@ def test_messages_survive_being_cut_anywhere():
     ],
     ids=["announced too long", "not msgpack", "another union's message"],
 )
-def test_what_is_no_frame_of_this_socket_is_refused(data):
+def test_an_invalid_frame_is_rejected(data):
     with pytest.raises(FrameError):
         FrameDecoder(Either).feed(data)
 
 
-def test_a_message_too_large_for_a_frame_is_refused_by_its_sender():
+def test_a_message_too_large_for_a_frame_is_rejected_by_its_sender():
     with pytest.raises(FrameError, match="Note takes"):
         encode_frame(Note(1, bytes(MAX_FRAME_BYTES)))
 
@@ -74,12 +74,12 @@ def pair():
 
 @pytest.fixture
 def frames(pair):
-    """Both ends of the pair as sockets of a thread."""
+    """Return both ends of the pair as sockets of a thread."""
     ours, theirs = pair
     return FrameSocket(ours, Either), FrameSocket(theirs, Either)
 
 
-def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost(frames):
+def test_a_thread_never_blocks_on_a_frontend_that_does_not_read_and_loses_nothing(frames):
     sender, receiver = frames
     sent = [Note(i, bytes(100_000)) for i in range(100)]
     for note in sent:
@@ -93,7 +93,7 @@ def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost
     assert not sender.wants_write
 
 
-def test_a_front_stuck_beyond_the_bound_is_an_error(pair):
+def test_a_frontend_that_does_not_read_beyond_the_limit_is_an_error(pair):
     ours, _ = pair
     sender: FrameSocket[Either] = FrameSocket(ours, Either, max_backlog_bytes=1 << 20)
 
@@ -105,7 +105,7 @@ def test_a_front_stuck_beyond_the_bound_is_an_error(pair):
         fill()
 
 
-def test_end_of_file_comes_after_everything_that_was_sent(frames):
+def test_end_of_file_arrives_after_every_sent_message(frames):
     sender, receiver = frames
     assert receiver.receive() == []
     sender.send(Note(1))
@@ -113,10 +113,10 @@ def test_end_of_file_comes_after_everything_that_was_sent(frames):
     assert receiver.receive() == [Note(1)]
     with pytest.raises(PeerGone):
         receiver.receive()
-    receiver.send(Note(2))  # to a frontend that is gone: told by `receive`, not here
+    receiver.send(Note(2))  # to a frontend that is gone: reported by `receive`, not here
 
 
-def test_what_a_dead_front_had_sent_is_still_read_when_a_send_fails_first(frames):
+def test_messages_of_a_dead_frontend_are_still_read_after_a_failed_send(frames):
     sender, receiver = frames
     sender.send(Note(1))
     sender.close()
@@ -139,7 +139,7 @@ class Heard:
         return connection
 
 
-async def test_both_kinds_of_end_talk_to_each_other(pair):
+async def test_both_kinds_of_ends_are_compatible(pair):
     ours, theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -156,7 +156,7 @@ async def test_both_kinds_of_end_talk_to_each_other(pair):
         front.send(Note(1))
 
 
-async def test_bytes_that_are_no_frame_end_the_fronts_connection(pair):
+async def test_bytes_that_are_no_frame_end_the_frontends_connection(pair):
     ours, theirs = pair
     heard = Heard()
     await heard.connection(ours)
@@ -164,7 +164,7 @@ async def test_bytes_that_are_no_frame_end_the_fronts_connection(pair):
     assert "was announced" in await asyncio.wait_for(heard.ended, 60)
 
 
-async def test_a_front_that_closes_is_not_told_of_its_own_end(pair):
+async def test_a_frontend_that_closes_is_not_notified_of_its_own_end(pair):
     ours, theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -180,7 +180,7 @@ async def test_a_front_that_closes_is_not_told_of_its_own_end(pair):
     assert not heard.ended.done()
 
 
-async def test_an_engine_that_does_not_read_is_an_error_beyond_the_bound(pair):
+async def test_an_engine_that_does_not_read_beyond_the_limit_is_an_error(pair):
     ours, _theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -195,7 +195,7 @@ async def test_an_engine_that_does_not_read_is_an_error_beyond_the_bound(pair):
     front.close()
 
 
-def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something(pair):
+def test_an_engine_thread_sleeps_until_the_frontend_or_another_thread_wakes_it(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
     channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
@@ -217,13 +217,13 @@ def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something
     assert channel.take() == [Note(1)]
     front.close()
     channel.wait(30)
-    assert time.monotonic() - begun < 30  # no sleep came to its end
+    assert time.monotonic() - begun < 30  # no sleep reached its time limit
     with pytest.raises(PeerGone):
         channel.take()
     channel.close()
 
 
-def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pair):
+def test_queued_messages_to_a_slow_frontend_are_sent_while_the_engine_thread_sleeps(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
     channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
@@ -239,7 +239,7 @@ def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pai
 
 
 class Torrent:
-    """A socket whose other end is always faster."""
+    """A socket whose other end always has more data."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -255,8 +255,8 @@ class Torrent:
         return data
 
 
-# Seen failing with no bound in FrameSocket.receive: it never returns.
-def test_a_peer_that_is_always_faster_does_not_keep_the_reader_in_one_call():
+# Seen failing without a limit in FrameSocket.receive: it never returns.
+def test_a_faster_peer_does_not_keep_the_reader_in_one_call():
     torrent = Torrent()
     frames: FrameSocket[Note] = FrameSocket(torrent, Note)  # type: ignore[arg-type]
     assert frames.receive()
