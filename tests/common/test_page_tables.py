@@ -1,4 +1,5 @@
-"""Which pages a request has, and which of them go to whom: against plain enumeration."""
+"""The pages of a request, and the ranges in which they are handed over, compared with plain
+enumeration."""
 
 import random
 from itertools import pairwise
@@ -16,8 +17,8 @@ def _visible(window: int | None, query: int) -> range:
     return range(0 if window is None else max(0, query - window + 1), query + 1)
 
 
-def test_a_page_is_live_as_long_as_a_query_may_come_that_sees_it():
-    """Also one from the last page's edge on, which is where a prefix may be gone on from."""
+def test_a_page_is_live_as_long_as_a_later_query_may_see_it():
+    """This includes a query at the last page boundary, from which a prefix may continue."""
     rng = random.Random(1)
     for _ in range(300):
         tables, num_tokens = _random_tables(rng), rng.randrange(200)
@@ -34,8 +35,8 @@ def test_a_page_is_live_as_long_as_a_query_may_come_that_sees_it():
         assert tables.pages_for(num_tokens) == counted <= tables.pages_to_compute(num_tokens)
 
 
-def test_over_all_ranges_of_a_hand_off_every_page_comes_exactly_once():
-    """Full hits, prompts of one token and prompts within a window among them."""
+def test_over_all_ranges_of_a_hand_off_every_page_occurs_exactly_once():
+    """For full hits, prompts of one token and prompts within a window, among others."""
     rng = random.Random(2)
     for _ in range(3000):
         tables = _random_tables(rng)
@@ -54,19 +55,19 @@ def test_over_all_ranges_of_a_hand_off_every_page_comes_exactly_once():
         wanted = [(t, page) for t, first, past in promised for page in range(first, past)]
         assert sorted(given) == sorted(wanted)
         assert len(given) == num_pages_of(promised)
-        for table, window in tables.sliding:  # what the next token sees, besides itself
+        for table, window in tables.sliding:  # tokens that the next one sees, besides itself
             pages = {page for t, page in given if t == table}
             assert pages >= {key // size for key in _visible(window, num_tokens)[:-1]}
 
 
-def test_a_full_hit_brings_windows_and_nothing_else():
+def test_a_full_hit_hands_over_only_windows():
     tables = PageTables(16, (None, 20))
     (span,) = tables.spans(50, 50, 50, 50, last=True)
     assert span == (1, 1, 4)
     assert PageTables(16).spans(50, 50, 50, 50, last=True) == ()
 
 
-def test_the_state_goes_with_the_last_range_even_if_that_is_empty():
+def test_the_state_belongs_to_the_last_range_even_if_that_is_empty():
     tables = PageTables(16, state_pages=3)
     assert tables.spans(64, 0, 0, 64, last=False) == ((0, 0, 4),)
     assert tables.spans(64, 0, 64, 64, last=True) == ((1, 0, 3),)
@@ -75,7 +76,7 @@ def test_the_state_goes_with_the_last_range_even_if_that_is_empty():
     assert tables.max_tokens(2) == 0
 
 
-def test_a_window_that_is_full_grows_no_more():
+def test_a_full_window_does_not_grow():
     tables = PageTables(16, (None, 33))
     assert tables.growth(0, 10) == 10 + tables.most_live(1)
     assert tables.growth(16 * 100, 10) <= 10 + 2

@@ -1,4 +1,4 @@
-"""Batches for paged attention over a pool in which everything but their own keys is NaN."""
+"""Batches for paged attention over a pool in which everything except the rows' own keys is NaN."""
 
 import math
 import random
@@ -16,9 +16,9 @@ SCALE = 0.3
 
 
 class Case:
-    """A batch of (queries, length) rows, of which the last with one query each are decodes.
+    """A batch of (queries, length) rows, the last of which, with one query each, are decode rows.
 
-    With `value_dim` what is kept of a token is one latent, whose first numbers are the value.
+    With `value_dim`, a token has one latent, the first numbers of which are the value.
     """
 
     planner = staticmethod(plan_attention)
@@ -42,7 +42,7 @@ class Case:
         shape = (kv_heads, page_size, head_dim)
         self.kv = _layer(sum(needed) + 3, *shape, dtype, enveloped, vectors)
         order = random.Random(0).sample(range(sum(needed) + 3), sum(needed))
-        # Entries between the rows' pages are noise that nobody may follow.
+        # Entries between the rows' pages are random and must not be used.
         noise = [10**9]
         entries, self.page_starts = [], []
         self.keys, self.values = [], []
@@ -73,7 +73,7 @@ class Case:
         self.q = q[:, :heads]
 
     def plan(self, **changes):
-        """Plan with changed fields of the rows or of the kind of layers."""
+        """Return the plan with changed fields of the rows or of the layer type."""
         of_kind = {name: changes.pop(name) for name in AttentionKind._fields if name in changes}
         kind = AttentionKind(self.q.shape[1], None, self.value_dim)._replace(**of_kind)
         if kind.window:
@@ -92,7 +92,7 @@ class Case:
         )
 
     def _without_unseen(self, window):
-        """Behind a window there are no pages any more."""
+        """Remove pages before a window."""
         page_ids, page_size = self.page_ids.clone(), self.kv.shape[3]
         for start, (queries, length) in zip(self.page_starts.tolist(), self.rows, strict=True):
             first = max(0, length - queries - window + 1) // page_size
@@ -104,7 +104,7 @@ class Case:
         return paged_attention(self.q, self.kv, plan, Scoring(SCALE, soft_cap, sinks))
 
     def expected(self, window=None, soft_cap=None, sinks=None):
-        """In float64, every row by itself."""
+        """Compute in float64, each row by itself."""
         group = self.q.shape[1] // self.kv.shape[1]
         counts = [queries for queries, _ in self.rows]
         out = []
@@ -167,7 +167,8 @@ def check_captured(*cases):
 
 
 def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped, vectors):
-    """One layer of a pool of page envelopes, or of one that keeps every layer, K and V apart."""
+    """Return one layer of a pool of page envelopes, or of one that keeps every layer, K and V
+    apart."""
     if enveloped:
         shape = (num_pages, kv_heads, NUM_LAYERS, vectors, page_size, head_dim)
         return torch.full(shape, math.nan, dtype=dtype, device=DEVICE)[:, :, 1]
@@ -176,7 +177,7 @@ def _layer(num_pages, kv_heads, page_size, head_dim, dtype, enveloped, vectors):
 
 
 def _in_8_bits(layer, kept_in):
-    """The same in a pool of numbers of 8 bits, of which 0x7f is no number."""
+    """Return the same in a pool of 8-bit numbers, in which 0x7f is NaN."""
     size = layer.untyped_storage().nbytes() // layer.element_size()
     pool = torch.full((size,), 0x7F, dtype=torch.uint8, device=DEVICE)
     own = pool.as_strided(layer.shape, layer.stride(), layer.storage_offset())

@@ -1,4 +1,4 @@
-"""Every kernel test: fixed random numbers, and memory that is NaN until it is written."""
+"""Fixtures of kernel tests: fixed random numbers, and memory that is NaN until it is written."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from kernels.cpu.operators import Operators
 from tests.support import interpreter
 from tests.support.devices import operators_here
 
-# In Triton's interpreter where there is no GPU.
+# Without a GPU, in Triton's interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.INTERPRETED:
     interpreter.patch_language_once()
@@ -27,8 +27,8 @@ def check_refused(reason: str, call: Callable[..., object], *args: Any, **option
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make these tests a part of `-m gpu` where kernels are compiled for a GPU, and not elsewhere,
-    where they run in the interpreter."""
+    """Add these tests to `-m gpu` if kernels are compiled for a GPU, but not if they run in the
+    interpreter."""
     for item in items:
         if DEVICE.type == "cuda" and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.gpu)
@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _unwritten_memory_is_nan() -> Iterator[None]:
-    """torch fills what `empty` returns while it is deterministic: unwritten output then fails.
+    """In deterministic mode, torch fills the result of `empty` with NaN: unwritten output then
+    fails.
 
     Some operations of the references have no deterministic form on a GPU, and only warn.
     """
@@ -48,26 +49,27 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def operators() -> Operators:
-    """Compiled for this machine, or found in the cache."""
+    """Return the operations compiled for this machine, or found in the cache."""
     return operators_here() or pytest.skip("no C++ compiler")
 
 
 @pytest.fixture(scope="session")
 def teams(operators: Operators) -> list[Operators]:
-    """The same operations in one thread, in two, and in more than this machine may have cores."""
+    """Return the same operations with one thread, with two, and with more than this machine may
+    have cores."""
     path = library(cache_directory(), lambda: None)
     return [Operators(path, threads=threads) for threads in (1, 2, 7)]
 
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use Triton's kernels whatever the device."""
+    """Use Triton's kernels on any device."""
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
 
 
 @pytest.fixture(params=["reference", "compiled", "triton"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of an operation's implementations runs, whatever the device."""
+    """Select one of an operation's implementations, on any device."""
     kind: str = request.param
     monkeypatch.setattr(device, "uses_triton", lambda tensor: kind == "triton")
     if kind == "compiled":

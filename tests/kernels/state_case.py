@@ -1,4 +1,4 @@
-"""States in pages of NaN, for tests of what reads and writes them."""
+"""States in pages of NaN, for tests of kernels that read and write them."""
 
 import math
 
@@ -12,13 +12,14 @@ NONE = -1
 
 
 def pages_of(states, num_pages):
-    """int32 [len(states), num_pages]: state i has pages i, i + 10, i + 20, ...; NONE has none."""
+    """Return int32 [len(states), num_pages]: state i has pages i, i + 10, i + 20, ..., and NONE
+    has none."""
     pages = [[s if s == NONE else s + 10 * j for j in range(num_pages)] for s in states]
     return torch.tensor(pages, dtype=torch.int32, device=DEVICE).view(len(states), num_pages)
 
 
 def rows_of(counts, reads, writes, *, marks=None, kept=None, num_pages=4):
-    """Rows of so many tokens; states by the number that `pages_of` wants."""
+    """Return rows of these numbers of tokens, with states numbered as in `pages_of`."""
     num_rows = len(counts)
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
     marks = torch.tensor(marks or [0] * num_rows, dtype=torch.int32, device=DEVICE)
@@ -34,7 +35,7 @@ def rows_of(counts, reads, writes, *, marks=None, kept=None, num_pages=4):
 
 
 def cells_of(heads, shape, *, dtype=torch.float32, per_page=2, step=1, first=0, first_page=0):
-    """CellView whose pages, and what is between them, are NaN."""
+    """Return a CellView whose pages, and the memory between them, are NaN."""
     size = math.prod(shape)
     width = per_page * (size + 3)
     pool = torch.full((NUM_PAGES, width), math.nan, dtype=dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""act(gate) * up against float64."""
+"""act(gate) * up, compared with float64."""
 
 import math
 
@@ -32,17 +32,17 @@ def test_agrees_with_the_formula_in_float64(implementation, n, d, activation, dt
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-# numpy, in the interpreter, warns of exp(200) = inf, which is as good as any: 1 / (1 + inf) is 0.
+# In the interpreter, numpy warns of exp(200) = inf, which is correct: 1 (1 + inf) is 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_large_gates_pass_or_close_and_give_no_nan(implementation, activation):
+def test_large_gates_saturate_without_nan(implementation, activation):
     gate = torch.tensor([[-3e4, -200.0, -30.0, 0.0, 30.0, 200.0, 3e4]], device=DEVICE)
     out = act_and_mul(torch.cat((gate, torch.full_like(gate, 2.0)), dim=1), activation)
     torch.testing.assert_close(out, 2 * gate.clamp(min=0), atol=1e-10, rtol=1e-6)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3), torch.zeros(4), torch.zeros(4, 2).t()])
-def test_wrong_shapes_are_refused(x):
+def test_wrong_shapes_are_rejected(x):
     with pytest.raises(ValueError, match="contiguous"):
         act_and_mul(x, "silu")
 

@@ -1,4 +1,5 @@
-"""Paged attention against a float64 softmax over each query's own keys, by both implementations."""
+"""Paged attention compared with a float64 softmax over each query's own keys, for both
+implementations."""
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_half_precision_and_any_strides(implementation, head_dim, enveloped):
     case.check(atol=2e-3, rtol=2e-3)
 
 
-def test_queries_may_lie_head_after_head(implementation):
+def test_queries_may_be_stored_by_head(implementation):
     """Accept queries in the layout of other libraries: all tokens of a head together."""
     case = Case([(17, 17), (1, 20), (1, 9)])
     case.q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -65,9 +66,9 @@ def test_scores_are_capped(implementation):
 
 
 @pytest.mark.parametrize("window", [None, 7, 550])
-def test_a_sink_takes_its_share_of_every_query(implementation, window):
-    """Sinks that take next to nothing, some, and nearly all; of rows in one piece and in several,
-    alone in a chunk or one of many."""
+def test_sinks_add_to_the_denominator_of_every_query(implementation, window):
+    """Sinks that take almost nothing, some, and almost everything, for rows in one piece and in
+    several, alone in a chunk or with others."""
     case = Case([(17, 17), (2, 30), (1, 20), (1, 600), (1, 1)], heads=6, page_size=16)
     sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 6.0, 40.0], device=case.q.device)
     case.check(window, sinks=sinks, atol=1e-5, rtol=1e-4)
@@ -83,7 +84,7 @@ def test_outputs_are_multiplied_by_the_sigmoids_of_gates(implementation, rows, k
     Case(rows, head_dim=24, kept_in=kept_in).check_gated()
 
 
-def test_gates_of_another_shape_are_refused():
+def test_gates_of_another_shape_are_rejected():
     case = Case([(1, 5)])
     for gate in (case.q[:, :2], case.q.half()):
         with pytest.raises(ValueError, match="gate"):
@@ -102,11 +103,11 @@ def test_padding_rows_are_zero(implementation):
     Case([(1, 0), (2, 2), (1, 0), (1, 4)]).check()
 
 
-def test_rows_without_queries_take_no_part(implementation):
+def test_rows_without_queries_are_ignored(implementation):
     Case([(3, 20), (0, 5), (2, 9), (1, 4)]).check()
 
 
-def test_layers_of_one_plan_do_not_disturb_each_other(implementation):
+def test_layers_of_one_plan_are_independent(implementation):
     case = Case([(4, 20), (1, 70), (1, 3)])
     plan = case.plan()
     first = paged_attention(case.q, case.kv, plan, Scoring(0.3))
@@ -131,8 +132,8 @@ def test_production_shapes(
     Case(rows, dtype=dtype, **shape).check(window, soft_cap, atol=tolerance, rtol=tolerance)
 
 
-def test_long_rows_are_taken_in_pieces(implementation):
-    """Around several pieces of keys, with windows that begin inside one."""
+def test_long_rows_are_divided(implementation):
+    """Around several pieces of keys, with windows that start inside one."""
     rows = [(1, 1030), (1, 512), (1, 513), (1, 3)]
     case = Case(rows, heads=7, kv_heads=1, head_dim=24, page_size=32)
     case.q *= 5
@@ -140,8 +141,8 @@ def test_long_rows_are_taken_in_pieces(implementation):
     case.check(600, atol=1e-5, rtol=1e-4)
 
 
-def test_a_query_that_is_not_finite_shows(implementation):
-    """Return NaN for such a row. Otherwise a row whose forward failed would get a token."""
+def test_a_query_that_is_not_finite_gives_nan(implementation):
+    """Otherwise a row whose forward failed would get a token."""
     case = Case([(1, 40), (1, 20)])
     case.q[0, 0, 3] = float("nan")
     head_dim = case.q.shape[2]
@@ -149,7 +150,7 @@ def test_a_query_that_is_not_finite_shows(implementation):
     assert not case.attend()[1].isnan().any()
 
 
-def test_wrong_arguments_are_refused(implementation):
+def test_wrong_arguments_are_rejected(implementation):
     case = Case([(1, 5), (1, 6)])
     check_refused("page_starts", case.plan, page_starts=case.page_starts[:1])
     check_refused("query_starts", case.plan, query_starts=case.query_starts[:2])

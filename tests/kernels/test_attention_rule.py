@@ -1,4 +1,4 @@
-"""Attention on a CPU gives the same bits for a query of a decode step and for one of a prompt."""
+"""Attention on a CPU gives the same bits for a query in a decode step and in a prompt."""
 
 import random
 
@@ -22,7 +22,7 @@ class Layout:
         self.soft_cap = draw.choice([None, None, 5.0])
         self.sinks = torch.randn(self.heads) if draw.random() < 0.3 else None
         self.dtype = dtype
-        # Large queries make the largest score rise often.
+        # Large queries often raise the largest score.
         sharpness = draw.choice([0.1, 1.0, 10.0])
         self.queries = (torch.randn(self.length, self.heads, self.size) * sharpness).to(dtype)
         self.numbers = torch.randn(2, self.length, self.kv_heads, self.size).to(dtype)
@@ -30,8 +30,8 @@ class Layout:
     def attend(
         self, operators: Operators, page_size: int, rows: list[tuple[int, int]], *, decode: bool
     ) -> torch.Tensor:
-        """Attend from queries [start, end) of each row, which end at token `end`. All share the
-        pages, and nothing behind the last token is a number."""
+        """Attend from queries [start, end) of each row, which end at token `end`. All rows share
+        the pages, and everything after the last token is NaN."""
         num_pages = -(-self.length // page_size)
         shape = (num_pages + 2, self.kv_heads, 2, page_size, self.size)
         kv = torch.full(shape, torch.nan, dtype=self.dtype)
@@ -61,7 +61,7 @@ class Layout:
 
 
 def compare(operators: list[Operators], seed: int, dtype: torch.dtype) -> None:
-    """Compare every way to attend from some tokens of a layout."""
+    """Compare all kinds of steps for some tokens of a layout."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     layout = Layout(draw, dtype)

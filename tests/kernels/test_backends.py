@@ -1,4 +1,4 @@
-"""Operations of optional packages give the results of our own, through calls that their releases
+"""Operations of optional packages give the same results as ours, with calls that their releases
 accept."""
 
 import gc
@@ -171,7 +171,7 @@ def test_a_tested_release_is_imported(tmp_path, monkeypatch, version):
 
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.70.1", "1.7"])
-def test_another_release_is_refused(tmp_path, monkeypatch, version):
+def test_another_release_is_rejected(tmp_path, monkeypatch, version):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         Unavailable, match=f"{version} has not been tested: install some-package==0.7"
@@ -179,7 +179,7 @@ def test_another_release_is_refused(tmp_path, monkeypatch, version):
         distribution(tmp_path, version).load()
 
 
-def test_a_missing_or_broken_package_is_refused(tmp_path, monkeypatch):
+def test_a_missing_or_broken_package_is_rejected(tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="nothing-here is not installed: install nothing-here==1"):
         Package("nothing-here", "nothing_here", "1").load()
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Bitmasks against bits that numpy unpacked."""
+"""Bitmasks, compared with bits that numpy unpacked."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_a_masked_row_samples_what_is_allowed(implementation, filters):
-    """Seen failing with -inf for what is forbidden: it is what a broken forward gives."""
+def test_a_masked_row_samples_only_allowed_tokens(implementation, filters):
+    """Seen failing with -inf for forbidden tokens, which is also the result of a failed forward."""
     allowed = {3, 40, 130}
     logits = torch.randn(6, 200, device=DEVICE)
     logits[:, sorted(allowed)] -= 50.0  # the least likely of all
@@ -58,7 +58,7 @@ def test_no_rows_change_nothing(implementation):
     assert not logits.any()
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     logits, row = torch.zeros(2, 40), torch.tensor([0])
     bitmask = torch.zeros(1, 2, dtype=torch.int32)
     check_refused("float32", apply_bitmask, logits.half(), row, bitmask)

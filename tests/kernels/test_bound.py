@@ -1,4 +1,4 @@
-"""Bound launchers choose the compiled kernel that Triton would choose, for any arguments."""
+"""Bound launchers choose the same compiled kernel as Triton, for any arguments."""
 
 import random
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def _kernel(
 
 
 class Made:
-    """A compiled kernel, as its launcher takes it."""
+    """A compiled kernel as its launcher gets it."""
 
     packed_metadata = "metadata"
 
@@ -42,7 +42,7 @@ class Made:
 
 @pytest.fixture
 def launches():
-    """Return what is launched: compiled kernel, grid, and values of all parameters."""
+    """Return the launches: compiled kernel, grid, and values of all parameters."""
     launches: list[tuple[Any, ...]] = []
 
     def compiled(function: Any, key: Any, signature: Any, device: Any, *rest: Any) -> Made:
@@ -70,8 +70,8 @@ NAMES = ["silu", "gelu", 1, 1.0, True, torch.float32]
 
 @pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["y_ptr", "count"]}])
 def test_a_bound_kernel_launches_what_triton_would(launches, options):
-    """Arguments differ in dtypes, alignment and constants. Each is launched by Triton, too, which
-    must have the same kernel for it."""
+    """Arguments differ in dtypes, alignment and constants. Each is also launched by Triton,
+    which must choose the same kernel."""
     own, rng = JITFunction(_kernel, **options), random.Random(0)
     bound, searches = BoundKernel(own), 0
     for _ in range(1500):
@@ -91,7 +91,7 @@ def test_a_bound_kernel_launches_what_triton_would(launches, options):
     assert searches < 1500
 
 
-def test_a_known_launch_does_not_ask_triton(launches):
+def test_a_known_launch_does_not_call_triton(launches):
     own = JITFunction(_kernel)
     bound, args = BoundKernel(own), (MEMORY, MEMORY, 5, 16, 0.5, "silu", 64, True)
     bound[(1,)](*args, num_warps=4, enable_fp_fusion=True)

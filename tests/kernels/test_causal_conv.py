@@ -1,4 +1,4 @@
-"""The short convolution against sums written out, and the inputs that it keeps."""
+"""The short convolution, compared with explicit sums, and its states."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def inputs(num_tokens, dtype=torch.float32):
 @pytest.mark.parametrize(
     "make, width, per_page", [(by_head, 4, 2), (mixed_up, 2, 1), (mixed_up, 4, 2)]
 )
-def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
+def test_rows_of_all_lengths_see_earlier_inputs_and_keep_their_last(
     implementation, make, width, per_page
 ):
     counts, reads, writes = [137, 2, 1, 1, 1], [NONE, 1, 2, 0, NONE], [3, 1, 5, 0, NONE]
@@ -67,10 +67,9 @@ def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
 
 
 @pytest.mark.parametrize("end", [63, 64, 65, 128])
-def test_tiles_of_a_row_see_the_tokens_before_them_and_one_of_them_writes_the_state(
-    implementation, end
-):
-    """Match one token after the other, in place, with rows whose ends lie around a tile's."""
+def test_tiles_of_a_row_see_earlier_tokens_and_one_of_them_writes_the_state(implementation, end):
+    """Results equal those of one token after the other, in place, with rows whose ends are
+    around a tile's."""
     x, width = inputs(2 * end), 4
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
     cells, apart = (cells_of(KEY_HEADS, (CHANNELS, width - 1))[0] for _ in range(2))
@@ -92,8 +91,8 @@ def test_tiles_of_a_row_see_the_tokens_before_them_and_one_of_them_writes_the_st
 
 
 @pytest.mark.parametrize("mark", [1, 3, 9])
-def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation, mark):
-    """To the bits of one token after the other; as when it is known which drafts stand."""
+def test_a_state_moves_back_to_the_last_accepted_token(implementation, mark):
+    """With the bits of one token after the other, as when the accepted drafts are known."""
     x, width = inputs(9), 4
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
     state = torch.randn(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
@@ -109,7 +108,7 @@ def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_outputs_and_inputs_have_the_same_bits_wherever_a_row_is_cut(
+def test_compiled_outputs_and_states_have_the_same_bits_wherever_a_row_is_cut(
     operators, monkeypatch, dtype
 ):
     monkeypatch.setattr("kernels.device.compiled_for", lambda where: operators)
@@ -135,7 +134,7 @@ def test_half_precision_is_summed_in_float32(implementation):
     torch.testing.assert_close(y.float(), expected, atol=4e-3, rtol=4e-3)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     x, columns, width = inputs(3), by_head(), 4
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
     cells, _ = cells_of(KEY_HEADS, (CHANNELS, width - 1))

@@ -1,4 +1,5 @@
-"""Compiling for the CPU at hand: once, whole or not at all, and never a reason to end."""
+"""Compilation for the present CPU: once, completely or not at all, and without ending the
+process."""
 
 import logging
 import os
@@ -28,7 +29,7 @@ echo compiled > "$1"
 
 @pytest.fixture
 def fake_compiler(tmp_path, monkeypatch):
-    """Makes a compiler that writes what was asked for, or fails; returns the file of its calls."""
+    """Make a compiler that writes its output or fails. Return the file with its calls."""
     calls = tmp_path / "calls"
 
     def make(failure=""):
@@ -45,7 +46,7 @@ def _links(calls):
     return sum("-shared" in line for line in calls.read_text().splitlines())
 
 
-def test_what_was_compiled_is_found_by_those_who_come_later(fake_compiler, tmp_path):
+def test_a_compiled_library_is_reused(fake_compiler, tmp_path):
     calls = fake_compiler()
     told = []
     path = library(tmp_path / "cache", lambda: told.append(1))
@@ -56,7 +57,7 @@ def test_what_was_compiled_is_found_by_those_who_come_later(fake_compiler, tmp_p
     assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {path.name, "lock"}
 
 
-def test_of_programs_that_start_at_once_one_compiles(fake_compiler, tmp_path):
+def test_of_processes_that_start_at_once_one_compiles(fake_compiler, tmp_path):
     calls = fake_compiler()
     paths = []
     start = threading.Barrier(4)
@@ -74,7 +75,7 @@ def test_of_programs_that_start_at_once_one_compiles(fake_compiler, tmp_path):
     assert _links(calls) == 1
 
 
-def test_another_processor_another_compiler_or_another_source_is_another_library(
+def test_another_processor_compiler_or_source_gives_another_library(
     fake_compiler, tmp_path, monkeypatch
 ):
     fake_compiler()
@@ -96,7 +97,7 @@ def test_another_processor_another_compiler_or_another_source_is_another_library
         ("kill -9 $$", "failed"),
     ],
 )
-def test_a_compiler_that_fails_leaves_nothing_and_is_asked_again(
+def test_a_compiler_that_fails_leaves_no_file_and_is_called_again(
     fake_compiler, tmp_path, failure, words
 ):
     fake_compiler(failure)
@@ -107,7 +108,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_asked_again(
     assert library(tmp_path / "cache", lambda: None).exists()
 
 
-def test_one_that_hangs_is_given_up(fake_compiler, tmp_path, monkeypatch):
+def test_a_compiler_that_hangs_is_ended(fake_compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "DEADLINE_S", 0.5)
     fake_compiler("exec sleep 60")
     with pytest.raises(NotCompiled, match="longer than"):
@@ -116,7 +117,7 @@ def test_one_that_hangs_is_given_up(fake_compiler, tmp_path, monkeypatch):
 
 @pytest.fixture
 def unchanged():
-    """The process's own choice, put back after the test."""
+    """Restore the process's own choice after the test."""
     before, threads = device.compiled(torch.empty(0)), torch.get_num_threads()
     yield
     device.use_compiled(before)
@@ -139,7 +140,7 @@ V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
         ("sse2", None),
     ],
 )
-def test_the_library_of_an_image_is_the_best_one_that_the_processor_runs(
+def test_the_best_supported_library_of_an_image_is_used(
     fake_compiler, tmp_path, monkeypatch, features, level
 ):
     calls = fake_compiler()
@@ -153,7 +154,7 @@ def test_the_library_of_an_image_is_the_best_one_that_the_processor_runs(
     assert compiler.prebuilt(tmp_path) is None
 
 
-def test_the_library_of_other_sources_is_not_loaded(fake_compiler, tmp_path, monkeypatch):
+def test_a_library_of_other_sources_is_not_loaded(fake_compiler, tmp_path, monkeypatch):
     fake_compiler()
     cpus = tmp_path / "cpuinfo"
     cpus.write_text(FLAGS.format(V3))
@@ -190,13 +191,13 @@ def test_an_engine_that_requires_compiled_operations_does_not_start_without(
 
 
 @pytest.mark.parametrize("what", ["no compiler", "it fails", "no library", "no cache"])
-def test_an_engine_without_compiled_operations_starts_and_says_why(
+def test_an_engine_without_compiled_operations_starts_and_logs_the_reason(
     fake_compiler, tmp_path, monkeypatch, caplog, unchanged, what
 ):
     cache = tmp_path / "home"
     monkeypatch.setattr(cpu, "prebuilt", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    fake_compiler("exit 1" if what == "it fails" else "")  # what it makes is no library
+    fake_compiler("exit 1" if what == "it fails" else "")  # the compiler's output is no library
     if what == "no compiler":
         monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
     if what == "no cache":
@@ -207,14 +208,14 @@ def test_an_engine_without_compiled_operations_starts_and_says_why(
     assert [record.message for record in caplog.records if "compiled" in record.message]
 
 
-def test_they_are_not_used_where_they_are_switched_off(monkeypatch, unchanged, operators):
+def test_compiled_operations_can_be_disabled(monkeypatch, unchanged, operators):
     device.use_compiled(operators)
     assert device.compiled(torch.empty(0)) is operators
     use_cpu(1, "off")
     assert device.compiled(torch.empty(0)) is None
 
 
-def test_a_directory_of_the_environment_is_the_cache(monkeypatch, tmp_path):
+def test_the_cache_directory_can_be_set_in_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compiler.cache_directory() == tmp_path / "baton" / "kernels"
     assert os.path.isabs(compiler.cache_directory())

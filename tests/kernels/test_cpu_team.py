@@ -1,4 +1,5 @@
-"""Threads that share compiled work: each piece is done once, whoever asks, and how many at once."""
+"""Threads that share compiled work: each piece is done once, for any number of concurrent
+callers."""
 
 import threading
 
@@ -25,13 +26,13 @@ def activations(operators: Operators) -> torch.Tensor:
     return operators.act_and_mul(x, "silu")
 
 
-def test_many_threads_give_what_one_gives(alone, crowd):
+def test_many_threads_give_the_result_of_one(alone, crowd):
     expected = activations(alone)
     for _ in range(200):
         assert torch.equal(activations(crowd), expected)
 
 
-def test_callers_that_ask_at_once_get_what_each_asked_for(alone, crowd):
+def test_concurrent_callers_get_their_own_results(alone, crowd):
     expected, seen = activations(alone), []
 
     def ask():
@@ -45,7 +46,7 @@ def test_callers_that_ask_at_once_get_what_each_asked_for(alone, crowd):
     assert len(seen) == 200 and all(seen)
 
 
-def test_a_team_that_has_slept_works_again(alone, crowd):
+def test_a_team_works_again_after_sleep(alone, crowd):
     activations(crowd)
     threading.Event().wait(0.05)  # workers sleep after a tenth of a millisecond
     assert torch.equal(activations(crowd), activations(alone))

@@ -1,4 +1,4 @@
-"""The division of decode rows among programs. It does not change any output."""
+"""The division of decode rows among programs, which changes no output."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SKEWED = [(1, 3), (1, 0), (1, 700), (1, 64), (1, 65), (1, 0), (1, 130)]
 def test_rows_are_split_among_any_number_of_programs(
     monkeypatch, multiprocessors, min_tiles, window
 ):
-    """From every row in one program to a program per tile."""
+    """From all rows in one program to one program for each tile."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(split_plan, "MIN_TILES", min_tiles)
@@ -37,15 +37,15 @@ def test_rows_of_many_partial_results_are_combined_block_by_block(monkeypatch):
     case.check()
 
 
-def test_plans_and_searches_go_through_the_rows_block_by_block(monkeypatch):
+def test_plans_and_searches_process_the_rows_block_by_block(monkeypatch):
     monkeypatch.setattr(split_plan, "PLAN_BLOCK", 4)
     monkeypatch.setattr(split_kv, "SEARCH_BLOCK", 2)
     Case([(9, 9), *SKEWED, (1, 1), (1, 66)], heads=1, kv_heads=1).check()
 
 
-def test_a_long_row_is_spread_over_all_programs(monkeypatch):
-    """22 tiles by twos, although the long row has 20 of them: 11 programs leave a part of it. The
-    first and the last have another row whole, which leaves none."""
+def test_a_long_row_is_distributed_over_all_programs(monkeypatch):
+    """22 tiles in pairs, 20 of which belong to the long row: 11 programs write a part of it. The
+    first and the last program also have another complete row, which needs no partial result."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 12)
     monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case([(1, 64), (1, 64 * 20), (1, 64)], heads=1, kv_heads=1)
@@ -55,7 +55,7 @@ def test_a_long_row_is_spread_over_all_programs(monkeypatch):
     assert results.sum() == 11
 
 
-def test_a_row_that_a_program_has_whole_leaves_no_partial_result(monkeypatch):
+def test_a_row_of_a_single_program_has_no_partial_result(monkeypatch):
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 1)
     monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case(SKEWED, heads=2, kv_heads=1)
@@ -66,8 +66,8 @@ def test_a_row_that_a_program_has_whole_leaves_no_partial_result(monkeypatch):
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (2, 2)])
-def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, kv_heads):
-    """A count of parts that is not reset would leave rows of the next layer unwritten."""
+def test_every_layer_finds_the_scratch_memory_unchanged(monkeypatch, heads, kv_heads):
+    """If a count of parts were not reset, rows of the next layer would not be written."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
     monkeypatch.setattr(split_plan, "MIN_TILES", 1)
     Case(SKEWED, heads=heads, kv_heads=kv_heads).check_layers_of_one_plan()
@@ -78,11 +78,8 @@ def test_a_window_drops_the_tiles_before_it():
     assert plan.tile_starts.tolist() == [0, 1, 3, 4, 5]  # padding has one, of no keys
 
 
-def test_the_host_never_reads_what_the_device_holds(monkeypatch):
-    """Plan without device reads.
-
-    A read would wait for the device, and a captured graph would be wrong for other lengths.
-    """
+def test_a_plan_needs_no_data_of_the_device(monkeypatch):
+    """A read would wait for the device, and a captured graph would be wrong for other lengths."""
     launches = []
 
     def launch(kernel, grid):

@@ -1,4 +1,4 @@
-"""The delta rule against itself written out, token by token in float64."""
+"""The delta rule, compared with its definition, token by token in float64."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ HEADS = KEY_HEADS * GROUP
 def inputs(num_tokens, dtype=torch.float32, group=GROUP, v=V):
     channels = 2 * K + group * v
     x = torch.randn(num_tokens, KEY_HEADS, channels, device=DEVICE).to(dtype)
-    # As one product gives them: b, then a, of each key head.
+    # In the order of one product: b, then a, of each key head.
     both = torch.randn(num_tokens, KEY_HEADS, 2 * group, device=DEVICE).to(dtype)
     b, a = both.split(group, dim=2)
     a_log, dt_bias = torch.randn(2, KEY_HEADS * group, device=DEVICE)
@@ -27,7 +27,7 @@ def inputs(num_tokens, dtype=torch.float32, group=GROUP, v=V):
 
 
 def one_row(x, gates, state):
-    """Outputs [tokens, heads, v] and the state after every token [tokens, heads, k, v]."""
+    """Return outputs [tokens, heads, v] and the state after every token [tokens, heads, k, v]."""
     num_tokens = len(x)
     heads, k_size, v_size = state.shape
     group = heads // x.shape[1]
@@ -83,11 +83,11 @@ def close(actual, expected, tolerance=2e-5):
         ({"per_page": 4, "step": 1, "first": 1, "first_page": 1}, GROUP, V, 6),
     ],
 )
-def test_rows_of_all_lengths_go_from_their_states_to_those_that_are_asked_for(
+def test_rows_of_all_lengths_read_their_states_and_write_the_requested_ones(
     implementation, layout, group, v, longest
 ):
-    """From zeros, in place, from one state to another, to nowhere; marks on the way and at the end,
-    and two decode rows."""
+    """From zeros, in place, from one state to another, and without output. With states to keep
+    on the way and at the end, and two decode rows."""
     counts = [longest, 3, 1, 5, 1, 1]
     reads, writes = [NONE, 1, 2, 3, 4, NONE], [0, 1, 5, NONE, 4, 6]
     marks, kept = [longest // 64 * 64 or 4, 3, 0, 2, 0, 0], [7, 9, NONE, 8, NONE, NONE]
@@ -128,21 +128,22 @@ def check_cut(at, end, dtype=torch.float32):
     assert torch.equal(get(cut, 0), get(whole, 0))
 
 
-def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
-    # The reference computes short rows otherwise.
+def test_a_prompt_cut_at_a_chunk_boundary_gives_the_same_bits(implementation):
+    # The reference computes short rows differently.
     check_cut(64, 67 if implementation == "triton" else 130)
 
 
 @pytest.mark.parametrize(
     "at, end, dtype", [(2 * CHUNK, 3 * CHUNK + 5, torch.float16), (21, 40, torch.float32)]
 )
-def test_kernels_leave_the_same_bits_where_a_prompt_is_cut(by_kernels, at, end, dtype):
-    """At a whole chunk, and in float32 anywhere."""
+def test_kernels_give_the_same_bits_if_a_prompt_is_cut(by_kernels, at, end, dtype):
+    """At a chunk boundary, and in float32 anywhere."""
     check_cut(at, end, dtype)
 
 
-def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation):
-    """Match the state after one token at a time. This runs once the accepted drafts are known."""
+def test_a_state_moves_back_to_the_last_accepted_token(implementation):
+    """It equals the state after one token at a time. This runs when the accepted drafts are
+    known."""
     x, gates = inputs(9)
     state = torch.randn(HEADS, K, V, device=DEVICE)
     cells, _ = cells_of(HEADS, (K, V))
@@ -180,8 +181,9 @@ def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance)
     ],
 )
 @pytest.mark.parametrize("group, v", [(GROUP, V), (1, 37)])
-def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(by_kernels, longest, mark, group, v):
-    """Beside a short row and a decode row. float16 is rounded in products, as bfloat16 would be."""
+def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(by_kernels, longest, mark, group, v):
+    """With a short row and a decode row in the batch. float16 is rounded in products like
+    bfloat16."""
     counts, reads, writes = [longest, 3, 1], [1, NONE, 2], [1, 4, NONE]
     kept = [3, NONE, NONE]
     rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=kept)
@@ -198,8 +200,8 @@ def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(by_kernels, longest, m
     assert int((~pool.isnan()).sum()) == 4 * heads * K * v
 
 
-def test_equal_keys_that_are_not_forgotten_leave_a_prompt_in_chunks_exact(by_kernels):
-    """The hardest triangular system: every token replaces the value of the one before."""
+def test_equal_keys_without_decay_are_exact_in_chunks(by_kernels):
+    """The hardest triangular system: every token replaces the value of the previous one."""
     x, gates = inputs(40, torch.float16)
     x[:, :, K : 2 * K] = x[:1, :, K : 2 * K]
     gates = gates._replace(b=torch.full_like(gates.b, 9.0), a_log=gates.a_log - 20)
@@ -244,7 +246,7 @@ def test_compiled_outputs_and_states_have_the_same_bits_wherever_a_row_is_cut(
     assert torch.equal(get(cut, 0), get(whole, 0))
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     x, gates = inputs(3)
     cells, _ = cells_of(HEADS, (K, V))
     rows = rows_of([3], [NONE], [0])

@@ -1,4 +1,4 @@
-"""Embedding rows, of known tokens and of tokens that only the device knows."""
+"""Embedding rows of known tokens, and of tokens that only the device knows."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_no_tokens_give_no_rows(implementation):
         (torch.zeros(2, dtype=torch.int32), FUTURE[::2]),
     ],
 )
-def test_wrong_shapes_strides_and_dtypes_are_refused(token_ids, future):
+def test_wrong_shapes_strides_and_dtypes_are_rejected(token_ids, future):
     with pytest.raises(ValueError, match="int32"):
         embed(token_ids, future, torch.zeros(7, 4))
 

@@ -1,7 +1,7 @@
-"""Attention in Triton with fixed segments: the bits of a query depend on its own keys alone.
+"""Triton attention with fixed segments: the bits of a query depend only on its own keys.
 
-Interpreted, so in float32 or with products in float32. The part `bits` of `tools.bench.gpu` makes
-the same comparison on a GPU.
+In the interpreter, so in float32 or with products in float32. The part `bits` of `tools.bench.gpu`
+makes the same comparison on a GPU.
 """
 
 import pytest
@@ -76,7 +76,8 @@ def test_sinks_and_caps_change_no_bit(window):
     [pytest.param(0, 3, marks=LONG), (7, 3), pytest.param(1000, 40, marks=LONG)],
 )
 def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multiprocessors):
-    """From whole rows in one program to a program for each segment, with some rows whole."""
+    """From complete rows in one program to one program for each segment, with some rows
+    complete."""
     prompt = prompt_of(200)
     rows = [(0, 20), (90, 94), (199, 200), (100, 110), (64, 65), (180, 200)]
     expected = prompt.attend(rows)
@@ -115,8 +116,8 @@ def test_a_segment_has_the_full_size_by_default(monkeypatch):
     assert torch.equal(as_bits(prompt.attend([(2080, 2100)])[-1]), as_bits(together[1]))
 
 
-def test_rows_share_no_rounding_by_a_slack_of_their_tile(monkeypatch):
-    """The kernel that has one is not used."""
+def test_rounding_does_not_depend_on_other_rows_of_a_tile(monkeypatch):
+    """The kernel with a rescaling tolerance for each tile is not used."""
     monkeypatch.setattr(extend, "_tile", lambda *size, **kind: AttentionTile(16, 16, 4, 2, slack=8))
     prompt = prompt_of(100)
     assert differing(prompt) == NONE

@@ -1,4 +1,4 @@
-"""The counter-based generator: the same bits as plain integers, and random enough."""
+"""The counter-based random generator: the same bits as plain integers, and sufficiently random."""
 
 import math
 
@@ -22,7 +22,7 @@ def mix(x):
 
 
 def bits(seed, position, token):
-    """The same hash in integers of any size."""
+    """Compute the same hash with integers of any size."""
     low, high = seed % WORD, seed // WORD
     first = mix((low + mix(position)) % WORD)
     second = mix(high ^ mix((position + 0x9E3779B9) % WORD))
@@ -48,14 +48,14 @@ def test_bits_are_those_of_plain_integer_arithmetic():
             assert int(actual[row, token]) % WORD == bits(seed, position, token)
 
 
-def test_a_row_depends_on_its_own_seed_and_position_alone():
+def test_a_row_depends_only_on_its_own_seed_and_position():
     together = random_bits(*columns([5, 6, 5], [9, 9, 10]), 100)
     assert torch.equal(together[1:2], random_bits(*columns([6], [9]), 100))
     assert not torch.equal(together[0], together[1])
     assert not torch.equal(together[0], together[2])
 
 
-def test_inputs_are_left_as_they_were():
+def test_inputs_are_not_changed():
     seeds, positions = columns([5, 2**40], [9, 3])
     before = seeds.clone(), positions.clone()
     gumbel_noise(seeds, positions, 10)
@@ -110,7 +110,7 @@ def test_a_kernel_draws_the_same_bits_and_the_same_noise():
     torch.testing.assert_close(noise.cpu(), expected, rtol=0.0, atol=2e-6)
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
+def test_wrong_shapes_and_dtypes_are_rejected():
     seeds, positions = columns([1, 2], [3, 4])
     check_refused("seeds", gumbel_noise, seeds[:1], positions, 5)
     check_refused("int32", gumbel_noise, seeds.long(), positions, 5)

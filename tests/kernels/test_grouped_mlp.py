@@ -1,4 +1,4 @@
-"""Experts against each token's own sum in float64, wherever tokens go."""
+"""Experts, compared with each token's own sum in float64, for any assignment of tokens."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_each_token_gets_the_sum_of_its_experts(implementation, shape, activatio
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:]], ids=str)
-def test_gpt_oss_experts_have_biases_and_gates_that_are_clamped(implementation, shape):
+def test_gpt_oss_experts_have_biases_and_clamped_gates(implementation, shape):
     x, gate_up, down, weights, ids = drawn(*shape)
     gate_up *= 5  # beyond the limit, on either side
     biases = [torch.randn(part.shape[:2], device=DEVICE) for part in (gate_up, down)]
@@ -94,8 +94,8 @@ def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
     )
 
 
-def test_many_pairs_are_multiplied_in_larger_tiles_of_the_same_depth(monkeypatch):
-    """The depth is the order of sums, on which a token's bits depend."""
+def test_many_pairs_use_larger_tiles_with_the_same_depth(monkeypatch):
+    """The depth is the order of summation, which determines a token's bits."""
     few, many = (tile_for(2, pairs, 8, 90, 0) for pairs in (8 * MANY_PAIRS - 1, 8 * MANY_PAIRS))
     assert (few.rows, many.rows, many.columns) == (64, 128, 256)
     assert few.depth == many.depth
@@ -107,8 +107,8 @@ def test_many_pairs_are_multiplied_in_larger_tiles_of_the_same_depth(monkeypatch
 
 
 @pytest.mark.parametrize("expert", [0, 2, 3])
-def test_all_tokens_may_want_the_same_expert(implementation, expert):
-    """Compute correctly if the first or the last expert gets no token."""
+def test_all_tokens_may_use_the_same_expert(implementation, expert):
+    """The first or the last expert may get no token."""
     x, gate_up, down, weights, ids = drawn(70, 32, 16, 4, 1)
     ids.fill_(expert)
     expected = exact(x, gate_up, down, weights, ids, "silu")
@@ -116,7 +116,7 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reads", [0.5, 1, 7, 32, 34.5])  # a lane remembers 32 of its reads
+@pytest.mark.parametrize("reads", [0.5, 1, 7, 32, 34.5])  # a lane stores 32 of its reads
 @pytest.mark.parametrize("num_experts", [1, 5])
 def test_pairs_are_grouped_by_expert(reads, num_experts):
     lanes = 16
@@ -130,7 +130,7 @@ def test_pairs_are_grouped_by_expert(reads, num_experts):
         assert torch.equal(group.sort().values, (ids == expert).nonzero()[:, 0].int())
 
 
-def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
+def test_a_tokens_bits_do_not_depend_on_other_tokens(monkeypatch):
     if device.INTERPRETED and not _rows_of_numpy_are_independent():
         pytest.skip("numpy's products round a row by its place on this processor")
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
@@ -152,7 +152,7 @@ def test_the_number_of_tokens_selects_a_tile_and_changes_no_bit():
 
 
 def _rows_of_numpy_are_independent() -> bool:
-    """Return whether a row of a product, as the interpreter has it, has the same bits anywhere."""
+    """Return whether a row of a product in the interpreter has the same bits at any place."""
     left, right = torch.randn(64, 64).numpy(), torch.randn(64, 64).numpy()
     return all(
         np.array_equal((left[::-1][:rows] @ right)[::-1], (left[-rows:] @ right))
@@ -161,7 +161,7 @@ def _rows_of_numpy_are_independent() -> bool:
 
 
 def quantised_experts(count, rows, columns, group, kind):
-    """Return matrices whose weights have the usual size, and the weights."""
+    """Return matrices with weights of the usual magnitude, and the weights."""
     numbers, quantisation, wide = quantised(count * rows, columns, group, kind)
     scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
     quantisation = replace(quantisation, scales=scales)
@@ -177,7 +177,7 @@ def quantised_experts(count, rows, columns, group, kind):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
-def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind):
+def test_experts_with_quantized_weights_are_exact(implementation, sizes, kind):
     hidden, inner, group = sizes
     x, _, _, weights, ids = drawn(20, hidden, inner, 5, 2)
     gate_up, wide = quantised_experts(5, 2 * inner, hidden, group, kind)
@@ -188,7 +188,7 @@ def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind)
 
 
 @pytest.mark.parametrize("kind, group", [("fp8", 64), ("int8", 0), ("int4", 32), ("fp4", 32)])
-def test_many_pairs_of_quantised_experts_have_larger_tiles_too(monkeypatch, kind, group):
+def test_many_pairs_of_quantized_experts_use_larger_tiles_too(monkeypatch, kind, group):
     few, many = (tile_for(2, pairs, 2, 90, 32) for pairs in (2 * MANY_PAIRS - 1, 2 * MANY_PAIRS))
     assert (few.rows, few.columns, many.rows, many.columns) == (64, 64, 128, 128)
     assert few.depth == many.depth == 32
@@ -202,7 +202,7 @@ def test_many_pairs_of_quantised_experts_have_larger_tiles_too(monkeypatch, kind
     torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)
 
 
-def test_experts_that_nobody_wants_are_not_read(implementation):
+def test_unused_experts_are_not_read(implementation):
     x, gate_up, down, weights, ids = drawn(6, 32, 16, 5, 2)
     ids[:] = torch.tensor([1, 3], device=DEVICE)
     expected = computed(x, gate_up, down, weights, ids, "silu")
@@ -212,7 +212,7 @@ def test_experts_that_nobody_wants_are_not_read(implementation):
 
 
 def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
-    """Other ranks have their experts. Memory that nothing has written is NaN here."""
+    """Other ranks have their experts. Unwritten memory is NaN here."""
     x, gate_up, down, weights, ids = drawn(50, 64, 32, 3, 3)
     others = torch.rand(50, 3, device=DEVICE) < 0.5
     expected = exact(x, gate_up, down, weights * ~others, ids, "silu")
@@ -228,7 +228,7 @@ def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_wrong_shapes_and_dtypes_are_refused():
+def test_wrong_shapes_and_dtypes_are_rejected():
     x, gate_up, down, weights, ids = (tensor.cpu() for tensor in drawn(3, 32, 16, 4, 2))
     for wrong in (
         (x[:, :31].contiguous(), gate_up, down, weights, ids),

@@ -1,4 +1,4 @@
-"""The faster interpreter of `tests.support.interpreter` converts operands as Triton's does."""
+"""The faster interpreter of `tests.support.interpreter` converts operands like Triton's."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""Latents: attention to what is key and value at once, and the write of it into pages."""
+"""Latents: attention to one vector that is key and value, and writing it into pages."""
 
 import math
 from dataclasses import replace
@@ -18,10 +18,10 @@ from kernels.pages.store_latents import rope_and_store_latents
 from tests.kernels.attention_case import SCALE, Case
 from tests.kernels.conftest import DEVICE
 
-# Chunks, one with what is cached and one without; then decode rows, and padding.
+# Chunks, one with a cached prefix and one without, then decode rows, and padding.
 ROWS = [(21, 21), (17, 90), (1, 3), (1, 0), (1, 100), (1, 64)]
 SHAPE = {"heads": 6, "kv_heads": 1, "head_dim": 40, "value_dim": 32}
-PAGE_SIZE, EPS = 4, 0.03  # so large that it shows
+PAGE_SIZE, EPS = 4, 0.03  # so large that it has a visible effect
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,17 @@ def test_pages_of_any_size_in_bfloat16(implementation, enveloped):
 @pytest.mark.parametrize(
     "heads, dtype, tolerance", [(64, torch.bfloat16, 2e-2), (36, torch.float16, 2e-3)], ids=str
 )
-def test_one_program_has_many_heads(monkeypatch, by_kernels, heads, dtype, tolerance, page_size):
-    """Chunks and decode rows over full tiles and partial ones, and with several pages in a tile."""
+def test_one_program_may_have_many_heads(
+    monkeypatch, by_kernels, heads, dtype, tolerance, page_size
+):
+    """Chunks and decode rows over complete and partial tiles, and with several pages in a tile."""
     monkeypatch.setattr(device, "OLDER_TRITON", False)
     case = Case([*ROWS, (1, 200)], **SHAPE | {"heads": heads}, dtype=dtype, page_size=page_size)
     assert paged.latents_as_heads(case.kv, heads).shape[1] == 1
     case.check(atol=tolerance, rtol=tolerance)
 
 
-def test_half_as_many_heads_share_a_program_with_an_older_compiler(monkeypatch, by_kernels):
+def test_with_an_older_compiler_half_as_many_heads_share_a_program(monkeypatch, by_kernels):
     monkeypatch.setattr(device, "OLDER_TRITON", True)
     case = Case(ROWS, **SHAPE | {"heads": 64}, dtype=torch.bfloat16)
     assert paged.latents_as_heads(case.kv, 64).shape[1] == 2
@@ -58,8 +60,8 @@ def test_half_as_many_heads_share_a_program_with_an_older_compiler(monkeypatch, 
 
 
 def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
-    """Divide chunks and decode rows among many programs, whose results are combined by parts of
-    their heads."""
+    """Chunks and decode rows are divided among many programs, whose results are combined by
+    groups of their heads."""
     monkeypatch.setattr(paged, "LATENT_HEADS", 4)
     monkeypatch.setattr(
         extend_attention, "_tile", lambda *size, **kinds: AttentionTile(16, 16, 4, 2, 0)
@@ -78,7 +80,7 @@ def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     [{"value_dim": 40}, {"head_dim": 600, "value_dim": 513}, {"head_dim": 300, "value_dim": 16}],
     ids=str,
 )
-def test_latents_of_other_shapes_are_refused(shape):
+def test_latents_of_other_shapes_are_rejected(shape):
     with pytest.raises(ValueError, match="latents"):
         Case(ROWS, **SHAPE | shape).plan()
 
@@ -92,7 +94,7 @@ def test_keys_and_values_are_no_latents():
 
 
 def turned(x, angles, interleaved):
-    """[heads, 2 * pairs] in float64, as complex numbers."""
+    """Return [heads, 2 * pairs] in float64, rotated as complex numbers."""
     x = x.double()
     first, second = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
     numbers = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
@@ -108,7 +110,7 @@ def turned(x, angles, interleaved):
         (130, 24, 4, torch.bfloat16, 2e-2),
     ],
 )
-def test_latents_are_normed_keys_and_queries_turned_and_nothing_else_is_written(
+def test_latents_are_normalized_keys_and_queries_rotated_and_no_other_byte_written(
     implementation, heads, value_dim, pairs, dtype, tolerance, interleaved
 ):
     locations = [5, -1, 14, 0]
@@ -148,7 +150,7 @@ def test_latents_are_normed_keys_and_queries_turned_and_nothing_else_is_written(
 
 
 @pytest.mark.parametrize("wrong", ["kv", "q", "angles", "locations", "norm", "latents"])
-def test_tensors_that_do_not_fit_are_refused(wrong):
+def test_tensors_that_do_not_fit_are_rejected(wrong):
     arguments = {
         "kv": torch.zeros(2, 24),
         "norm": torch.zeros(16),
@@ -167,7 +169,7 @@ HEADS, KEY, ROTATED, RANK, VALUE = 3, 12, 8, 32, 16
 
 
 class Chunks:
-    """A case of latents of which each head makes its own keys and values."""
+    """A case of latents that each head expands to its own keys and values."""
 
     def __init__(self, rows, dtype=torch.float32, kept_in=None):
         size = {"heads": HEADS, "head_dim": RANK + ROTATED, "value_dim": RANK}
@@ -188,7 +190,7 @@ class Chunks:
         return out
 
     def expected(self):
-        """By latents as they are, in float64."""
+        """Compute with latents directly, in float64."""
         keys, values = (each.double() for each in (self.expansion.keys, self.expansion.values))
         q = self.q.double()
         turned = torch.einsum("nhk,hkr->nhr", q[..., :KEY], keys)
@@ -197,7 +199,7 @@ class Chunks:
         return torch.einsum("nhr,hrv->nhv", seen, values)
 
 
-# With more queries than share a mask, with one, and with a last page that is not full.
+# With more queries than share a mask, with one, and with an incomplete last page.
 CHUNKS = [(300, 300), (270, 333), (1, 40), (33, 64)]
 
 
@@ -209,7 +211,7 @@ CHUNKS = [(300, 300), (270, 333), (1, 40), (33, 64)]
         pytest.param(torch.bfloat16, 6e-2, HEADS, marks=pytest.mark.long),
     ],
 )
-def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
+def test_chunks_give_the_same_result_with_expanded_keys_and_values(
     monkeypatch, implementation, dtype, tolerance, at_once
 ):
     monkeypatch.setattr(expanded, "MOST_BYTES", 1 if at_once == 1 else 1 << 30)
@@ -254,7 +256,7 @@ def test_every_token_and_head_gets_its_key_and_value(
 
 
 @pytest.mark.parametrize("wrong", ["out", "latents", "expansion"])
-def test_expansions_that_do_not_fit_are_refused(wrong):
+def test_expansions_that_do_not_fit_are_rejected(wrong):
     case = Case([(1, 40)], kv_heads=1, heads=2, head_dim=40, value_dim=32)
     keys, out = torch.zeros(2, 12, 32), torch.zeros(1, 2, TILE_TOKENS, 12 + 8 + 16)
     kv = case.kv[..., :32] if wrong == "latents" else case.kv
@@ -280,7 +282,7 @@ def test_expansions_that_do_not_fit_are_refused(wrong):
     ],
     ids=str,
 )
-def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
+def test_keys_and_values_are_expanded_if_that_is_less_work(rows, pays):
     """The sizes are those of DeepSeek. Each chunk expands the cached latents again."""
     expansion = LatentExpansion(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
     assert expansion.pays(rows) is pays
@@ -292,7 +294,7 @@ def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
         (128, [(2048, 2048)], True),
         (128, [(2048, 32_768)], True),
         (128, [(256, 512)], True),
-        (128, [(256, 65_536)], False),  # expansion alone is more work
+        (128, [(256, 65_536)], False),  # the expansion alone is more work
         (128, [(16, 16)] * 20, False),  # queries that leave tiles empty
         (128, [(4, 2000)] * 64, False),  # rows with drafts
         (16, [(2048, 8192)], True),
@@ -301,14 +303,14 @@ def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
     ],
     ids=str,
 )
-def test_a_gpu_expands_latents_where_that_takes_less_time(heads, rows, pays):
+def test_a_gpu_expands_latents_if_that_takes_less_time(heads, rows, pays):
     """The sizes are those of DeepSeek, in bfloat16."""
     assert _deepseek(heads).pays_on_gpu(rows, rotated=64, multiprocessors=132) is pays
 
 
 @pytest.mark.parametrize("rows", [[(2048, 2048)], [(2048, 100_000)], [(128, 40_000)], [(1, 1)]])
-def test_keys_and_values_of_chunks_have_a_bound_for_any_length(rows):
-    """The bound is what attention over latents needs for the same queries, or 256 MiB."""
+def test_expanded_keys_and_values_have_a_size_limit_for_any_length(rows):
+    """The limit is what attention over latents needs for the same queries, or 256 MiB."""
     expansion, tokens = _deepseek(128), sum(queries for queries, _ in rows)
     bound = expansion.workspace_bytes(tokens, 64)
     over_latents = tokens * 128 * (512 + 64 + 512) * 2
@@ -324,5 +326,5 @@ def _deepseek(heads):
 
 
 @pytest.mark.parametrize("rows", [[(64, 64)], [(3, 40), (2, 17)]], ids=str)
-def test_kernels_attend_to_latents_as_they_are_from_few_queries(by_kernels, rows):
+def test_kernels_attend_to_latents_directly_from_few_queries(by_kernels, rows):
     assert Chunks(rows).plan() is None

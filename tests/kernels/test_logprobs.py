@@ -1,4 +1,4 @@
-"""Log-probabilities against float64, and alternatives against a sort in Python."""
+"""Log-probabilities compared with float64, and alternatives with a sort in Python."""
 
 import math
 
@@ -10,7 +10,9 @@ from tests.kernels.conftest import DEVICE, check_refused
 
 
 def assert_correct(logits, tokens, num_top, *, atol=1e-5):
-    """logits: rows of a wider tensor, so that what lies between them must not be read."""
+    """Args:
+    logits: rows of a wider tensor, so that the memory between them must not be read.
+    """
     n, vocabulary = logits.shape
     wide = torch.full((n, vocabulary + 3), math.nan, dtype=logits.dtype, device=DEVICE)
     wide[:, :vocabulary] = logits
@@ -35,18 +37,18 @@ def test_logprobs_are_those_of_float64(vocabulary, num_top, dtype, implementatio
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_gpu_looks_large_vocabularies_up(dtype):
+def test_a_gpu_searches_large_vocabularies(dtype):
     logits = (torch.randn(64, 151936) * 3).to(dtype)
     assert_correct(logits, torch.randint(151936, (64,), dtype=torch.int32), 20, atol=2e-5)
 
 
-def test_of_equal_logits_the_lower_ids_come_first(implementation):
+def test_of_equal_logits_the_lower_ids_are_first(implementation):
     logits = torch.randint(-1, 2, (2, 200)).float()
     assert_correct(logits, torch.tensor([0, 199], dtype=torch.int32), 90)
     assert_correct(torch.zeros(2, 20), torch.tensor([3, 4], dtype=torch.int32), 20)
 
 
-def test_logits_far_apart_keep_their_distance(implementation):
+def test_logits_far_apart_keep_their_difference(implementation):
     logits = torch.tensor([[3e4, 3e4 - 100.0, -3e4]])
     assert_correct(logits, torch.tensor([1], dtype=torch.int32), 3)
 
@@ -58,7 +60,7 @@ def test_a_row_without_a_token_counts_as_token_0(implementation):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_has_none_and_harms_no_other(bad, implementation):
+def test_a_row_that_is_not_finite_has_no_logprobs_and_affects_no_other(bad, implementation):
     logits = torch.randn(3, 100, device=DEVICE)
     tokens = torch.tensor([70, 5, 3], dtype=torch.int32, device=DEVICE)
     good = logprobs(logits, tokens, 4)
@@ -77,7 +79,7 @@ def test_no_rows_give_none(implementation):
     assert chosen.shape == (0,) and ids.shape == top.shape == (0, 4)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     logits, tokens = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int32)
     check_refused("float32", logprobs, logits.double(), tokens, 1)
     check_refused("strides", logprobs, torch.zeros(5, 2).T, tokens, 1)

@@ -17,7 +17,7 @@ MANY = [slot for slot in (1, -1, 0) for _ in range(TILE_ROWS + 5)]  # more than 
 
 
 def grouped(slots):
-    """-1: a token without an adapter."""
+    """Return grouped slots. -1: a token without an adapter."""
     tokens = tokens_by_slot(np.array(slots, np.int32), NUM_SLOTS)
     return replace(tokens, order=tokens.order.to(DEVICE), tiles=tokens.tiles.to(DEVICE))
 
@@ -53,14 +53,14 @@ def exact(y, x, down, up, slots, parts):
     [(64, 16, (48,)), (72, 32, (40, 24)), (64, 16, (130, 33, 33)), (72, 16, (24, 16, 4, 4))],
     ids=str,
 )
-def test_each_token_gets_what_its_own_adapter_adds(implementation, slots, inputs, rank, parts):
+def test_each_token_gets_the_output_of_its_own_adapter(implementation, slots, inputs, rank, parts):
     y, x, down, up = drawn(len(slots), inputs, parts, rank)
     expected = exact(y, x, down, up, slots, parts)
     add_low_rank(y, x, down, up, grouped(slots), parts)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_has_other_columns_between_its_rows_is_multiplied_alike(implementation):
+def test_inputs_with_other_columns_between_their_rows(implementation):
     y, x, down, up = drawn(len(MIXED), 64, (48,), 16)
     wide = torch.cat((x, torch.full_like(x, torch.nan)), dim=1)
     expected = exact(y, x, down, up, MIXED, (48,))
@@ -79,7 +79,7 @@ def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
     torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_tokens_of_a_slot_are_together_in_their_order_and_no_tile_has_two_slots():
+def test_tokens_of_a_slot_are_grouped_in_order_and_no_tile_has_two_slots():
     tokens = tokens_by_slot(np.array(MANY, np.int32), NUM_SLOTS)
     order, num = tokens.order.tolist(), TILE_ROWS + 5
     assert order == [*range(2 * num, 3 * num), *range(num)]
@@ -103,7 +103,7 @@ def test_tokens_of_a_slot_are_together_in_their_order_and_no_tile_has_two_slots(
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(wrong):
+def test_tensors_that_do_not_fit_are_rejected(wrong):
     y, x, _, _ = drawn(7, 64, (48,), 16)
     x = x[: wrong.get("tokens", 7), : wrong.get("inputs", 64)]
     _, _, down, up = drawn(7, 64, (48,), wrong.get("rank", 16), wrong.get("dtype", torch.float32))

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is written, and attention to it."""
+"""Keys and values in 8 bits: the stored numbers, and attention to them."""
 
 import math
 
@@ -15,20 +15,20 @@ from kernels.pages.store_latents import rope_and_store_latents
 from tests.kernels.attention_case import Case
 from tests.kernels.conftest import DEVICE
 
-# Chunks, one with what is cached and one without; then decode rows, and padding.
+# Chunks, one with a cached prefix and one without, then decode rows, and padding.
 ROWS = [(21, 21), (17, 90), (1, 3), (1, 0), (1, 100)]
 PAGE_SIZE, NUM_PAGES = 4, 6
 LOCATIONS = [9, -1, 0, 23, 10]
 SCALES = KVScales(key=2.0, value=0.25)
 
-# Triton's interpreter rounds to 8 bits wrongly, and has no NaN in them: there it is looked at where
-# numbers come to be, and rounding, which is the processor's, by the reference.
+# Triton's interpreter rounds to 8 bits incorrectly, and has no NaN in them. So its tests check only
+# where numbers are written, and the reference tests rounding, which the processor does.
 ROUNDS = {"reference", "compiled"} if DEVICE.type == "cpu" else {"reference", "triton"}
 each_dtype = pytest.mark.parametrize("kept_in", sorted(NARROW, key=str), ids=str)
 
 
 def pool(kept_in, *shape):
-    """One layer's pages of what is no number."""
+    """Return one layer's pages of NaN."""
     if kept_in not in NARROW:
         return torch.full((NUM_PAGES, *shape), math.nan, dtype=kept_in, device=DEVICE)
     return torch.full((NUM_PAGES, *shape), 0x7F, dtype=torch.uint8, device=DEVICE).view(kept_in)
@@ -45,7 +45,7 @@ def at(kv, location):
 
 
 def turns(implementation):
-    """Positions of the tokens: where nothing may be rounded, 0 of all."""
+    """Return positions of the tokens. If nothing may be rounded, all are 0."""
     turned = torch.arange(len(LOCATIONS), dtype=torch.int32, device=DEVICE)
     return turned * (implementation in ROUNDS)
 
@@ -55,7 +55,8 @@ def locations():
 
 
 def check_stored(kv, exact, scales):
-    """Every token of `exact`, a pool in float32, is in kv in 8 bits, and nothing else is."""
+    """Check that every token of `exact`, a pool in float32, is in kv in 8 bits, and nothing
+    else."""
     for location in LOCATIONS:
         if location < 0:
             continue
@@ -76,7 +77,7 @@ def test_keys_and_values_are_stored_by_their_scales(implementation, kept_in):
 
 
 @each_dtype
-def test_keys_are_rotated_before_they_lose_bits(implementation, kept_in):
+def test_keys_are_rotated_before_they_are_rounded(implementation, kept_in):
     if implementation == "compiled":
         pytest.skip("of numbers that are kept as they are")
     qkv = numbers(implementation, kept_in, len(LOCATIONS), (4 + 2 * 2) * 8)
@@ -90,12 +91,12 @@ def test_keys_are_rotated_before_they_lose_bits(implementation, kept_in):
 
 
 @each_dtype
-def test_latents_are_stored_as_they_are(implementation, kept_in):
+def test_latents_are_stored_without_a_scale(implementation, kept_in):
     kv, q = (numbers(implementation, kept_in, len(LOCATIONS), *size) for size in ((24,), (3, 8)))
     angles = rope_angles(turns(implementation), torch.rand(4, device=DEVICE), 1.0)
     norm, out = torch.rand(16, device=DEVICE), torch.empty_like(q)
     if implementation not in ROUNDS:
-        kv[:, :16] = kv[:, :1].sign()  # so is what the norm gives
+        kv[:, :16] = kv[:, :1].sign()  # so is the result of the norm
         norm.fill_(1.0)
     kept, exact = (pool(dtype, 1, 1, PAGE_SIZE, 24) for dtype in (kept_in, torch.float32))
     for latents in (kept, exact):
@@ -105,9 +106,9 @@ def test_latents_are_stored_as_they_are(implementation, kept_in):
     check_stored(kept, exact, (1.0,))
 
 
-# Seen failing with a plain cast: 448 and more are no number in e4m3, and infinite in e5m2.
+# Seen failing with a plain cast: 448 and more is NaN in e4m3, and infinite in e5m2.
 @each_dtype
-def test_what_is_too_large_becomes_the_largest_and_nan_stays(implementation, kept_in):
+def test_numbers_over_the_range_become_the_largest_one_and_nan_stays(implementation, kept_in):
     most = torch.finfo(kept_in).max
     k = torch.tensor([1e6, -1e6, math.nan, 1.0], device=DEVICE).expand(1, 1, 4)
     kept = pool(kept_in, 1, 2, PAGE_SIZE, 4)
@@ -119,15 +120,15 @@ def test_what_is_too_large_becomes_the_largest_and_nan_stays(implementation, kep
 
 @each_dtype
 @pytest.mark.parametrize("value_dim", [None, 24])
-def test_attention_to_8_bits_is_that_to_the_same_numbers(implementation, kept_in, value_dim):
+def test_attention_to_8_bits_equals_that_to_the_same_numbers(implementation, kept_in, value_dim):
     shape = {"heads": 6, "kv_heads": 2 if value_dim is None else 1, "head_dim": 32}
     Case(ROWS, **shape, value_dim=value_dim, kept_in=kept_in).check(window=None)
 
 
 @each_dtype
 def test_bfloat16_queries_are_multiplied_with_8_bits_in_float16(monkeypatch, kept_in):
-    """The interpreter multiplies as a GPU does, instead of in float32, but has no assembly. Numbers
-    beyond the range of float16 become its largest ones."""
+    """The interpreter multiplies like a GPU, instead of in float32, but has no assembly. Numbers
+    over the range of float16 become its largest ones."""
     if device.INTERPRETED:
         monkeypatch.setattr(tiles, "_widened", lambda x, wanted, rows: x.to(wanted))
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
@@ -147,7 +148,7 @@ def test_with_a_window_a_cap_and_sinks(implementation, kept_in):
 
 
 @pytest.mark.parametrize("kept_in", [torch.float16, torch.int8], ids=str)
-def test_other_dtypes_keep_nothing_but_themselves(kept_in):
+def test_pages_of_other_dtypes_accept_only_their_own_dtype(kept_in):
     kv = torch.zeros(NUM_PAGES, 1, 2, PAGE_SIZE, 8, dtype=kept_in)
     x = torch.zeros(1, 1, 8)
     with pytest.raises(ValueError, match="does not fit"):

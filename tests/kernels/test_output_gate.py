@@ -1,4 +1,4 @@
-"""Gates of heads against float64."""
+"""Gates of heads, compared with float64."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_each_number_is_multiplied_by_the_sigmoid_of_its_gate(
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     x, gate = torch.zeros(3, 8), torch.zeros(3, 2, 4)
     check_refused("does not fit", gate_heads, x, gate[:, :1])
     check_refused("does not fit", gate_heads, x, gate.double())

@@ -1,4 +1,4 @@
-"""Whole pages between two pools."""
+"""Copies of whole pages between two pools."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_exactly_the_named_pages_are_copied(sources, targets):
 
 
 def test_a_long_run_is_copied_in_pieces(monkeypatch):
-    """Copy pieces of ten numbers, which are pages of six and parts of pages."""
+    """Pieces of ten numbers, which are pages of six and parts of pages."""
     monkeypatch.setattr(page_copy, "MAX_COPY_BYTES", 40)
     source, target, sizes = torch.randn(9, 2, 3), torch.zeros(9, 2, 3), []
     copy = torch.Tensor.copy_
@@ -46,7 +46,7 @@ def test_a_long_run_is_copied_in_pieces(monkeypatch):
     assert torch.equal(target[4:7], source[1:4]) and torch.equal(target[0], source[7])
 
 
-def test_pools_of_different_pages_are_refused():
+def test_pools_of_different_pages_are_rejected():
     one = torch.zeros(2, 4)
     check_refused("pages differ", copy_pages, one, ids([0]), torch.zeros(2, 5), ids([0]))
     check_refused("pages differ", copy_pages, one, ids([0]), one.half(), ids([0]))

@@ -1,4 +1,4 @@
-"""Slices of pages packed and unpacked: exactly the named bytes move."""
+"""Slices of pages packed and unpacked: exactly the named bytes are moved."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ PAGES = [[], [2], [4, 0, 3], [1, 1]]
 
 @pytest.mark.parametrize("page_bytes, offset, slice_bytes", SLICES)
 @pytest.mark.parametrize("pages", PAGES)
-def test_packing_brings_exactly_the_slices_that_are_named(
+def test_packing_copies_exactly_the_named_slices(
     implementation, page_bytes, offset, slice_bytes, pages
 ):
     pool = random_bytes(5, page_bytes)
@@ -39,7 +39,7 @@ def test_packing_brings_exactly_the_slices_that_are_named(
 
 @pytest.mark.parametrize("page_bytes, offset, slice_bytes", SLICES)
 @pytest.mark.parametrize("pages", PAGES[:-1])
-def test_unpacking_changes_exactly_the_slices_that_are_named(
+def test_unpacking_changes_exactly_the_named_slices(
     implementation, page_bytes, offset, slice_bytes, pages
 ):
     pool, packed = random_bytes(5, page_bytes), random_bytes(len(pages), slice_bytes)
@@ -65,13 +65,13 @@ def test_unpacking_changes_exactly_the_slices_that_are_named(
         pytest.param((5, 64), [0], (64,), 0, "packed", id="packed of one dimension"),
     ],
 )
-def test_wrong_shapes_are_refused(pool, pages, packed, offset, reason):
+def test_wrong_shapes_are_rejected(pool, pages, packed, offset, reason):
     pool, packed = random_bytes(*pool), random_bytes(*packed)
     check_refused(reason, pack_pages, pool, ids(pages), packed, offset=offset)
     check_refused(reason, unpack_pages, packed, pool, ids(pages), offset=offset)
 
 
-def test_wrong_dtypes_strides_and_alignments_are_refused():
+def test_wrong_dtypes_strides_and_alignments_are_rejected():
     pool, packed = random_bytes(5, 64), random_bytes(2, 64)
     check_refused("pool", pack_pages, pool.view(torch.int8), ids([0, 1]), packed)
     check_refused("pool", pack_pages, random_bytes(64, 5).t(), ids([0, 1]), packed)
@@ -83,7 +83,7 @@ def test_wrong_dtypes_strides_and_alignments_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_bytes, slice_bytes", [(1 << 16, 1 << 16), (917504, 458752)])
-def test_what_is_packed_and_unpacked_at_real_sizes_is_what_it_was(page_bytes, slice_bytes):
+def test_packing_and_unpacking_at_real_sizes_changes_nothing(page_bytes, slice_bytes):
     pool = random_bytes(3000, page_bytes)  # beyond 2**31 bytes in the second case
     pages = torch.randperm(3000, device=DEVICE)[:700].int()
     packed = torch.empty(700, slice_bytes, dtype=torch.uint8, device=DEVICE)

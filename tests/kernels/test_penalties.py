@@ -1,4 +1,4 @@
-"""Penalties against token lists counted in Python."""
+"""Penalties, compared with token lists counted in Python."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_triton_gives_every_bit_of_the_reference(vocabulary):
     assert torch.equal(changed.cpu(), wide)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     counts, logits = torch.zeros(1, VOCABULARY, dtype=torch.int32), torch.zeros(1, VOCABULARY)
     none = {"repetition": torch.ones(1), "frequency": torch.zeros(1), "presence": torch.zeros(1)}
     row, two, strided = torch.tensor([0]), torch.tensor([0, 0]), torch.tensor([0, 0, 0])[::2]

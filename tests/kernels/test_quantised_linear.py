@@ -1,4 +1,4 @@
-"""Products with quantised matrices against exact sums."""
+"""Products with quantized matrices, compared with exact sums."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 def quantised(outputs, inputs, group, kind):
-    """Return drawn numbers, their quantisation, and the weights in float64."""
+    """Return random numbers, their quantized form, and the weights in float64."""
     groups = -(-inputs // group) if group else 1
     scales, zeros = torch.rand(outputs, groups, device=DEVICE) + 0.1, None
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
@@ -52,7 +52,7 @@ def drawn(rows, outputs, inputs, group, dtype=torch.float32, kind="fp8"):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_is_near_the_exact_one(implementation, shape, kind):
+def test_a_product_is_close_to_the_exact_one(implementation, shape, kind):
     given, expected = drawn(*shape, kind=kind)
     size = expected.abs().max() if expected.numel() else 1.0
     found = quantised_linear(*given)
@@ -86,7 +86,7 @@ def test_a_tile_has_inputs_of_one_group(rows, element_size, group):
         lambda x, numbers, own: (x, numbers, Quantisation(own.scales, 24)),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(change):
+def test_arguments_that_do_not_fit_are_rejected(change):
     (x, numbers, quantisation, _), _ = drawn(64, 64, 64, 32)
     with pytest.raises(ValueError, match=r"expected|does not fit"):
         quantised_linear(*change(x, numbers, quantisation))

@@ -1,9 +1,9 @@
 """GPU resources of kernels, compiled ahead of time.
 
-The compilation runs in processes of its own, because this process's kernels are made for the
-interpreter. First it covers one model on one architecture with one page size, and a layer whose
-kernels start early on all. Then it covers all kernels that serving launches, which takes a quarter
-of an hour and is part of `make test-nightly`.
+The compilation runs in separate processes, because this process's kernels are made for the
+interpreter. The first test covers one model on one architecture with one page size, and a layer
+whose kernels start early on all architectures. The nightly test covers all kernels that serving
+launches, which takes a quarter of an hour.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# A minute on two cores of its own, and three for all that serving launches.
+# A minute on two idle cores, and three for all kernels of serving.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,10 +103,10 @@ def _run(
     )
 
 
-# On sm_90 what one model launches: with one size of pages, and of attention with and without early
-# starts one. Also what parts of models launch, as ranks have them. Elsewhere, of the layer that
-# starts early, the kernels that compile fast. Where blocks
-# have the least shared memory, the kernels that want most of it, of latents.
+# On sm_90 all launches of one model, with one page size, and attention with and without early
+# start. Also parts of models, as ranks have them. On other architectures only the kernels of the
+# layer with early start that compile fast. For the architectures with the least shared memory, the
+# kernels of latents, which need most of it.
 FEW = (
     "sm_90 llama3-8b (?!.*(fp8_| page (64|128|16 (decode|mixed) )))"
     "|sm_90 .*-tp[28] "
@@ -118,7 +118,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
-    """The program's verdict on these few. Launches of all models are looked at."""
+    """Return the program's verdict on these few kernels. Launches of all models are checked."""
     return _run("-m", "tools.bench.resources", "--only", FEW)
 
 
@@ -168,7 +168,7 @@ def test_attention_uses_tensor_cores_and_copies_tiles_ahead(
             assert row["mma" if few_queries else "wgmma"] > 0, row
 
 
-def test_kernels_that_wait_for_memory_read_and_write_sixteen_bytes_a_thread(
+def test_memory_bound_kernels_access_sixteen_bytes_for_each_thread(
     served: subprocess.CompletedProcess[str],
 ) -> None:
     moving = (
@@ -183,7 +183,7 @@ def test_kernels_that_wait_for_memory_read_and_write_sixteen_bytes_a_thread(
         assert not {"ld 1", "ld 2", "st 1", "st 2"} & row["accesses"].keys(), row
 
 
-def test_kernels_that_start_early_wait_for_the_one_before_and_let_the_next_one_start(
+def test_kernels_with_early_start_wait_for_the_previous_one_and_start_the_next(
     served: subprocess.CompletedProcess[str],
 ) -> None:
     rows = json.loads(served.stdout.splitlines()[-1])["rows"]
@@ -198,20 +198,19 @@ def test_kernels_that_start_early_wait_for_the_one_before_and_let_the_next_one_s
         assert all(row["dependent"] in (0, 2) for row in rows)
 
 
-def test_latents_have_as_many_stages_as_shared_memory_has_room_for(
+def test_latents_have_as_many_stages_as_fit_into_shared_memory(
     served: subprocess.CompletedProcess[str],
 ) -> None:
-    """99 KiB for 36 KiB of keys, and of queries as many."""
+    """99 KiB, for 36 KiB of keys and as much of queries."""
     for arch in (86, 89, 120):
         for row in _rows(served, arch, "_split_kernel", "_extend_kernel"):
             assert (row["stages"], row["shared_bytes"]) == (2, 75776)
 
 
-def test_attention_has_as_few_instructions_as_it_was_built_for(
+def test_the_instructions_of_attention_are_limited(
     served: subprocess.CompletedProcess[str],
 ) -> None:
-    """Bound the instructions of a tile of 128 queries and 128 keys, where no row maximum rises
-    much."""
+    """The tile has 128 queries and 128 keys, and no row maximum rises by much."""
     (row,) = (
         row
         for row in _rows(served, 90, "_extend_kernel")
@@ -224,7 +223,7 @@ def test_attention_has_as_few_instructions_as_it_was_built_for(
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The program's verdict on kernels that must not be served."""
+    """Return the program's verdict on kernels that must not be served."""
     folder = tmp_path_factory.mktemp("odd")
     (folder / "odd.py").write_text(ODD)
     few = {"instructions": 40, "loop": 0}
@@ -256,7 +255,7 @@ def test_a_kernel_that_must_not_be_served_fails_by_name(
     assert re.fullmatch(problem, found, re.DOTALL)
 
 
-def test_a_kernel_that_is_compiled_again_when_a_count_changes_fails_by_name(
+def test_a_kernel_that_is_recompiled_for_another_count_fails_by_name(
     odd: subprocess.CompletedProcess[str],
 ) -> None:
     problems = _failures(odd, "counting_kernel is compiled")
@@ -264,7 +263,7 @@ def test_a_kernel_that_is_compiled_again_when_a_count_changes_fails_by_name(
     assert not any(" free " in problem for problem in problems)
 
 
-def test_a_kernel_that_leaves_fusion_to_the_default_of_the_compiler_fails_by_name(
+def test_a_kernel_that_leaves_fusion_to_the_compilers_default_fails_by_name(
     odd: subprocess.CompletedProcess[str],
 ) -> None:
     problems = _failures(odd, "counting_kernel is launched")
@@ -272,7 +271,7 @@ def test_a_kernel_that_leaves_fusion_to_the_default_of_the_compiler_fails_by_nam
     assert _failures(odd, "large_kernel is launched") == []
 
 
-def test_a_kernel_of_more_instructions_than_its_budget_or_without_one_fails_by_name(
+def test_a_kernel_over_its_instruction_budget_or_without_one_fails_by_name(
     odd: subprocess.CompletedProcess[str],
 ) -> None:
     new, long = sorted(_failures(odd, "long_kernel"))
@@ -280,7 +279,7 @@ def test_a_kernel_of_more_instructions_than_its_budget_or_without_one_fails_by_n
     assert long.startswith(" on sm_90 (short) has ") and long.endswith("where 40 were enough")
 
 
-def test_the_interpreter_is_refused() -> None:
+def test_the_interpreter_is_rejected() -> None:
     command = [sys.executable, "-m", "tools.bench.resources"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)

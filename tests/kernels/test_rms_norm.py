@@ -1,4 +1,4 @@
-"""Add and RMSNorm, against float64 and against the rounding of Hugging Face's layers."""
+"""Add and RMSNorm, compared with float64 and with the rounding of Hugging Face's layers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from kernels.layers.rms_norm import MAX_BLOCK, add_rms_norm
 from tests.kernels.conftest import DEVICE
 
-EPS = 0.03  # so large that it shows
+EPS = 0.03  # so large that it has a visible effect
 
 
 def randn(*shape, dtype=torch.float32):
@@ -36,7 +36,7 @@ def test_agrees_with_the_formula_in_float64(implementation, n, hidden, with_resi
 
 
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_takes_the_rows_it_is_told_in_their_order(implementation, with_residual):
+def test_the_selected_rows_are_used_in_order(implementation, with_residual):
     x, weight = randn(6, 40), randn(40)
     residual = randn(6, 40) if with_residual else None
     rows = torch.tensor([9, 4, 0, 5, 4, 9], device=DEVICE)[1:5]
@@ -46,7 +46,7 @@ def test_takes_the_rows_it_is_told_in_their_order(implementation, with_residual)
         assert empty.shape == (0, 40)
 
 
-def test_rows_of_x_and_of_the_residual_may_lie_apart(implementation):
+def test_rows_of_x_and_of_the_residual_may_have_gaps(implementation):
     x, residual, weight = randn(4, 90)[:, 7:40], randn(8, 33)[::2], randn(33)
     for rows in (None, torch.tensor([3, 1], device=DEVICE)):
         actual = add_rms_norm(x, residual, weight, EPS, rows=rows)
@@ -54,13 +54,14 @@ def test_rows_of_x_and_of_the_residual_may_lie_apart(implementation):
 
 
 def assert_rounded_alike(actual, expected):
-    """Sums in another order round differently, but seldom; another order of roundings, often."""
+    """Another order of summation rarely rounds differently. Another order of roundings often
+    does."""
     assert actual.dtype == expected.dtype
     assert (actual != expected).float().mean() < 0.01
     torch.testing.assert_close(actual, expected)
 
 
-def test_rounds_where_hugging_face_rounds(implementation):
+def test_rounding_equals_hugging_faces(implementation):
     x, residual = randn(9, 196, dtype=torch.float16), randn(9, 196, dtype=torch.float16)
     layer = LlamaRMSNorm(196, eps=1e-6).to(DEVICE, torch.float16)
     layer.weight.data.normal_()
@@ -70,7 +71,7 @@ def test_rounds_where_hugging_face_rounds(implementation):
         assert_rounded_alike(normed, layer(residual + x))
 
 
-def test_a_weight_in_float32_is_applied_before_rounding_as_gemma_does(implementation):
+def test_a_weight_in_float32_is_applied_before_rounding_as_in_gemma(implementation):
     x, layer = randn(9, 196, dtype=torch.float16), Gemma2RMSNorm(196, eps=1e-6).to(DEVICE)
     layer.weight.data.normal_()
     with torch.no_grad():
@@ -78,7 +79,7 @@ def test_a_weight_in_float32_is_applied_before_rounding_as_gemma_does(implementa
         assert_rounded_alike(normed, layer(x))
 
 
-def test_inputs_are_left_as_they_were(implementation):
+def test_inputs_are_not_changed(implementation):
     x, residual = randn(2, 8), randn(2, 8)
     before = x.clone(), residual.clone()
     add_rms_norm(x, residual, torch.ones(8, device=DEVICE), 1e-6)
@@ -97,7 +98,7 @@ def test_inputs_are_left_as_they_were(implementation):
         (torch.zeros(2, 8), None, torch.zeros(8), torch.zeros(2, dtype=torch.int32)),
     ],
 )
-def test_wrong_shapes_strides_and_dtypes_are_refused(x, residual, weight, rows):
+def test_wrong_shapes_strides_and_dtypes_are_rejected(x, residual, weight, rows):
     with pytest.raises(ValueError, match=r"expected|is not like|contiguous"):
         add_rms_norm(x, residual, weight, 1e-6, rows=rows)
 
@@ -112,6 +113,6 @@ def test_agrees_with_float64_at_the_sizes_of_real_models(dtype, tolerance, n, hi
         normed, total = add_rms_norm(x, kept, weight, EPS, rows=chosen)
         expected = x if kept is None else kept + x
         assert torch.equal(total, expected if chosen is None else expected[chosen])
-        # Of the rounded sum: its own rounding is not this kernel's to undo.
+        # Of the rounded sum, because the kernel cannot undo this rounding.
         exact, _ = in_float64(total, None, weight)
         torch.testing.assert_close(normed.double(), exact, atol=tolerance, rtol=tolerance)

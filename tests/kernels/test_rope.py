@@ -1,4 +1,4 @@
-"""Angles against float64."""
+"""RoPE angles, compared with float64."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from kernels.layers.rope import rope_angles
 from tests.kernels.conftest import DEVICE
 
-# Far and near, and where an argument reduced too coarsely would show.
+# Positions near and far, including one that would show an imprecise reduction of arguments.
 POSITIONS = [0, 1, 2, 355, 710, 4095, 32768, 99991, 103993, 131071, 131072]
 
 
@@ -48,7 +48,7 @@ def test_no_positions_give_no_angles(implementation):
         (torch.zeros(2, dtype=torch.int32), torch.ones(2).double()),
     ],
 )
-def test_wrong_shapes_strides_and_dtypes_are_refused(positions, frequencies):
+def test_wrong_shapes_strides_and_dtypes_are_rejected(positions, frequencies):
     with pytest.raises(ValueError, match="expected"):
         rope_angles(positions, frequencies, 1.0)
 

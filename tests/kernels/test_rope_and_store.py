@@ -1,4 +1,4 @@
-"""QK-norm, rotation and the write into pages, against complex numbers token by token."""
+"""QK-norm, rotation and the write into pages, compared with complex numbers token by token."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.kernels.conftest import DEVICE, check_refused
 
 PAGE_SIZE = 4
 NOWHERE = -1
-EPS = 0.03  # so large that it shows
+EPS = 0.03  # so large that it has a visible effect
 
 
 def randn(*shape, dtype=torch.float32):
@@ -26,15 +26,15 @@ def norms_of(head_dim, with_norm=True, dtype=torch.float32):
 
 
 def kv_layer(kv_heads, head_dim, num_pages=6, num_layers=3, layer=1, dtype=torch.float32):
-    """One layer's strided view of a pool of NaN, and the pool."""
+    """Return one layer's strided view of a pool of NaN, and the pool."""
     shape = (num_pages, kv_heads, num_layers, 2, PAGE_SIZE, head_dim)
     pool = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     return pool[:, :, layer], pool
 
 
 def rotated(x, position, frequencies):
-    """[heads, head_dim] in float64: pairs (i, i + n) as complex numbers, turned, of n frequencies;
-    the rest as it is."""
+    """Return [heads, head_dim] in float64: n pairs (i, i + n) as rotated complex numbers, and
+    the rest unchanged."""
     n = len(frequencies)
     numbers = torch.complex(x[:, :n].double(), x[:, n : 2 * n].double())
     angles = (position * frequencies).double()
@@ -47,7 +47,8 @@ def normed(x, weight):
 
 
 def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance, pairs=None):
-    """Q of every token, K and V at every location, and nothing else in the pool."""
+    """Check q of every token, K and V at every location, and that nothing else in the pool was
+    written."""
     num_tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
     frequencies = torch.rand(pairs or head_dim // 2, device=DEVICE)
     positions = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
@@ -79,7 +80,7 @@ def check(qkv, kv_heads, head_dim, positions, locations, norms, tolerance, pairs
     "heads, kv_heads, head_dim", [(1, 1, 2), (4, 2, 6), (6, 1, 32), (18, 9, 64)]
 )
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_q_comes_back_and_k_and_v_go_to_their_places(
+def test_q_is_returned_and_k_and_v_are_written_to_their_places(
     implementation, heads, kv_heads, head_dim, with_norm
 ):
     qkv = randn(5, (heads + 2 * kv_heads) * head_dim + 3)[:, 3:]
@@ -89,7 +90,7 @@ def test_q_comes_back_and_k_and_v_go_to_their_places(
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim, pairs", [(4, 2, 16, 2), (3, 1, 24, 9)])
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_only_the_first_numbers_of_a_head_are_rotated_where_there_are_fewer_angles(
+def test_with_fewer_angles_only_the_first_numbers_of_a_head_are_rotated(
     implementation, heads, kv_heads, head_dim, pairs, with_norm
 ):
     qkv, norms = randn(4, (heads + 2 * kv_heads) * head_dim), norms_of(head_dim, with_norm)
@@ -114,7 +115,7 @@ def test_gates_between_the_queries_are_skipped(implementation, pairs):
 
 
 @pytest.mark.parametrize("locations", [[NOWHERE, 9, NOWHERE], [NOWHERE] * 3, []])
-def test_a_padding_token_has_a_query_and_its_k_and_v_go_nowhere(implementation, locations):
+def test_a_padding_token_has_a_query_and_its_k_and_v_are_not_written(implementation, locations):
     qkv = randn(len(locations), (2 + 2 * 2) * 8)
     check(qkv, 2, 8, [0] * len(locations), locations, {}, 1e-5)
 
@@ -123,7 +124,7 @@ def test_a_padding_token_has_a_query_and_its_k_and_v_go_nowhere(implementation, 
 def test_half_precision_is_rounded_after_the_norm_and_after_the_rotation(
     implementation, norm_dtype
 ):
-    """Against float32 with the roundings written out."""
+    """Compared with float32 with explicit rounding."""
     heads, kv_heads, head_dim, num_tokens = 5, 2, 48, 4
     qkv = randn(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=torch.float16)
     weights = randn(2, head_dim, dtype=norm_dtype)
@@ -139,12 +140,12 @@ def test_half_precision_is_rounded_after_the_norm_and_after_the_rotation(
     cos, sin = angles.unsqueeze(2)
     expected = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).half()
     actual = torch.cat((q, kv[0, :, 0].transpose(0, 1)), dim=1)
-    # Sums in another order round differently, but seldom; another order of roundings, often.
+    # Another order of summation rarely rounds differently. Another order of roundings often does.
     assert (actual != expected).float().mean() < 0.01
     torch.testing.assert_close(actual, expected)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     kv = kv_layer(2, 8)[0].cpu()
     angles, locations, good = torch.zeros(2, 3, 4), torch.arange(3), torch.zeros(3, 8 * 8)
     check_refused("does not fit", rope_and_store, torch.zeros(3, 4 * 8), angles, kv, locations)

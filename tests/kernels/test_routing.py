@@ -1,4 +1,4 @@
-"""The choice of experts against a softmax in float64."""
+"""The choice of experts, compared with a softmax in float64."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.kernels.conftest import DEVICE
     "n, num_experts, k", [(0, 8, 2), (1, 1, 1), (5, 8, 2), (3, 60, 4), (2, 128, 8)]
 )
 @pytest.mark.parametrize("normalise", [False, True])
-def test_the_likeliest_experts_come_first_with_their_weights(
+def test_the_likeliest_experts_are_first_with_their_weights(
     implementation, n, num_experts, k, normalise
 ):
     logits = torch.randn(n, num_experts, device=DEVICE) * 3
@@ -36,7 +36,7 @@ def test_equally_likely_experts_are_all_different(implementation):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_choose_experts_that_are_there(implementation, odd):
+def test_logits_that_are_not_finite_choose_existing_experts(implementation, odd):
     logits = torch.randn(2, 5, device=DEVICE)
     logits[0] = odd
     weights, ids = route(logits, Routing(3, True))
@@ -47,7 +47,7 @@ def test_logits_that_are_not_finite_choose_experts_that_are_there(implementation
 @pytest.mark.parametrize(
     "shape, k", [((2, 3), 4), ((2, 3), 0), ((3,), 1), ((1, routing.MAX_EXPERTS + 1), 1)]
 )
-def test_wrong_shapes_are_refused(shape, k):
+def test_wrong_shapes_are_rejected(shape, k):
     with pytest.raises(ValueError, match="experts"):
         route(torch.zeros(shape), Routing(k, False))
 
@@ -116,6 +116,6 @@ def _same(weights, ids, expected, expected_ids):
         (Routing(2, True), torch.zeros(11)),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(routing, bias):
+def test_groups_that_do_not_fit_are_rejected(routing, bias):
     with pytest.raises(ValueError, match=r"experts|bias"):
         route(torch.zeros(1, 12), routing, bias)

@@ -1,7 +1,7 @@
-"""A row of any operation of a CPU has the same bits alone and beside others.
+"""A row of any CPU operation has the same bits alone and with other rows.
 
-Every operation of the compiled library is listed here, and every one that torch computes in its
-place. A new one fails until it is listed.
+The lists here have every operation of the compiled library, and every one that torch computes
+instead. A new one fails until it is listed.
 """
 
 import functools
@@ -31,8 +31,8 @@ from kernels.pages import rope_and_store as rope_and_store_module
 from kernels.sampling import logprobs as logprobs_module
 
 ROWS = 256
-ALONE = 64  # of them are computed alone, and compared wherever they stand in a batch
-WIDTH = 192  # of the rows that are given to an operation
+ALONE = 64  # of them are computed alone, and compared at any place of a batch
+WIDTH = 192  # of the rows of an operation
 COUNTS = [1, 2, 3, 5, 15, 16, 17, 63, 64, 127, ROWS]
 NO_ROWS = "has no rows"
 MOVES = "moves numbers and computes none"
@@ -43,7 +43,7 @@ Operation = Callable[[Operators, Tensor, Tensor], Tensor]
 
 @functools.cache
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same random numbers at every call."""
+    """Return the same random numbers at every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
@@ -58,7 +58,7 @@ def add_rms_norm(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rope_and_store(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
-    """Return heads that are rotated, and some of which a part is."""
+    """Return heads that are rotated completely and partly."""
     weight, found = numbers(48, dtype=x.dtype), []
     for pairs in (24, 5):
         kv = x.new_zeros(ROWS, 1, 2, 16, 48)
@@ -91,7 +91,7 @@ def act_and_mul(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) -> Tensor:
-    """Return the output for one query a row. All rows share their first keys."""
+    """Return the output for one query of each row. All rows share their first keys."""
     kv = numbers(40, 2, 2, 16, 48, dtype=x.dtype)
     out = torch.empty_like(x)
     q, pages = x.view(-1, 4, 48), torch.arange(40, dtype=torch.int32)
@@ -108,7 +108,8 @@ def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) ->
 def states_of(
     rows: Tensor, heads: int, *shape: int, dtype: torch.dtype
 ) -> tuple[CellView, StateRows]:
-    """Return states of given numbers, and rows of four tokens each that write theirs elsewhere."""
+    """Return states with these numbers, and rows of four tokens each that write theirs to other
+    pages."""
     n = len(rows)
     view = numbers(2 * ROWS, heads, *shape, dtype=dtype).clone()
     reads, nowhere = rows.int().view(n, 1), torch.full((n, 1), -1, dtype=torch.int32)
@@ -257,8 +258,8 @@ def by_head_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def grouped_mlp(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
-    """Return the sums of experts with and without biases. They are so many, in rows of such a size,
-    that torch's `bmm` would add them in another order in another batch."""
+    """Return the sums of experts with and without biases. Their number and size are such that
+    torch's `bmm` would add them in another order in another batch."""
     if not operators.multiplies(x.dtype):
         return x
     x, count, k = x[:, :90].contiguous(), 9, 8
@@ -335,7 +336,7 @@ OPERATIONS: dict[str, Operation | str] = {
     "pack_codes": NO_ROWS,
     "compute_layers": LAYERS,
 }
-# By the names of their references. Compiled ones are above.
+# By the names of their references. The compiled ones are above.
 IN_TORCH: dict[str, Operation | str] = {
     "logprobs": logprobs,
     "add_low_rank": add_low_rank,
@@ -394,7 +395,7 @@ def test_a_row_has_the_same_bits_beside_any_others(teams, monkeypatch, name, dty
         rows = torch.cat((compared, others))[torch.randperm(count)]
         given = x[rows]
         broken = torch.zeros(count, dtype=torch.bool)
-        if number % 2:  # neighbours that are not finite
+        if number % 2:  # other rows that are not finite
             broken[1::3] = True
             given[broken] = torch.nan
         chosen = (rows < ALONE) & ~broken
@@ -402,7 +403,7 @@ def test_a_row_has_the_same_bits_beside_any_others(teams, monkeypatch, name, dty
         assert torch.equal(actual, alone[rows[chosen]]), f"{count} rows"
 
 
-def test_logprobs_of_a_large_vocabulary_depend_on_no_thread_and_no_row():
+def test_logprobs_of_a_large_vocabulary_do_not_depend_on_threads_or_other_rows():
     x = torch.randn(20, 262_144, generator=torch.Generator().manual_seed(1))
     tokens, threads, results = torch.arange(20, dtype=torch.int32), torch.get_num_threads(), []
     try:

@@ -1,4 +1,4 @@
-"""Sampling: which tokens may come, how often they do, and on what alone they depend."""
+"""Sampling: possible tokens, their frequencies, and the inputs on which they depend."""
 
 import math
 from dataclasses import fields
@@ -22,7 +22,7 @@ VOCABULARY = 11
 
 
 def columns(n, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, positions=None):
-    """The same parameters for n rows, at positions 0, 1, 2, ..."""
+    """Return the same parameters for n rows, at positions 0, 1, 2, ..."""
     return SamplingColumns(
         temperature=torch.full((n,), float(temperature), device=DEVICE),
         top_k=torch.full((n,), top_k, dtype=torch.int32, device=DEVICE),
@@ -41,14 +41,14 @@ def stacked(*parts):
 
 
 def few_or(many, implementation, *, few):
-    """Triton's interpreter takes some 30 ms a row."""
+    """Return fewer rows for Triton's interpreter, which takes about 30 ms for a row."""
     return few if implementation == "triton" and device.INTERPRETED else many
 
 
 def kept(logits, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
-    """The renormalised distribution after the filters, in Python floats, straight from the words:
-    the k likeliest; of those the fewest that make top_p; of those the ones at least min_p times as
-    likely as the likeliest."""
+    """Return the renormalized distribution after the filters, in Python floats, by their
+    definition: the k likeliest tokens, of those the fewest that make top_p, of those the ones at
+    least min_p times as likely as the likeliest."""
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
     if top_k > 0:
@@ -82,7 +82,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_tokens_come_as_often_as_their_probability_says(filters, implementation):
+def test_tokens_have_the_frequency_of_their_probability(filters, implementation):
     logits = torch.randn(VOCABULARY) * 1.5
     n = few_or(20_000, implementation, few=3)
     tokens = sample(logits.repeat(n, 1).to(DEVICE), columns(n, **filters)).cpu()
@@ -96,7 +96,7 @@ def test_tokens_come_as_often_as_their_probability_says(filters, implementation)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 37, 1000])
-def test_greedy_takes_the_likeliest_and_of_equals_the_lowest(vocabulary, implementation):
+def test_greedy_picks_the_likeliest_token_and_of_equal_ones_the_lowest(vocabulary, implementation):
     n = few_or(64, implementation, few=5)
     logits = torch.randint(0, 5, (n, vocabulary), device=DEVICE).float()
     expected = [row.index(max(row)) for row in logits.tolist()]
@@ -105,14 +105,14 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_lowest(vocabulary, impleme
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
-def test_of_equal_logits_at_the_edge_of_a_filter_the_lower_tokens_stay(filters, implementation):
+def test_of_equal_logits_at_the_limit_of_a_filter_the_lower_tokens_stay(filters, implementation):
     n = few_or(500, implementation, few=8)
     logits = torch.tensor([[1.0, 1.5, 1.0, 1.0]], device=DEVICE).repeat(n, 1)
     assert set(sample(logits, columns(n, **filters)).tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_k": 3, "top_p": 0.99}], ids=str)
-def test_the_likeliest_tokens_come_wherever_they_are(filters, implementation):
+def test_the_likeliest_token_is_found_at_any_place(filters, implementation):
     n = few_or(500, implementation, few=8)
     logits = torch.full((515,), -5.0, device=DEVICE)
     logits[::100] = 5.0 - 0.01 * torch.arange(6, device=DEVICE)
@@ -132,7 +132,7 @@ def test_a_tiny_temperature_is_greedy(implementation):
     assert torch.equal(sample(logits, columns(n, temperature=1e-30)), expected.int())
 
 
-def test_a_token_depends_on_its_own_row_seed_and_position_alone(implementation):
+def test_a_token_depends_only_on_its_own_row_seed_and_position(implementation):
     logits = torch.randn(6, VOCABULARY, device=DEVICE)
     parts = [
         columns(1, seed=4, positions=torch.tensor([70], dtype=torch.int32, device=DEVICE)),
@@ -161,7 +161,9 @@ def test_another_seed_or_position_gives_other_tokens(implementation):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
-def test_a_row_that_is_not_finite_says_so_and_harms_no_other(bad, temperature, implementation):
+def test_a_row_that_is_not_finite_is_reported_and_affects_no_other(
+    bad, temperature, implementation
+):
     logits = torch.randn(3, 100, device=DEVICE)
     parameters = None if temperature is None else columns(3, temperature=temperature, top_p=0.5)
     good = sample(logits.clone(), parameters)
@@ -175,7 +177,7 @@ def test_no_rows_give_no_tokens(implementation):
         assert sample(torch.empty(0, VOCABULARY, device=DEVICE), parameters).shape == (0,)
 
 
-def test_wrong_shapes_strides_and_dtypes_are_refused():
+def test_wrong_shapes_strides_and_dtypes_are_rejected():
     check_refused("float32", sample, torch.zeros(2, 5, dtype=torch.float64), None)
     check_refused("strides", sample, torch.zeros(5, 2).T, None)
     check_refused("3 parameters for 2 rows", sample, torch.zeros(2, 5), columns(3))
@@ -184,7 +186,7 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
 
 
 def mixture(n):
-    """Rows of all kinds: every parameter off, usual and extreme, alone and combined."""
+    """Return rows of all kinds: every parameter off, usual and extreme, alone and combined."""
 
     def choice(*values, dtype=torch.float32):
         return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (n,))]
@@ -235,7 +237,7 @@ def drawn(kind, n, vocabulary, device="cpu"):
         ("usual", 8, 1000),
         ("float16", 6, 1000),
         ("flat", 6, 1000),
-        ("ties", 4, 4099),  # two blocks of the outline, many groups, none of them full
+        ("ties", 4, 4099),  # two blocks of the outline, and many incomplete groups
         ("float16", 2, 9001),  # and two blocks of the race
     ],
 )
@@ -246,16 +248,16 @@ def test_triton_chooses_the_tokens_of_the_reference(kind, n, vocabulary):
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-def test_compiled_for_a_cpu_it_chooses_the_tokens_of_the_reference(kind, operators):
+def test_compiled_code_for_a_cpu_chooses_the_tokens_of_the_reference(kind, operators):
     parameters, logits, strided = drawn(kind, 60, 4099)
     tokens = operators.sample(strided, **vars_of(parameters), not_finite=NOT_FINITE)
     assert tokens.tolist() == sample_reference(logits, parameters).tolist()
 
 
-def test_triton_races_over_all_blocks_of_a_large_vocabulary():
+def test_triton_compares_all_blocks_of_a_large_vocabulary():
     logits = torch.zeros(8, 20_000)
     logits[4:] = -60.0
-    logits[4:, 19_000:] = 0.0  # only the last of three blocks has any hope
+    logits[4:, 19_000:] = 0.0  # only the last of three blocks has likely tokens
     parameters = columns(8, seed=5)
     tokens = sample_triton(logits.to(DEVICE), parameters)
     assert tokens.tolist() == sample_reference(logits, on("cpu", parameters)).tolist()
@@ -266,7 +268,7 @@ def test_triton_races_over_all_blocks_of_a_large_vocabulary():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_gpu_chooses_the_tokens_of_the_reference_on_a_cpu(dtype):
     logits = (torch.randn(64, 151936) * 3).to(dtype)
-    logits[60:] = 1.0  # all equal: the most work there is
+    logits[60:] = 1.0  # all equal: the most work
     for parameters in (None, columns(64), mixture(64)):
         here = None if parameters is None else on("cpu", parameters)
         there = None if parameters is None else on("cuda", parameters)

@@ -1,4 +1,4 @@
-"""The gated shared expert beside the routed ones, against float64."""
+"""The gated shared expert added to the routed ones, compared with float64."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_a_shared_expert_is_added_through_its_gate(monkeypatch, implementation, 
     torch.testing.assert_close(actual.double(), y + shared * gate, atol=1e-5, rtol=1e-5)
 
 
-def test_other_shapes_are_refused():
+def test_other_shapes_are_rejected():
     x = torch.zeros(3, 8)
     check_refused("expected", add_gated, x, x, x, torch.zeros(8, 1))
     check_refused("contiguous", add_gated, x, torch.zeros(8, 3).T, x, torch.zeros(1, 8))

@@ -1,4 +1,5 @@
-"""Rows with several queries whose keys are split among programs: which are split, and results."""
+"""Rows with several queries whose keys are divided among programs: which rows are divided, and
+results."""
 
 import itertools
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("by_kernels")
 
 H200 = 132  # multiprocessors
 BLOCK = 512
-# Rows that verify drafts, of which some have more queries than an item, a row without a draft, and
-# padding. Lengths around tiles of 64 keys.
+# Rows that verify drafts, some of which have more queries than an item, a row without a draft, and
+# padding. Lengths are around tiles of 64 keys.
 VERIFIED = [(4, 4), (5, 700), (2, 65), (9, 130), (3, 64), (1, 0), (1, 200)]
 MORE = (16, 1), (16, 20), (64, 1)  # lanes and multiprocessors of `make test-long`
 
@@ -44,7 +45,7 @@ def split(monkeypatch, lanes, multiprocessors, min_tiles=1):
 def test_rows_with_several_queries_are_split_among_any_number_of_programs(
     monkeypatch, lanes, multiprocessors, window
 ):
-    """From all rows in two programs to a program for each tile; 64 lanes have tiles without a
+    """From all rows in two programs to one program for each tile. 64 lanes have tiles without a
     mask."""
     split(monkeypatch, lanes, multiprocessors)
     case = Case(VERIFIED, heads=3, kv_heads=1, page_size=32)
@@ -54,14 +55,14 @@ def test_rows_with_several_queries_are_split_among_any_number_of_programs(
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 20])
-def test_items_of_one_program_and_joined_ones_are_gated(monkeypatch, multiprocessors):
+def test_items_of_one_program_and_combined_ones_are_gated(monkeypatch, multiprocessors):
     split(monkeypatch, 16, multiprocessors)
     Case(VERIFIED, heads=3, kv_heads=1, head_dim=24).check_gated()
 
 
-def test_a_lane_that_sees_no_key_of_a_part_takes_nothing_from_it(monkeypatch):
-    """The window of an item's last query begins tiles after that of its first one, and the first
-    query ends tiles before the last one."""
+def test_a_lane_that_sees_no_key_of_a_part_gets_nothing_from_it(monkeypatch):
+    """The window of an item's last query starts some tiles after that of its first one, and the
+    first query ends some tiles before the last one."""
     split(monkeypatch, 16, 40)
     monkeypatch.setattr(split_plan, "_tile", lambda *size, **kind: split_plan.SplitTile(16))
     monkeypatch.setattr(split_kv, "COMBINE_NUMBERS", 16 * 16)  # a part at a time
@@ -71,7 +72,7 @@ def test_a_lane_that_sees_no_key_of_a_part_takes_nothing_from_it(monkeypatch):
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 1)])
-def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, kv_heads):
+def test_every_layer_finds_the_scratch_memory_unchanged(monkeypatch, heads, kv_heads):
     split(monkeypatch, 16, 40)
     Case(VERIFIED, heads=heads, kv_heads=kv_heads).check_layers_of_one_plan()
 
@@ -82,7 +83,7 @@ def test_rows_without_queries_have_no_items(monkeypatch, rows):
     Case(rows, heads=16, kv_heads=1).check()
 
 
-def test_plans_go_through_items_and_rows_block_by_block(monkeypatch):
+def test_plans_process_items_and_rows_block_by_block(monkeypatch):
     split(monkeypatch, 16, 3)
     monkeypatch.setattr(split_plan, "ITEM_BLOCK", 2)
     monkeypatch.setattr(split_plan, "ROW_BLOCK", 2)
@@ -90,7 +91,7 @@ def test_plans_go_through_items_and_rows_block_by_block(monkeypatch):
     Case([(20, 20), (0, 9), *VERIFIED], heads=4, kv_heads=1).check()
 
 
-def test_prompts_that_leave_the_device_idle_are_split_beside_decode_rows(monkeypatch):
+def test_prompts_that_leave_the_device_idle_are_divided_beside_decode_rows(monkeypatch):
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: H200)
     case = Case([(70, 300), (1, 150), (1, 3)], heads=4, kv_heads=2, dtype=torch.float16)
     plan = case.plan()
@@ -112,14 +113,12 @@ def test_prompts_that_leave_the_device_idle_are_split_beside_decode_rows(monkeyp
         (1, 4, 16, 64),
     ],
 )
-def test_keys_are_split_where_whole_rows_would_leave_the_device_idle(
-    rows, queries, group, expected
-):
+def test_keys_are_divided_if_whole_rows_would_leave_the_device_idle(rows, queries, group, expected):
     shape = {"group": group, "kv_heads": 8, "head_dim": 128, "element_size": 2}
     assert lanes_of_items(rows, queries, **shape, multiprocessors=H200) == expected
 
 
-def test_no_item_of_wide_numbers_or_latents_has_more_lanes_than_one_query_needs():
+def test_items_of_wide_numbers_or_latents_have_only_the_lanes_of_one_query():
     for head_dim, element_size in ((256, 2), (128, 4), (576, 2)):
         shape = {"group": 4, "kv_heads": 8, "head_dim": head_dim, "element_size": element_size}
         assert lanes_of_items(1, 64, **shape, multiprocessors=H200) == 16
@@ -127,7 +126,7 @@ def test_no_item_of_wide_numbers_or_latents_has_more_lanes_than_one_query_needs(
 
 @triton.jit
 def ranges_kernel(tile_starts_ptr, num_items, num_programs, out_ptr, MIN: tl.constexpr):
-    """Store how many programs are busy, their first tiles and the end, and whose those are."""
+    """Store how many programs are busy, their first tiles, the end, and their rows."""
     programs = tl.arange(0, BLOCK_OF_RANGES)
     num_tiles = tl.load(tile_starts_ptr + num_items)
     busy = busy_programs(num_tiles, num_programs, MIN)
@@ -170,7 +169,7 @@ def first_tiles(monkeypatch, lengths, drafts, heads, kv_heads):
 def test_contexts_above_8k_have_two_programs_for_each_multiprocessor(
     monkeypatch, heads, kv_heads, rows, drafts
 ):
-    """Also of one row. Programs differ by one tile at most."""
+    """Even for one row. Programs differ by at most one tile."""
     for context in (8193, 10000, 8448, 16384, 32768 + 65, 131072):
         tiles = first_tiles(monkeypatch, [context] * rows, drafts, heads, kv_heads)
         assert (len(tiles) - 1) * kv_heads >= 2 * H200
@@ -183,7 +182,7 @@ def test_short_contexts_have_programs_of_two_tiles(monkeypatch):
     assert first_tiles(monkeypatch, [3, 5], 0, 32, 8) == [0, 2]
 
 
-def test_one_long_row_does_not_leave_programs_to_short_ones(monkeypatch):
+def test_one_long_row_leaves_no_program_to_short_ones_alone(monkeypatch):
     tiles = first_tiles(monkeypatch, [131072, *[200] * 31], 3, 32, 8)
     assert len(tiles) - 1 == 33
     assert max(end - start for start, end in itertools.pairwise(tiles)) == 66

@@ -1,4 +1,4 @@
-"""Pipeline depth of attention: as deep as it pays, and as shared memory allows."""
+"""Pipeline depth of attention: as deep as useful and as shared memory allows."""
 
 import pytest
 
@@ -30,11 +30,11 @@ HEADS = {
     [
         (LATENTS, 232448, 3),
         (LATENTS, 166912, 3),
-        (LATENTS, 112640, 3),  # what three stages take, to the byte
+        (LATENTS, 112640, 3),  # the exact size of three stages
         (LATENTS, 112639, 2),
         (LATENTS, 101376, 2),
         (LATENTS, 65536, 1),
-        (LATENTS, 1024, 1),  # which no kernel fits, and the launch says so
+        (LATENTS, 1024, 1),  # too small for any kernel, which the launch reports
         (HEADS, 101376, 3),
         (HEADS | {"head_dim": 256}, 101376, 1),
         (HEADS | {"kept": 1}, 101376, 3),

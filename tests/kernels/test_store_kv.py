@@ -1,4 +1,4 @@
-"""K and V as they come, into pages of NaN."""
+"""Writing K and V unchanged into pages of NaN."""
 
 import math
 
@@ -12,20 +12,21 @@ PAGE_SIZE = 4
 
 
 def pool(kv_heads, head_dim, dtype=torch.float32):
-    """One layer's strided view of a pool of NaN, and the pool."""
+    """Return one layer's strided view of a pool of NaN, and the pool."""
     whole = torch.full((6, kv_heads, 3, 2, PAGE_SIZE, head_dim), math.nan, device=DEVICE)
     whole = whole.to(dtype)
     return whole[:, :, 1], whole
 
 
 def heads_first(num_tokens, kv_heads, dim, dtype=torch.float32):
-    """[num_tokens, kv_heads, dim] as transformers' attention has it: heads before tokens."""
+    """Return [num_tokens, kv_heads, dim] stored like in transformers' attention: heads before
+    tokens."""
     return torch.randn(kv_heads, num_tokens, dim, device=DEVICE).to(dtype).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads, k_dim, v_dim", [(1, 16, 16), (3, 24, 16), (5, 5, 24)])
-def test_every_token_is_at_its_location_with_zeros_behind_and_nothing_else_is_touched(
+def test_every_token_is_at_its_location_with_zeros_behind_and_no_other_byte_is_written(
     implementation, kv_heads, k_dim, v_dim, dtype
 ):
     locations = [9, -1, 0, 23, 10]
@@ -61,6 +62,6 @@ def test_no_tokens_write_nothing(implementation):
         (torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), torch.zeros(2, dtype=torch.int32)),
     ],
 )
-def test_wrong_shapes_strides_and_dtypes_are_refused(k, v, locations):
+def test_wrong_shapes_strides_and_dtypes_are_rejected(k, v, locations):
     with pytest.raises(ValueError, match=r"expected|does not fit"):
         store_kv(k, v, pool(2, 8)[0], locations)

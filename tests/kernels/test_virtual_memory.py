@@ -18,7 +18,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
 
 
-def test_memory_comes_back_at_the_same_address_without_its_content():
+def test_memory_is_allocated_again_at_the_same_address_without_its_content():
     memory = host_memory()
     region = memory.reserve(3 * UNIT + 1)
     assert (region.num_bytes, region.mapped_bytes) == (4 * UNIT, 0)
@@ -48,7 +48,7 @@ print(int(tensor[5]), flush=True)
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, f"{GARBAGE}\n"), ended.stderr
 
 
-def test_a_second_release_and_a_second_allocation_do_nothing():
+def test_a_repeated_release_or_allocation_does_nothing():
     memory = host_memory()
     region = memory.reserve(3 * UNIT, UNIT)
     region.release()
@@ -76,7 +76,7 @@ def test_memory_grows_by_extents():
 
 @pytest.mark.parametrize("name", ["create", "map", "allow"])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_failure_in_the_middle_is_undone_and_may_be_tried_again(name, number):
+def test_a_failure_in_the_middle_is_undone_and_can_be_retried(name, number):
     memory = host_memory()
     region = memory.reserve(4 * UNIT, UNIT)
     region.map(UNIT)
@@ -126,7 +126,7 @@ def test_regions_are_counted_together():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Compile a library in place of the driver's, against its header. Return its directory."""
+    """Compile a library that replaces the driver's, with its header. Return its directory."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")

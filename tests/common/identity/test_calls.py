@@ -1,10 +1,11 @@
-"""Calls between programs over real gRPC: who is let in, who is believed, and what each side says.
+"""Authenticated calls between processes over real gRPC: accepted callers, verified servers, and the
+messages of both sides.
 
 Seen failing, each without its line: the check of roles in CallAuthenticator._admit, `_use` in
 TokenAuthentication, `leeway` and `audience` in tokens.verify, `_check` in _ProvedStream._prove and
 _ProvedUnary, the comparison of nonces in Identity.check_proof, the float of `exp` in tokens.verify
-and how long it may be, the claims of a token read only behind its signature, parsing after and not
-before CallAuthenticator's answer in services._guarded.
+and its limit, reading the claims of a token only after its signature, parsing after and not before
+CallAuthenticator's answer in services._guarded.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ SERVE = "/baton.v1.DecodeNode/Serve"
 
 @dataclass
 class Keys:
-    """A keyring that turns into another one."""
+    """A keyring that changes into another one."""
 
     text: str = SECRET
     role: str = "node"
@@ -63,7 +64,7 @@ def identity(role, text=SECRET, *, name="somebody", count=uncounted) -> Identity
 
 
 class Service(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeNodeServicer):
-    """Says who called, and keeps what it has heard."""
+    """Reports its caller, and records its messages."""
 
     def __init__(self) -> None:
         self.heard: list[decode_pb2.ToNode] = []
@@ -103,7 +104,7 @@ async def serving(guard: CallAuthenticator | None) -> AsyncIterator[tuple[Servic
 
 @dataclass
 class Node:
-    """A server whose callers must show who they are."""
+    """A server whose callers must authenticate."""
 
     service: Service
     address: str
@@ -120,7 +121,7 @@ class Node:
             return await status_of(drain(channel, metadata=metadata))
 
     async def refuses(self, *metadata, words: str = "") -> str:
-        """The sentence with which a call that shows this is refused."""
+        """Return the sentence with which a call with these credentials is rejected."""
         code, sentence = await self.drained_with(*metadata)
         assert code is Code.UNAUTHENTICATED and sentence
         assert words in sentence
@@ -153,10 +154,10 @@ def bearer(text: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {text}")
 
 
-# Whoever belongs ---------------------------------------------------------------------------------
+# Accepted callers ---------------------------------------------------------------------------------
 
 
-async def test_each_role_reaches_its_methods_and_is_known_by_name(node):
+async def test_each_role_may_call_its_methods_and_is_identified(node):
     async with node.called_as(identity("router", name="router-7")) as channel:
         assert (await describe(channel)).role == "router-7"
         call = serve(channel)
@@ -172,7 +173,7 @@ async def test_each_role_reaches_its_methods_and_is_known_by_name(node):
     assert node.refused.refusals == []
 
 
-async def test_health_is_everybodys_and_reflection_an_operators(node):
+async def test_health_is_public_and_reflection_is_for_operators(node):
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     for who, code in ((None, Code.UNAUTHENTICATED), (identity("operator"), Code.OK)):
         async with node.called_as(who) as channel:
@@ -182,12 +183,12 @@ async def test_health_is_everybodys_and_reflection_an_operators(node):
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             listing = stub.ServerReflectionInfo(timeout=60)
-            if code is Code.OK:  # the others are refused before they have said anything
+            if code is Code.OK:  # the others are rejected before their first message
                 await listing.write(request)
             assert (await status_of(listing.read()))[0] is code
 
 
-async def test_an_operators_key_alone_is_enough_for_an_operator_and_for_nobody_else(node):
+async def test_the_operators_key_alone_suffices_only_for_an_operator(node):
     (key,) = operator_keys(secret.parse(SECRET, "the test", "node"))
     async with node.called_as(identity("operator", key)) as channel:
         assert await status_of(drain(channel)) == (Code.OK, "")
@@ -196,7 +197,7 @@ async def test_an_operators_key_alone_is_enough_for_an_operator_and_for_nobody_e
             secret.parse(key, "the test", role)
 
 
-async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_without_it(node):
+async def test_a_new_secret_is_accepted_beside_the_old_one_which_then_expires(node):
     new = new_secret()
     old_caller, new_caller = identity("operator"), identity("operator", new)
     for text, old_code, new_code in (
@@ -211,23 +212,23 @@ async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_
                 assert (await status_of(drain(channel)))[0] is code, text
 
 
-# Whoever does not --------------------------------------------------------------------------------
+# Rejected callers ---------------------------------------------------------------------------------
 
 
-async def test_a_caller_without_a_secret_is_told_so(node, caplog):
+async def test_a_caller_without_a_secret_gets_the_reason(node, caplog):
     sentence = await node.refuses(words="has no cluster secret")
     assert sentence in caplog.text and DRAIN in caplog.text  # on this side too
     assert node.refused.refusals == [("caller", "missing")]
 
 
-async def test_another_secret_is_refused(node):
+async def test_another_secret_is_rejected(node):
     token = identity("operator", OTHER).token(DRAIN)
     await node.refuses(bearer(token.text), words="another secret")
     assert node.refused.refusals == [("caller", "secret")]
 
 
 @pytest.mark.parametrize("method, role", [(DRAIN, "router"), (DRAIN, "node"), (DESCRIBE, "node")])
-async def test_a_role_may_call_what_the_table_says_and_nothing_else(node, method, role):
+async def test_a_role_may_call_exactly_the_methods_of_the_table(node, method, role):
     async with node.called_as(identity(role)) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
         call = stub.Drain(node_pb2.DrainRequest()) if method == DRAIN else describe(channel)
@@ -237,7 +238,7 @@ async def test_a_role_may_call_what_the_table_says_and_nothing_else(node, method
     assert node.refused.refusals == [("caller", "role")]
 
 
-async def test_a_token_of_one_call_is_good_for_no_other(node):
+async def test_a_token_of_one_call_is_invalid_for_others(node):
     token = identity("operator").token(DESCRIBE)
     await node.refuses(bearer(token.text), words=f"made for {DESCRIBE!r}, not for {DRAIN!r}")
     token = identity("operator").token(DRAIN)
@@ -249,13 +250,13 @@ async def test_a_token_of_one_call_is_good_for_no_other(node):
 @pytest.mark.parametrize(
     "shift_s, sentence",
     [
-        (-85.0, ""),  # good for 60 s, and the clocks may be 30 s apart
+        (-85.0, ""),  # valid for 60 s, and the clocks may differ by 30 s
         (-95.0, "made 95 s ago by its issuer's clock and is valid for 60 s: the clocks"),
         (25.0, ""),
         (35.0, "made 35 s in the future by its issuer's clock: the clocks of the two hosts"),
     ],
 )
-async def test_clocks_that_are_far_apart_are_told_by_how_much(node, monkeypatch, shift_s, sentence):
+async def test_a_difference_of_clocks_is_reported(node, monkeypatch, shift_s, sentence):
     here = time.time
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tokens.time, "time", lambda: here() + shift_s)
@@ -271,7 +272,7 @@ def _unsigned() -> str:
 
 
 def _signed(**claims: object) -> str:
-    """A token of an operator with these claims."""
+    """Return a token of an operator with these claims."""
     key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
     whole = {"sub": "x", "aud": DRAIN, **claims}
     return jwt.encode(whole, key, "HS256", headers={"kid": "operator"})
@@ -282,7 +283,7 @@ def _lasting(seconds: float) -> str:
     return _signed(jti="n", iat=now, exp=now + seconds)
 
 
-async def test_times_that_are_texts_harm_no_later_call(node):
+async def test_times_that_are_texts_do_not_affect_later_calls(node):
     now = int(time.time())
     text = _signed(jti="n", iat=now, exp=str(now + 60))
     assert await node.drained_with(bearer(text)) == (Code.OK, "")
@@ -299,18 +300,18 @@ async def test_times_that_are_texts_harm_no_later_call(node):
         (jwt.encode({}, "k" * 32, "HS256", headers={"kid": "root"}), "malformed"),
         (jwt.encode({}, "k" * 32, "HS256"), "malformed"),
         (_unsigned(), "malformed"),
-        (_unsigned().replace(".", ".AAAA", 1), "malformed"),  # nor are its claims any
+        (_unsigned().replace(".", ".AAAA", 1), "malformed"),  # nor are its claims
         (_signed(), "malformed"),  # without an end
         (_lasting(3600.0), "malformed"),
     ],
 )
-async def test_what_is_no_token_is_refused_and_harms_nobody(node, text, reason):
+async def test_an_invalid_token_is_rejected_without_side_effects(node, text, reason):
     await node.refuses(bearer(text))
     assert node.refused.refusals == [("caller", reason)]
 
 
-async def test_nothing_that_a_refused_caller_says_is_parsed(node):
-    """Else it would be INVALID_ARGUMENT."""
+async def test_messages_of_a_rejected_caller_are_not_parsed(node):
+    """Otherwise the error would be INVALID_ARGUMENT."""
     async with rpc.make_channel(node.address) as channel:
         call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=60)
         assert (await status_of(call))[0] is Code.UNAUTHENTICATED
@@ -319,7 +320,7 @@ async def test_nothing_that_a_refused_caller_says_is_parsed(node):
     assert node.refused.refusals == [("caller", "missing")] * 2
 
 
-async def test_a_flood_of_refusals_is_not_a_flood_of_lines(node, caplog):
+async def test_many_rejections_write_few_log_lines(node, caplog):
     for _ in range(40):
         await node.drained_with()
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -327,10 +328,10 @@ async def test_a_flood_of_refusals_is_not_a_flood_of_lines(node, caplog):
     assert len(node.refused.refusals) == 40
 
 
-# Whoever answers ---------------------------------------------------------------------------------
+# Verified servers ---------------------------------------------------------------------------------
 
 
-async def test_an_impostor_on_a_nodes_address_is_told_nothing_and_not_believed():
+async def test_an_impostor_on_a_nodes_address_gets_no_message_and_is_not_trusted():
     count = Counted()
     async with (
         serving(None) as (service, address),
@@ -383,8 +384,8 @@ async def test_a_proof_must_be_a_nodes_and_of_this_call(monkeypatch, forge, reas
     assert count.refusals == [("callee", reason)] * 2
 
 
-async def test_what_ends_a_call_reaches_its_caller_although_nothing_was_proved(node):
-    """A node that is gone, or that refuses, is no impostor."""
+async def test_the_error_of_a_call_reaches_its_caller_even_without_a_proof(node):
+    """A node that is gone, or that rejects the call, is no impostor."""
     async with node.called_as(identity("router", OTHER)) as channel:
         code, sentence = await status_of(serve(channel).read())
         assert code is Code.UNAUTHENTICATED and "another secret" in sentence
@@ -398,7 +399,7 @@ async def test_what_ends_a_call_reaches_its_caller_although_nothing_was_proved(n
         assert await status_of(flushing) == (Code.PERMISSION_DENIED, "its own words")
 
 
-async def test_a_cancelled_stream_is_cancelled_and_nothing_else():
+async def test_a_cancelled_stream_raises_only_the_cancellation():
     async with serving(None) as (_, address), rpc.make_channel(address) as bare:
         del bare
         async with rpc.make_channel(address, None, identity("router")) as channel:

@@ -1,4 +1,4 @@
-"""Without a secret, mutual TLS says who a caller is, by the URIs of his certificate."""
+"""Without a secret, mutual TLS identifies a caller by the URIs of its certificate."""
 
 import contextlib
 from datetime import UTC, datetime
@@ -64,7 +64,7 @@ async def called_with(address, config):
 async def test_the_role_is_in_the_certificate(
     authority, address, tmp_path, roles, describes, drains
 ):
-    # Seen failing with every role given to every certificate.
+    # Seen failing if every certificate has every role.
     config = authority.write(tmp_path / "caller", roles=roles)
     async with called_with(address, config) as stub:
         code, sentence = await status_of(stub.Describe(node_pb2.DescribeRequest(), timeout=60))
@@ -74,7 +74,7 @@ async def test_the_role_is_in_the_certificate(
         assert "no URI urn:baton:ROLE" in sentence
 
 
-def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_nothing(
+def test_a_secret_takes_precedence_over_certificates_and_one_sided_tls_identifies_nobody(
     authority, tmp_path
 ):
     config = authority.write(tmp_path)
@@ -87,7 +87,7 @@ def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_no
     assert guard_of(ServerConfig(tls=config, **beyond), None, certificates, uncounted)
 
 
-def test_a_metric_tells_until_when_certificates_are_good(authority, tmp_path):
+def test_a_metric_has_the_expiry_of_certificates(authority, tmp_path):
     soon, later = datetime(2031, 1, 2, tzinfo=UTC), datetime(2032, 1, 2, tzinfo=UTC)
     config = authority.write(tmp_path, not_after=soon)
     certificates = tls.certificates(config, "--server.tls")

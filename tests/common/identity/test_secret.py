@@ -1,4 +1,4 @@
-"""The cluster secret: where it comes from, what is none, and that no message tells it."""
+"""The cluster secret: its sources, invalid values, and no message that contains it."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def keyring(text, role="node"):
     return secret.parse(text, "the test", role)
 
 
-def test_a_new_secret_is_a_word_that_is_long_enough_and_each_is_another():
+def test_a_new_secret_is_long_enough_and_unique():
     words = {new_secret() for _ in range(100)}
     assert len(words) == 100
     for word in words:
@@ -28,13 +28,15 @@ def test_a_new_secret_is_a_word_that_is_long_enough_and_each_is_another():
         assert word.replace("-", "").replace("_", "").isalnum()
 
 
-def test_every_role_has_a_key_of_its_own_and_every_secret_others():
+def test_each_role_has_its_own_key_for_each_secret():
     one, other = keyring(new_secret()), keyring(new_secret())
     keys = {ring.keys[role] for ring in (one, other) for role in ROLES}
     assert len(keys) == 6
 
 
-def test_a_file_goes_before_the_environment_and_without_both_there_is_none(monkeypatch, tmp_path):
+def test_a_file_overrides_the_environment_and_without_both_there_is_no_secret(
+    monkeypatch, tmp_path
+):
     file, text, other = tmp_path / "secret", new_secret(), new_secret()
     assert secret.keyrings(None, "node") is None
     monkeypatch.setenv(secret.VARIABLE, other)
@@ -43,7 +45,7 @@ def test_a_file_goes_before_the_environment_and_without_both_there_is_none(monke
     assert secret.keyrings(file, "node").current() == keyring(text)
 
 
-def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, caplog):
+def test_a_changed_file_is_read_again_and_invalid_content_is_not_used(tmp_path, caplog):
     file, old, new = tmp_path / "secret", new_secret(), new_secret()
     file.write_text(old)
     found = secret.keyrings(file, "node")
@@ -74,7 +76,7 @@ def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, cap
         (b"baton-operator-" + b"\x80" * 40, "is not ASCII text"),
     ],
 )
-def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(
+def test_an_invalid_secret_is_rejected_with_a_sentence_that_does_not_contain_it(
     tmp_path, content, sentence
 ):
     file = tmp_path / "secret"
@@ -87,9 +89,9 @@ def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(
         assert word not in said
 
 
-# Seen failing with every path told that cannot be read.
+# Seen failing if every unreadable path is printed.
 @pytest.mark.parametrize("length", [43, 300])
-def test_a_secret_in_place_of_its_file_is_not_told(length):
+def test_a_secret_given_as_its_path_is_not_printed(length):
     text = (new_secret() * 7)[:length]
     with pytest.raises(
         ConfigError, match=f"the path of {length} characters is not a file"
@@ -99,17 +101,17 @@ def test_a_secret_in_place_of_its_file_is_not_told(length):
 
 
 @pytest.mark.parametrize("path", ["secret", "run/secrets/of-a-cluster-that-was-not-mounted"])
-def test_a_path_that_leads_nowhere_is_named(path):
+def test_a_missing_file_is_reported_by_name(path):
     with pytest.raises(ConfigError, match=f"--secret-file: {path}: No such file"):
         secret.keyrings(Path(path), "node")
 
 
-def test_a_file_that_is_there_and_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_file_is_reported_by_name(tmp_path):
     with pytest.raises(ConfigError, match=f"--secret-file: {tmp_path}: Is a directory"):
         secret.keyrings(tmp_path, "node")
 
 
-def test_no_secret_is_in_what_is_printed_of_a_keyring():
+def test_the_representation_of_a_keyring_contains_no_secret():
     text = new_secret()
     ring = keyring(text)
     assert text not in repr(ring) and repr(ring.keys["node"][0]) not in repr(ring)
@@ -126,7 +128,7 @@ class Fixed:
         return self.ring
 
 
-def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
+def test_only_an_operators_key_or_token_gives_access_over_http():
     old, new, stranger = new_secret(), new_secret(), keyring(new_secret())
     ring = keyring(f"{new} {old}")
     check = OperatorCheck(Fixed(ring)).check
@@ -140,7 +142,7 @@ def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
         (None, "missing"),
         ("", "missing"),
         ("Basic eA==", "missing"),
-        (f"Bearer {new}", "secret"),  # the secret itself is nobody's to send
+        (f"Bearer {new}", "secret"),  # the secret itself must not be sent
         (f"Bearer {operator_keys(stranger)[0]}", "secret"),
         ("Bearer \u20ac", "secret"),
         (f"Bearer {tokens.sign(stranger, 'operator', 'me', AUDIENCE).text}", "secret"),
@@ -152,16 +154,16 @@ def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
         assert caught.value.reason == reason, shown
 
 
-# Who may listen where ----------------------------------------------------------------------------
+# Listening ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
-def test_on_this_host_nobody_need_be_asked(host):
+def test_on_loopback_no_authentication_is_required(host):
     program.check_exposure(host, asked=False, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "no.such.host.invalid"])
-def test_beyond_this_host_callers_are_asked_or_the_user_says_that_they_are_not(host):
+def test_beyond_loopback_authentication_is_required_unless_disabled(host):
     with pytest.raises(
         ConfigError, match=f"--host {host} is reachable from other hosts.*--insecure"
     ):

@@ -1,4 +1,4 @@
-"""Log lines that strangers can cause are bounded, and what is left out is told."""
+"""Log lines that unauthenticated callers can cause are limited, and omitted lines are counted."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ def log(clock, caplog):
     return ThrottledLog(logger, Throttle(most=3, interval_s=10.0, clock=clock))
 
 
-def test_of_a_flood_of_lines_so_many_are_written_and_the_last_one_says_so(log, caplog):
+def test_a_limited_number_of_lines_is_written_and_the_last_one_says_so(log, caplog):
     for number in range(1000):
         log.info(SENTENCE, peer=number)
     assert caplog.messages == [
@@ -33,7 +33,7 @@ def test_of_a_flood_of_lines_so_many_are_written_and_the_last_one_says_so(log, c
     ]
 
 
-def test_the_first_line_of_the_next_interval_tells_how_many_were_left_out(log, clock, caplog):
+def test_the_first_line_of_the_next_interval_has_the_number_of_omitted_ones(log, clock, caplog):
     for number in range(1000):
         log.warning(SENTENCE, peer=number)
     clock.now += 10.0
@@ -43,16 +43,16 @@ def test_the_first_line_of_the_next_interval_tells_how_many_were_left_out(log, c
     assert caplog.messages == [f"{SENTENCE} peer=x left_out_before=997", f"{SENTENCE} peer=y"]
 
 
-def test_what_is_within_its_limits_says_nothing_of_them(log, clock, caplog):
+def test_lines_within_the_limit_are_unchanged(log, clock, caplog):
     for number in range(3):
         log.info(SENTENCE, peer=number)
         clock.now += 10.0
     assert caplog.messages == [f"{SENTENCE} peer={number}" for number in range(3)]
 
 
-# Seen failing with the sentence alone for a kind: the warning is left out.
+# Seen failing with only the sentence for a kind: the warning is omitted.
 @pytest.mark.parametrize("level, sentence", [("info", "another"), ("warning", SENTENCE)])
-def test_one_kind_takes_nothing_of_another(log, caplog, level, sentence):
+def test_each_kind_has_its_own_limit(log, caplog, level, sentence):
     for _ in range(10):
         log.info(SENTENCE, reason="it starts")
     caplog.clear()
@@ -60,7 +60,7 @@ def test_one_kind_takes_nothing_of_another(log, caplog, level, sentence):
     assert caplog.messages == [f'{sentence} reason="it differs"']
 
 
-def test_lines_below_the_level_cost_nothing_of_what_is_allowed(log, caplog):
+def test_lines_below_the_level_do_not_count(log, caplog):
     caplog.set_level(logging.WARNING)
     for _ in range(10):
         log.info(SENTENCE)
@@ -68,7 +68,7 @@ def test_lines_below_the_level_cost_nothing_of_what_is_allowed(log, caplog):
     assert caplog.messages == [f"{SENTENCE} "]
 
 
-def test_faults_are_told_with_their_tracebacks_and_no_more_of_them(log, caplog):
+def test_exceptions_are_logged_with_tracebacks_within_the_limit(log, caplog):
     for number in range(1000):
         try:
             raise KeyError(number)
@@ -79,7 +79,7 @@ def test_faults_are_told_with_their_tracebacks_and_no_more_of_them(log, caplog):
     assert "Traceback" in caplog.text and "KeyError: 2" in caplog.text
 
 
-def test_threads_share_what_is_allowed(clock):
+def test_threads_share_the_limit(clock):
     throttle = Throttle(most=100, clock=clock)
     written: list[bool] = []
 

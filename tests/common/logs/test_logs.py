@@ -55,7 +55,7 @@ def test_a_line_of_json_is_one_object_with_its_fields():
 
 # Seen failing without the level of grpc._common: a line of its own, "Exception deserializing
 # message!", with a traceback.
-def test_an_answer_that_is_no_message_is_its_callers_to_tell_of_and_no_line():
+def test_an_undecodable_response_is_reported_by_the_caller_without_an_extra_line():
     code = """
 import asyncio, grpc
 from common import rpc
@@ -83,7 +83,7 @@ asyncio.run(main())
     assert record["message"] == "got None"
 
 
-def test_what_clients_send_stays_in_its_field():
+def test_a_clients_text_stays_in_its_field():
     code = "log.warning('refused %s', kv(because='x\\n{\"level\":\"error\"} %s', level='y' * 9999))"
     (record,) = records_of(code)
     assert record["because"] == 'x\n{"level":"error"} %s'
@@ -102,7 +102,7 @@ def test_what_clients_send_stays_in_its_field():
         ("None", None),
     ],
 )
-def test_no_value_loses_its_line(value, shown):
+def test_every_value_can_be_logged(value, shown):
     (record,) = records_of(f"import numpy\nlog.info('%s said %s', {value}, kv(what={value}))")
     assert record["what"] == shown
     (line,) = lines_of(f"import numpy\nlog.info('said %s', kv(what={value}))", "text")

@@ -36,8 +36,8 @@ def value(metrics, name, **labels):
     return metrics.registry.get_sample_value(name, labels)
 
 
-def test_the_page_lists_what_the_programs_export():
-    # `python -m docs.generate.metrics` writes it anew.
+def test_the_page_lists_the_exported_metrics():
+    # `python -m docs.generate.metrics` writes it.
     assert docs.FILE.read_text() == docs.page()
     for declared in (*router.DECLARED, *chain.from_iterable(node.DECLARED.values())):
         assert f"| `{declared.name}" in docs.FILE.read_text()
@@ -52,7 +52,7 @@ def test_a_router_has_every_series_from_the_start():
     check_declared(families(RouterMetrics()), router.DECLARED)
 
 
-def test_names_are_base_units_and_belong_to_one_program():
+def test_names_have_base_units_and_belong_to_one_process():
     routers = {each.name for each in router.DECLARED}
     nodes = {each.name for each in node.DECLARED["decode"]}
     own = {name for name in routers | nodes if name.startswith("baton_")}
@@ -61,7 +61,7 @@ def test_names_are_base_units_and_belong_to_one_program():
     assert routers & nodes == {"baton_info", *others, *(each.name for each in TRUST)}
     for name in own:
         assert not {"ms", "us", "ns", "millis", "kib", "mib", "gib", "percent"} & {*name.split("_")}
-        assert not name.endswith("_total")  # the library says it
+        assert not name.endswith("_total")  # defined by the library
 
 
 def test_a_distribution_is_a_histogram_with_cumulative_buckets():
@@ -79,7 +79,7 @@ def test_a_distribution_is_a_histogram_with_cumulative_buckets():
     assert value(metrics, "baton_step_seconds_sum", mode="decode") == pytest.approx(21.7)
 
 
-def test_tokens_that_come_together_are_as_many_values():
+def test_tokens_that_arrive_together_are_as_many_values():
     metrics = RouterMetrics()
     metrics.next_token(0.02, times=3)
     metrics.next_token(0.5)
@@ -88,7 +88,7 @@ def test_tokens_that_come_together_are_as_many_values():
     assert value(metrics, f"{name}_sum") == pytest.approx(0.56)
 
 
-def test_what_front_and_engine_refuse_adds_up():
+def test_rejections_of_frontend_and_engine_add_up():
     metrics = NodeMetrics("decode")
     metrics.refused("invalid")
     metrics.report = moving({"total_refused/invalid": 2.0, "total_refused/deadline": 1.0})
@@ -104,7 +104,7 @@ def of_rank(rank, gib_per_s):
     return LinkMember(rank, 0, "tcp", gib_per_s)
 
 
-def test_links_are_told_by_path_and_rank():
+def test_links_are_reported_by_path_and_rank():
     metrics = NodeMetrics("decode")
     metrics.report = moving(
         links=(
@@ -123,7 +123,7 @@ def test_links_are_told_by_path_and_rank():
     check_declared(families(metrics), node.DECLARED["decode"])
 
 
-def test_ranks_are_told_one_by_one_and_only_if_there_are_several():
+def test_ranks_are_reported_separately_if_there_are_several():
     metrics = NodeMetrics("decode")
     assert not families(metrics)["baton_rank_memory_bytes"].samples
     metrics.report = moving({"rank_memory/0": 5.0, "rank_memory/1": 7.0, "rank_behind/0": 0.0})
@@ -133,7 +133,7 @@ def test_ranks_are_told_one_by_one_and_only_if_there_are_several():
     check_declared(families(metrics), node.DECLARED["decode"])
 
 
-def test_the_state_of_a_node_is_one_of_all():
+def test_the_state_of_a_node_has_exactly_one_value():
     metrics = NodeMetrics("prefill")
     metrics.liveness = lambda: ("unhealthy", 4.5)
     assert value(metrics, "baton_node_state", state="unhealthy") == 1
@@ -141,7 +141,7 @@ def test_the_state_of_a_node_is_one_of_all():
     assert value(metrics, "baton_engine_heartbeat_age_seconds") == 4.5
 
 
-def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
+def test_a_state_without_nodes_is_zero():
     metrics = RouterMetrics()
     metrics.nodes([NodeReport("decode", f"node:{port}", "ready", None) for port in (1, 2)])
     assert value(metrics, "baton_nodes", kind="decode", state="ready") == 2
@@ -150,7 +150,7 @@ def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
     assert value(metrics, "baton_nodes", kind="decode", state="unreachable") == 1
 
 
-def test_a_status_that_nobody_declared_is_told_as_other():
+def test_an_undeclared_status_is_reported_as_other():
     metrics = RouterMetrics()
     metrics.http_answered(418)
     assert value(metrics, "baton_http_responses_total", status="other") == 1

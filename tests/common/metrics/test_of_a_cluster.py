@@ -38,8 +38,8 @@ class Observed:
         self._logs = logs
 
     async def scrape(self) -> dict[str, Scrape]:
-        """Return the metrics of each process once the cluster is idle and the engines have reported
-        it."""
+        """Return the metrics of each process, after the cluster is idle and the engines have
+        reported it."""
         await self.cluster.until_nothing_is_held()
         before = await self._scrape()
 
@@ -65,7 +65,7 @@ class Observed:
         }
 
     def about(self, label: str) -> dict[str, list[dict[str, object]]]:
-        """Lines of each program about one request, once the router has told its label."""
+        """Return each process's lines about one request, after the router has logged its label."""
         received = [line for line in self.lines()["router"] if line.get("label") == label]
         request_id = received[0]["request_id"] if received else ""
         return {
@@ -88,15 +88,16 @@ async def observed(tmp_path: Path) -> AsyncIterator[Observed]:
         prefill_flags=(f"--metrics-port={prefill}",),
         decode_flags=(f"--metrics-port={decode}",),
         router_flags=("--log-format=json", "--log-level=debug", "--max-concurrent-requests=20"),
-        environment=slowed(0.01),  # an answer that is left has not ended
+        environment=slowed(0.01),  # an abandoned response has not ended
     ) as cluster:
         ports = {"router": cluster.http_port, "prefill": prefill, "decode": decode}
         yield Observed(cluster, ports, logs)
 
 
-async def test_every_label_set_is_declared_and_nothing_is_counted_twice(observed):
+async def test_every_label_set_is_declared_and_no_event_is_counted_twice(observed):
     cluster = observed.cluster
-    for _ in range(NUM_REQUESTS):  # the first one computes, the others find it cached
+    # the first request computes the prompt, the others find it in the cache
+    for _ in range(NUM_REQUESTS):
         await cluster.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     quiet = await observed.scrape()
     _check_all_declared(quiet)
@@ -131,7 +132,7 @@ def _check_all_declared(scrapes: dict[str, Scrape]) -> None:
 
 
 def _check_sums(quiet: dict[str, Scrape]) -> None:
-    """After NUM_REQUESTS requests with one prompt, one after the other."""
+    """Check the sums after NUM_REQUESTS requests with one prompt, one after the other."""
     at_router, at_prefill, at_decode = (quiet[role] for role in ("router", "prefill", "decode"))
     num_tokens = NUM_REQUESTS * NUM_TOKENS
     # The router.
@@ -144,10 +145,11 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
     assert value(at_router, "baton_ready") == 1
     for role in ("prefill", "decode"):
         assert value(at_router, "baton_nodes", kind=role, state="ready") == 1
-    # First tokens come from the prefill node, all others from the decode node.
+    # The first token of a response comes from the prefill node, all others from the decode node.
     assert value(at_prefill, "baton_sampled_tokens_total") == NUM_REQUESTS
     assert value(at_decode, "baton_sampled_tokens_total") == num_tokens - NUM_REQUESTS
-    # One request at a time: a step a token, and under overlap perhaps one for nothing at the end.
+    # One request at a time: one step for each token, and with overlap perhaps an unused one at the
+    # end.
     steps = value(at_decode, "baton_step_seconds_count", mode="decode")
     assert num_tokens - NUM_REQUESTS <= steps <= num_tokens
     assert value(at_decode, "baton_batch_requests_sum", mode="decode") == steps
@@ -155,7 +157,7 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
     computed = value(at_prefill, "baton_batch_tokens_sum", mode="extend")
     prompts = value(at_prefill, "baton_prompt_tokens_total")
     assert computed == prompts - value(at_prefill, "baton_cached_tokens_total")
-    # Hand-offs, as both ends saw them.
+    # Hand-offs on both sides.
     assert value(at_decode, "baton_handoffs_opened_total") == NUM_REQUESTS
     assert value(at_decode, "baton_handoff_retries_total") == 0
     for scrape in (at_prefill, at_decode):
@@ -180,11 +182,11 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
         assert 0 < thread <= value(scrape, "baton_engine_cpu_seconds_total")
         assert value(scrape, "baton_node_state", state="ready") == 1
         assert total(scrape, "baton_kv_pages") == 40
-        assert value(scrape, "baton_request_pages", kind="full") == 0  # none runs
+        assert value(scrape, "baton_request_pages", kind="full") == 0  # none is running
         assert value(scrape, "baton_step_gap_seconds_total") > 0
 
 
-async def test_every_program_says_whose_request_a_line_is_about(observed):
+async def test_every_process_logs_the_request_of_a_line(observed):
     cluster = observed.cluster
     (prefill,), (decode,) = cluster.prefill, cluster.decode
 
@@ -207,7 +209,7 @@ async def test_every_program_says_whose_request_a_line_is_about(observed):
     await cluster.wait_until(opened, "a hand-off is opened")
     left.cancel()
     await cluster.wait_until(cancelled, "the hand-off is cancelled")
-    cluster.thaw(prefill)  # not earlier, or the hand-off could be completed
+    cluster.thaw(prefill)  # not earlier, or the hand-off could complete
 
     async def received() -> bool:
         return bool(observed.about("the first")["prefill"])

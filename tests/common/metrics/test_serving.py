@@ -1,4 +1,4 @@
-"""The metrics port, as strangers and scrapers find it."""
+"""The metrics port, with scrapers and malicious clients."""
 
 import contextlib
 import errno
@@ -41,9 +41,9 @@ def test_a_scraper_gets_the_registry(port):
     assert "hits_total 3.0" in scrape(port)
 
 
-# Seen failing with nobody ended by _Server.process_request, and with the one that makes room still
-# counted until its thread has ended (the next in a burst ended it again): "timed out".
-def test_of_too_many_silent_connections_the_oldest_make_room(registry):
+# Seen failing if _Server.process_request ends no connection, and if the ended one still counts
+# until its thread has ended (the next one in a burst ended it again): "timed out".
+def test_the_oldest_of_too_many_silent_connections_are_closed(registry):
     with served(registry, "127.0.0.1", 0, request_s=600.0) as port, contextlib.ExitStack() as exits:
         assert port is not None
         before = threading.active_count()
@@ -60,13 +60,13 @@ def test_of_too_many_silent_connections_the_oldest_make_room(registry):
             time.sleep(0.01)
 
 
-# Seen failing with nobody ended by _Server.service_actions: "timed out".
-def test_a_silent_connection_ends_soon(port):
+# Seen failing if _Server.service_actions ends no connection: "timed out".
+def test_a_silent_connection_is_closed_soon(port):
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as silent:
         assert silent.recv(1) == b""
 
 
-def test_a_request_that_comes_byte_by_byte_ends_too(port):
+def test_a_request_that_arrives_byte_by_byte_is_ended_too(port):
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as slow:
         deadline = time.monotonic() + WAIT_S
         ended = False
@@ -79,7 +79,7 @@ def test_a_request_that_comes_byte_by_byte_ends_too(port):
     assert ended
 
 
-def test_what_is_no_http_writes_nothing(port, capfd):
+def test_an_invalid_http_request_gets_no_response(port, capfd):
     for data in (b"\x16\x03\x01\xff", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\n" * 70_000):
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as stranger:
             with contextlib.suppress(OSError):  # it may have ended the connection already
@@ -90,7 +90,7 @@ def test_what_is_no_http_writes_nothing(port, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_connections_that_no_thread_can_take_are_closed_and_forgotten(port, capfd, monkeypatch):
+def test_connections_without_a_thread_are_closed_and_forgotten(port, capfd, monkeypatch):
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -103,8 +103,8 @@ def test_connections_that_no_thread_can_take_are_closed_and_forgotten(port, capf
     assert capfd.readouterr().err == ""
 
 
-# Seen failing with nobody who pauses: the thread that accepts takes a core.
-def test_without_descriptors_connections_are_asked_for_now_and_then(port, monkeypatch):
+# Seen failing without the pause: the accepting thread uses a whole core.
+def test_without_descriptors_the_server_accepts_at_intervals(port, monkeypatch):
     asked: list[float] = []
     often = threading.Event()
 
@@ -123,7 +123,7 @@ def test_without_descriptors_connections_are_asked_for_now_and_then(port, monkey
     assert "hits_total 3.0" in scrape(port)
 
 
-def test_a_port_that_is_taken_is_one_sentence(registry, port):
+def test_a_port_in_use_is_reported_in_one_sentence(registry, port):
     with pytest.raises(ConfigError, match="cannot serve metrics"):
         with served(registry, "127.0.0.1", port):
             pass

@@ -1,4 +1,4 @@
-"""A helper's program for tests: does what the question's first word says."""
+"""The program of a test's helper process: it does what the first word of a request says."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def work(content: bytes) -> bytes:
             return bytes(1 << 30)[:1]
         case b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
-        case b"orphan":  # says who it is, and stays
+        case b"orphan":  # returns its pid, and stays
             with open(rest, "w") as file:
                 file.write(str(os.getpid()))
             time.sleep(600)

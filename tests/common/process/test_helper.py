@@ -1,4 +1,4 @@
-"""Questions to a helper: what ends one of them ends no other, and nothing waits for ever."""
+"""Requests to a helper process: the end of one affects no other, and every wait has a limit."""
 
 import os
 import select
@@ -29,7 +29,7 @@ def running(helper: Helper) -> int:
     return helper.pid
 
 
-def test_a_question_ends_by_its_limits_and_the_next_one_is_answered(helper):
+def test_a_request_ends_at_its_limits_and_the_next_one_is_answered(helper):
     assert helper.pid is None, "it was started before the first question"
     large = b"echo " + os.urandom(8 << 20)
     assert ask(helper, large) == Answer(ANSWERED, large[5:])
@@ -42,7 +42,7 @@ def test_a_question_ends_by_its_limits_and_the_next_one_is_answered(helper):
     assert helper.pid == first
 
 
-def test_a_helper_that_is_killed_is_started_again(helper):
+def test_a_killed_helper_is_restarted(helper):
     ask(helper, b"echo")
     os.kill(running(helper), signal.SIGKILL)
     with pytest.raises(HelperLost):
@@ -50,11 +50,11 @@ def test_a_helper_that_is_killed_is_started_again(helper):
     assert ask(helper, b"echo again").content == b"again"
 
 
-def test_a_question_ends_with_its_helper(helper, tmp_path):
-    """It would go on computing for nobody."""
+def test_a_request_ends_with_its_caller(helper, tmp_path):
+    """Otherwise the helper would compute an unused result."""
     written = tmp_path / "pid"
     os.mkfifo(written)
-    with ThreadPoolExecutor(1) as lane:  # which also starts the helper, and is its leash
+    with ThreadPoolExecutor(1) as lane:  # which also starts the helper and must outlive it
         asked = lane.submit(ask, helper, f"orphan {written}".encode())
         with open(written) as file:
             process = os.pidfd_open(int(file.read()))

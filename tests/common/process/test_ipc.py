@@ -35,7 +35,7 @@ class Other(msgspec.Struct, frozen=True, tag=True):
 Either = Note | Other
 
 
-def test_messages_survive_being_cut_anywhere():
+def test_messages_can_be_cut_anywhere():
     stream = encode_frame(Note(1, b"x" * 300)) + encode_frame(Other("ä")) + encode_frame(Note(2))
     for size in (1, 2, 3, 5, 7, 64, len(stream)):
         decoder: FrameDecoder[Either] = FrameDecoder(Either)
@@ -54,12 +54,12 @@ def test_messages_survive_being_cut_anywhere():
     ],
     ids=["announced too long", "not msgpack", "another union's message"],
 )
-def test_what_is_no_frame_of_this_socket_is_refused(data):
+def test_an_invalid_frame_is_rejected(data):
     with pytest.raises(FrameError):
         FrameDecoder(Either).feed(data)
 
 
-def test_a_message_too_large_for_a_frame_is_refused_by_its_sender():
+def test_a_message_too_large_for_a_frame_is_rejected_by_its_sender():
     with pytest.raises(FrameError, match="Note takes"):
         encode_frame(Note(1, bytes(MAX_FRAME_BYTES)))
 
@@ -74,12 +74,12 @@ def pair():
 
 @pytest.fixture
 def frames(pair):
-    """Both ends of the pair as sockets of a thread."""
+    """Return both ends of the pair as sockets of a thread."""
     ours, theirs = pair
     return FrameSocket(ours, Either), FrameSocket(theirs, Either)
 
 
-def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost(frames):
+def test_a_thread_never_blocks_on_a_frontend_that_does_not_read_and_loses_nothing(frames):
     sender, receiver = frames
     sent = [Note(i, bytes(100_000)) for i in range(100)]
     for note in sent:
@@ -93,7 +93,7 @@ def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost
     assert not sender.wants_write
 
 
-def test_a_front_stuck_beyond_the_bound_is_an_error(pair):
+def test_a_frontend_that_does_not_read_beyond_the_limit_is_an_error(pair):
     ours, _ = pair
     sender: FrameSocket[Either] = FrameSocket(ours, Either, max_backlog_bytes=1 << 20)
 
@@ -106,8 +106,8 @@ def test_a_front_stuck_beyond_the_bound_is_an_error(pair):
 
 
 @pytest.mark.parametrize("sends_first", [False, True])
-def test_end_of_file_comes_after_everything_that_was_sent(frames, sends_first):
-    """The end is not told by a send, but by `receive`, also after a send that failed."""
+def test_end_of_file_arrives_after_every_sent_message(frames, sends_first):
+    """`receive` reports the end, and `send` does not, even after a failed send."""
     sender, receiver = frames
     assert receiver.receive() == []
     sender.send(Note(1))
@@ -133,7 +133,7 @@ class Heard:
         return connection
 
 
-async def test_both_kinds_of_end_talk_to_each_other(pair):
+async def test_both_kinds_of_ends_are_compatible(pair):
     ours, theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -150,7 +150,7 @@ async def test_both_kinds_of_end_talk_to_each_other(pair):
         front.send(Note(1))
 
 
-async def test_bytes_that_are_no_frame_end_the_fronts_connection(pair):
+async def test_bytes_that_are_no_frame_end_the_frontends_connection(pair):
     ours, theirs = pair
     heard = Heard()
     await heard.connection(ours)
@@ -158,7 +158,7 @@ async def test_bytes_that_are_no_frame_end_the_fronts_connection(pair):
     assert "was announced" in await asyncio.wait_for(heard.ended, 60)
 
 
-async def test_a_front_that_closes_is_not_told_of_its_own_end(pair):
+async def test_a_frontend_that_closes_is_not_notified_of_its_own_end(pair):
     ours, theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -174,7 +174,7 @@ async def test_a_front_that_closes_is_not_told_of_its_own_end(pair):
     assert not heard.ended.done()
 
 
-async def test_an_engine_that_does_not_read_is_an_error_beyond_the_bound(pair):
+async def test_an_engine_that_does_not_read_beyond_the_limit_is_an_error(pair):
     ours, _theirs = pair
     heard = Heard()
     front = await heard.connection(ours)
@@ -189,7 +189,7 @@ async def test_an_engine_that_does_not_read_is_an_error_beyond_the_bound(pair):
     front.close()
 
 
-def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something(pair):
+def test_an_engine_thread_sleeps_until_the_frontend_or_another_thread_wakes_it(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
     channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
@@ -211,13 +211,13 @@ def test_an_engine_thread_sleeps_until_the_front_or_another_thread_has_something
     assert channel.take() == [Note(1)]
     front.close()
     channel.wait(30)
-    assert time.monotonic() - begun < 30  # no sleep came to its end
+    assert time.monotonic() - begun < 30  # no sleep reached its time limit
     with pytest.raises(PeerGone):
         channel.take()
     channel.close()
 
 
-def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pair):
+def test_queued_messages_to_a_slow_frontend_are_sent_while_the_engine_thread_sleeps(pair):
     ours, theirs = pair
     front: FrameSocket[Either] = FrameSocket(theirs, Either)
     channel = EngineChannel(FrameSocket(ours, Either), socket.socket())
@@ -233,7 +233,7 @@ def test_what_waits_for_a_slow_front_goes_out_while_the_engine_thread_sleeps(pai
 
 
 class Torrent:
-    """A socket whose other end is always faster."""
+    """A socket whose other end always has more data."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -249,8 +249,8 @@ class Torrent:
         return data
 
 
-# Seen failing with no bound in FrameSocket.receive: it never returns.
-def test_a_peer_that_is_always_faster_does_not_keep_the_reader_in_one_call():
+# Seen failing without a limit in FrameSocket.receive: it never returns.
+def test_a_faster_peer_does_not_keep_the_reader_in_one_call():
     torrent = Torrent()
     frames: FrameSocket[Note] = FrameSocket(torrent, Note)  # type: ignore[arg-type]
     assert frames.receive()

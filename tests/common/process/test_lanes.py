@@ -1,7 +1,7 @@
 """Streams that share the socket to an engine process that does not read.
 
-Each seen failing: without either half of CallLane._is_full, with everybody full while anything
-waits, without the fault of an engine that reads nothing, and without `_caught_up` set when the
+Each seen failing: without either half of CallLane._is_full, if every lane is full while anything
+waits, without the error for an engine that reads nothing, and without `_caught_up` set when the
 connection is closed.
 """
 
@@ -58,7 +58,7 @@ async def room(lane: CallLane) -> bool:
     return bool(done)
 
 
-async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends):
+async def test_a_sender_over_its_share_waits_and_others_continue(ends):
     ends.read(False)
     loud, quiet = CallLane(ends.front), CallLane(ends.front)
     num_sent = 0
@@ -76,14 +76,14 @@ async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends):
     assert await room(loud)
 
 
-async def test_when_much_waits_in_all_nobody_sends_more(ends):
+async def test_if_much_waits_in_all_lanes_together_no_sender_continues(ends):
     ends.read(False)
     for _ in range(70):
         CallLane(ends.front).send(MIB)
     assert not await room(CallLane(ends.front))
 
 
-async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends):
+async def test_an_engine_that_reads_nothing_for_long_is_an_error(ends):
     ends.read(False)
     lane = CallLane(ends.front, stuck_s=0.05)
     for _ in range(8):
@@ -92,7 +92,7 @@ async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends):
         await asyncio.wait_for(lane.room(), 60)
 
 
-async def test_nobody_waits_for_an_engine_that_is_gone(ends):
+async def test_no_sender_waits_for_an_engine_that_is_gone(ends):
     ends.read(False)
     lane = CallLane(ends.front)
     for _ in range(8):
@@ -119,7 +119,7 @@ def hard() -> Iterator[int]:
     resource.setrlimit(FILES, before)
 
 
-# Seen failing with `allow_many` doing nothing.
+# Seen failing if `allow_many` does nothing.
 def test_a_low_limit_is_raised(hard):
     resource.setrlimit(FILES, (512, hard))
     allow_many()
@@ -127,7 +127,7 @@ def test_a_low_limit_is_raised(hard):
     assert resource.getrlimit(FILES) == (wanted, hard)
 
 
-def test_a_limit_that_is_as_high_as_can_be_stays(hard):
+def test_a_limit_at_its_maximum_is_unchanged(hard):
     resource.setrlimit(FILES, (hard, hard))
     allow_many()
     assert resource.getrlimit(FILES) == (hard, hard)

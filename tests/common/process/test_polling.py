@@ -1,4 +1,4 @@
-"""Waits for descriptors of any number."""
+"""Waits for descriptors with any number."""
 
 import contextlib
 import fcntl

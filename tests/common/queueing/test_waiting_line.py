@@ -19,9 +19,9 @@ def line(*places: QueueEntry) -> QueueModel:
 
 
 def plainly(places: list[QueueEntry], newcomer: QueueEntry, begins: float, unit_s: float) -> float:
-    """Return the lateness of the newcomer, or of a request that it makes late.
+    """Return the lateness of the new request, or of a request that it makes late.
 
-    Serves the queue with and without the newcomer.
+    Serves the queue with and without the new request.
     """
 
     def starts(served: list[QueueEntry]) -> dict[int, float]:
@@ -38,20 +38,20 @@ def plainly(places: list[QueueEntry], newcomer: QueueEntry, begins: float, unit_
     return max(after[id(place)] - place.start_by for place in [*passed, newcomer])
 
 
-def test_one_who_must_begin_soon_goes_ahead_of_those_who_have_time():
+def test_a_request_with_little_time_overtakes_those_with_more():
     waiting = line(QueueEntry(10.0, 100), QueueEntry(9.0, 100), QueueEntry(FIRST, 50))
     late, ahead_s = waiting.late_s(QueueEntry(2.0, 100), begins=0.0, unit_s=0.01)
     assert late <= 0.0
     assert ahead_s == pytest.approx(0.5)
 
 
-def test_nobody_goes_ahead_of_one_that_would_be_late_for_it():
+def test_no_request_overtakes_one_that_would_then_be_late():
     waiting = line(QueueEntry(0.0, 100), QueueEntry(1.5, 100))
     late, _ = waiting.late_s(QueueEntry(1.2, 100), begins=0.0, unit_s=0.01)
     assert late == pytest.approx(0.5)
 
 
-def test_one_that_is_late_anyhow_keeps_nobody_out():
+def test_a_request_that_is_late_in_any_case_blocks_no_other():
     waiting = line(QueueEntry(1.0, 300), QueueEntry(2.0, 100))
     late, _ = waiting.late_s(QueueEntry(0.5, 50), begins=0.0, unit_s=0.01)
     assert late <= 0.0
@@ -59,21 +59,21 @@ def test_one_that_is_late_anyhow_keeps_nobody_out():
     assert late == pytest.approx(0.5)
 
 
-def test_the_urgent_go_ahead_of_others_and_make_them_late():
+def test_urgent_requests_overtake_others_and_may_make_them_late():
     waiting = line(QueueEntry(1.5, 100), QueueEntry(2.5, 100))
     late, ahead_s = waiting.late_s(QueueEntry(1.6, 100, priority=1), begins=0.0, unit_s=0.01)
     assert late <= 0.0
     assert ahead_s == 0.0
 
 
-# Seen failing with every one of them protected, and with none.
-def test_the_urgent_make_nobody_late_who_is_as_urgent():
+# Seen failing with all of them protected, and with none.
+def test_urgent_requests_make_no_equally_urgent_one_late():
     waiting = line(QueueEntry(1.5, 100, priority=1), QueueEntry(0.5, 100))
     late, _ = waiting.late_s(QueueEntry(1.2, 100, priority=1), begins=1.0, unit_s=0.01)
     assert late == pytest.approx(0.5)
 
 
-def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more():
+def test_a_priority_step_equals_a_limited_number_of_seconds():
     waiting = line(QueueEntry(FIRST, 100, came=100.0), QueueEntry(FIRST, 100, came=200.0))
     newcomer = QueueEntry(1000.0, 1, priority=2, came=200.0 + 2 * STEP_S - 1.0)
     assert waiting.late_s(newcomer, begins=0.0, unit_s=0.01)[1] == pytest.approx(1.0)
@@ -81,9 +81,9 @@ def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more():
     assert waiting.late_s(later, begins=0.0, unit_s=0.01)[1] == pytest.approx(2.0)
 
 
-# Seen failing with those behind not counted off, and with equal times taken for later ones.
+# Seen failing if requests behind are not subtracted, and if equal times count as later ones.
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_comes_and_goes_it_is_as_if_the_line_were_served(seed):
+def test_after_any_changes_the_result_is_as_if_the_queue_were_served(seed):
     rng = random.Random(seed)
     waiting = QueueModel()
     places: dict[int, QueueEntry] = {}

@@ -25,7 +25,7 @@ WATCH = health_pb2.HealthCheckRequest()
 
 
 class Service(router_pb2_grpc.RouterServicer):
-    """A method of each kind; the text says how it ends."""
+    """A method of each kind. The text says how it ends."""
 
     async def Tokenize(self, request, context):
         if request.text == "overloaded":
@@ -66,7 +66,7 @@ async def served():
 
 @contextlib.asynccontextmanager
 async def of_a_node(*more):
-    """The address of a server with a node's options and more, and nothing but its health."""
+    """Yield the address of a server with a node's options, and with no service except health."""
     server = rpc.make_server((*rpc.NODE_SERVER_OPTIONS, *more))
     port = rpc.bind(server, "127.0.0.1", 0)
     await rpc.add_health_and_reflection(server, ()).set_serving(True)
@@ -78,13 +78,13 @@ async def of_a_node(*more):
 
 
 def called(channel, path: str, data: bytes, *, streams: bool):
-    """A call of a method with these bytes as its message, and its first answer."""
+    """Return a call of a method with these bytes as its message, and its first response."""
     if streams:
         return channel.unary_stream(path)(data, timeout=60).read()
     return channel.unary_unary(path)(data, timeout=60)
 
 
-async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(served, caplog):
+async def test_errors_of_a_method_reach_the_caller_and_internal_errors_stay_private(served, caplog):
     stub = router_pb2_grpc.RouterStub(served[1])
 
     def tokenize(text: str):
@@ -101,7 +101,7 @@ async def test_errors_of_a_method_reach_the_caller_and_its_bugs_stay_private(ser
 
 
 # Seen failing with a plain logger: 30 tracebacks.
-async def test_a_bug_that_callers_reach_is_no_flood_of_lines(served, caplog, monkeypatch):
+async def test_internal_errors_caused_by_callers_write_few_log_lines(served, caplog, monkeypatch):
     throttled = ThrottledLog(services.log, Throttle(interval_s=1e6))
     monkeypatch.setattr(services, "log_of_faults", throttled)
     stub = router_pb2_grpc.RouterStub(served[1])
@@ -111,7 +111,7 @@ async def test_a_bug_that_callers_reach_is_no_flood_of_lines(served, caplog, mon
     assert caplog.text.count("Traceback") == 10
 
 
-async def test_a_streaming_method_sends_what_it_had_before_its_error(served):
+async def test_a_streaming_method_sends_earlier_messages_before_its_error(served):
     stub = router_pb2_grpc.RouterStub(served[1])
     assert [r.text async for r in stub.Generate(router_pb2.GenerateRequest(text="x"))] == ["a", "b"]
     call = stub.Generate(router_pb2.GenerateRequest(text="invalid"))
@@ -119,7 +119,7 @@ async def test_a_streaming_method_sends_what_it_had_before_its_error(served):
     assert await status_of(call.read()) == (Code.INVALID_ARGUMENT, "text is invalid")
 
 
-async def test_a_cancelled_stream_leaves_its_method_at_once(served):
+async def test_a_cancelled_stream_ends_its_method_at_once(served):
     service, channel = served
     call = router_pb2_grpc.RouterStub(channel).Generate(router_pb2.GenerateRequest(text="wait"))
     assert (await call.read()).text == "a"
@@ -128,7 +128,7 @@ async def test_a_cancelled_stream_leaves_its_method_at_once(served):
     await asyncio.wait_for(service.left.wait(), 60)
 
 
-# Seen failing without it: grpc logs a traceback.
+# Seen failing without this: grpc logs a traceback.
 async def test_an_error_for_a_caller_whose_connection_has_ended_counts_as_a_cancelled_call():
     class Lost:
         async def abort(self, code, details):
@@ -148,8 +148,8 @@ async def test_an_error_for_a_caller_whose_connection_has_ended_counts_as_a_canc
     ],
     ids=["unary, text is not UTF-8", "unary, garbage", "stream, text is not UTF-8"],
 )
-async def test_bytes_that_are_no_message_are_an_invalid_argument(served, method, data):
-    # Seen failing (UNKNOWN) with the generated deserialiser in place of the tolerant one.
+async def test_undecodable_bytes_are_an_invalid_argument(served, method, data):
+    # Seen failing (UNKNOWN) with the generated deserializer instead of the tolerant one.
     path = f"/baton.v1.Router/{method}"
     channel = served[1]
     code, sentence = await status_of(called(channel, path, data, streams=method == "Generate"))
@@ -168,13 +168,13 @@ def test_an_address_is_host_and_port(address):
     "address",
     ["", "host", ":1", "host:0", "host:65536", "dns:///host:1", "unix:/x:1", "a b:1", "h:1\n"],
 )
-def test_nothing_else_is_an_address(address):
+def test_other_texts_are_no_address(address):
     with pytest.raises(InvalidRequest, match="host:port"):
         rpc.check_address(address)
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(method, caplog):
+async def test_undecodable_bytes_to_the_health_service_write_no_log_line(method, caplog):
     """Seen failing (UNKNOWN, and a traceback each) with the service as grpcio registers it."""
     path = f"/grpc.health.v1.Health/{method}"
     async with of_a_node() as address, rpc.make_channel(address) as channel:
@@ -191,8 +191,8 @@ async def healthy(address: str) -> bool:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-# Seen failing with a bound of 1024 connections: DEADLINE_EXCEEDED.
-async def test_a_stranger_with_a_thousand_idle_connections_keeps_nobody_out():
+# Seen failing with a limit of 1024 connections: DEADLINE_EXCEEDED.
+async def test_a_thousand_idle_unauthenticated_connections_block_no_caller():
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resources.allow_many()
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -207,8 +207,8 @@ async def test_a_stranger_with_a_thousand_idle_connections_keeps_nobody_out():
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
 
 
-# Seen failing without the bound (one more watches), and with places never given back.
-async def test_few_watch_the_health_of_a_node_and_probes_are_answered():
+# Seen failing without the limit (one more watches), and if slots are never released.
+async def test_watches_of_the_health_of_a_node_are_limited_and_probes_answered():
     async with of_a_node() as address, rpc.make_channel(address) as channel:
         async with rpc.make_channel(address) as other:
             stubs = [health_pb2_grpc.HealthStub(each) for each in (channel, other)]
@@ -236,7 +236,7 @@ async def test_a_call_without_its_message_is_an_invalid_argument(served):
     assert sentence == "the call has no message"
 
 
-async def test_a_message_of_too_many_fields_is_refused(served):
+async def test_a_message_with_too_many_fields_is_rejected(served):
     _, channel = served
     call = channel.unary_unary("/baton.v1.Router/Tokenize")
     empty_messages = b"\x0a\x00" * (MAX_FIELDS + 1)
@@ -246,7 +246,7 @@ async def test_a_message_of_too_many_fields_is_refused(served):
     assert sentence == f"the message has more than {MAX_FIELDS} fields"
 
 
-async def test_an_error_is_cut_to_what_a_trailer_holds(served):
+async def test_an_error_is_shortened_to_fit_into_a_trailer(served):
     _, channel = served
     stub = router_pb2_grpc.RouterStub(channel)
     text = "echo " + "\U0001f600" * 100_000
@@ -261,7 +261,7 @@ def _varint(number: int) -> bytes:
     return bytes([*(byte | 128 for byte in low[:-1]), low[-1]])
 
 
-async def test_a_method_that_the_library_leaves_out_is_no_fault(caplog):
+async def test_a_method_that_the_library_does_not_implement_is_no_internal_error(caplog):
     """Health's List. Seen failing: INTERNAL, and a traceback."""
     async with of_a_node() as address, rpc.make_channel(address) as channel:
         code, _ = await status_of(

@@ -1,4 +1,4 @@
-"""Messages of too many fields are found before anybody parses them."""
+"""Messages with too many fields are detected before they are parsed."""
 
 import pytest
 
@@ -15,12 +15,12 @@ def exceeded(data: bytes, allowed: int = ALLOWED) -> bool:
 
 
 def of_messages(num: int) -> bytes:
-    """1 + 3 * num fields."""
+    """Return messages with 1 + 3 * num fields."""
     turns = [ChatMessage(role="user", content="x" * 200) for _ in range(num)]
     return GenerateRequest(messages=ChatMessages(messages=turns)).SerializeToString()
 
 
-def test_fields_of_messages_inside_a_message_count():
+def test_fields_of_nested_messages_count():
     assert not exceeded(of_messages(33))  # 100 fields
     assert exceeded(of_messages(34))
 
@@ -45,7 +45,7 @@ def test_a_long_field_is_one_field(request_, num_fields):
     [b"\x2a\x00", b"\x1a\x00", b"\x12\x00", b"\x78\x01", b"\x7a\x00", b"\x7b\x7c", b"\x40\x01"],
     ids=["sampling", "messages", "text", "number", "bytes", "group", "unpacked"],
 )
-def test_what_is_merged_replaced_or_unknown_counts_too(field):
+def test_merged_replaced_and_unknown_fields_count_too(field):
     assert exceeded(field * 200)
 
 
@@ -54,7 +54,7 @@ def test_what_is_merged_replaced_or_unknown_counts_too(field):
     [b"\xff" * 1000, b"\x12\xff" + b"\xff" * 1000, b"\x78" + b"\xff" * 1000, b"\x12" + b"\x80" * 9],
     ids=["tag", "length", "value", "end"],
 )
-def test_what_is_no_message_is_left_to_the_parser(data):
+def test_an_invalid_message_is_left_to_the_parser(data):
     assert not exceeded(data, 2)
 
 

@@ -1,4 +1,4 @@
-"""The tracer: what it names, what it sends, and that it is not there until it is wanted."""
+"""The tracer: names and content of spans, and no tracer without an endpoint."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ def _record(tracer: Tracer, trace: TraceContext, name: str = "part") -> None:
     tracer.record(trace, name, begun=now - 1.0, ended=now, children=[], attributes={})
 
 
-# That no process loads the library before: tests/test_fork_server.py.
+# tests/test_fork_server.py shows that no process loads the library earlier.
 def test_without_an_endpoint_there_is_no_tracer():
     assert context.start(ServerConfig(port=0), "baton-test") is None
 
@@ -45,12 +45,12 @@ def test_without_an_endpoint_there_is_no_tracer():
 @pytest.mark.parametrize(
     "endpoint", ["collector:4317", "ftp://collector", "http://", "http://a b", "http://c:1/path"]
 )
-def test_an_endpoint_must_be_a_url_of_a_collector(endpoint):
+def test_an_endpoint_must_be_the_url_of_a_collector(endpoint):
     with pytest.raises(ValueError, match="OTLP over gRPC"):
         ServerConfig(port=0, otlp_endpoint=endpoint)
 
 
-def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to):
+def test_a_request_has_its_parent_or_starts_a_trace_with_the_sampling_ratio(tracer_to):
     tracer = tracer_to("http://127.0.0.1:9")
     below = tracer.enter(PARENT)
     parent, own = parse(PARENT), parse(below.own)
@@ -58,7 +58,7 @@ def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to)
     assert own.trace_id == parent.trace_id and own.span_id != parent.span_id
     unsampled = PARENT[:-2] + "00"
     assert tracer.enter(unsampled, root=True) == TraceContext(unsampled)
-    assert tracer.enter("") == UNTRACED  # only the router begins one
+    assert tracer.enter("") == UNTRACED  # only the router starts one
     assert parse(tracer.enter("", root=True).own).sampled
     never = tracer_to("http://127.0.0.1:9", ratio=0.0)
     assert never.enter("", root=True) == UNTRACED
@@ -68,7 +68,7 @@ def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to)
     assert 350 < begun < 650
 
 
-async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(tracer_to):
+async def test_a_span_has_its_predetermined_id_and_its_phases_inside(tracer_to):
     async with collecting() as collector:
         tracer = tracer_to(collector.endpoint)
         trace = tracer.enter(PARENT)
@@ -97,8 +97,8 @@ async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(t
     assert len({span.span_id for span in spans.values()}) == 3
 
 
-# Seen failing with one reading of the two clocks: the span ends 0.1 s later than it did.
-async def test_a_thread_that_is_held_up_between_two_clocks_moves_no_span(tracer_to, monkeypatch):
+# Seen failing with one reading of the two clocks: the span ended 0.1 s too late.
+async def test_a_thread_that_is_delayed_between_two_clocks_moves_no_span(tracer_to, monkeypatch):
     delays, unix_ns = iter([200_000_000]), time.time_ns
 
     def held_up() -> int:
@@ -118,7 +118,7 @@ async def test_a_thread_that_is_held_up_between_two_clocks_moves_no_span(tracer_
     assert before - 1e6 <= span.end <= after + 1e6
 
 
-async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
+async def test_a_failing_collector_is_logged_once_and_so_is_its_recovery(
     tracer_to, caplog, monkeypatch
 ):
     monkeypatch.setattr(otlp, "EXPORT_S", 60.0)
@@ -137,7 +137,7 @@ async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
     assert caplog.text.count("span export resumed") == 1
 
 
-def test_more_spans_than_may_wait_are_dropped_and_telling_never_waits(tracer_to, caplog):
+def test_spans_over_the_limit_are_dropped_and_recording_never_waits(tracer_to, caplog):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

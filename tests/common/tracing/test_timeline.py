@@ -1,4 +1,4 @@
-"""Timelines on the wire and divided: whatever a peer says, what comes of it can be."""
+"""Timelines of peers, and their division into phases: any input gives a possible timeline."""
 
 import math
 
@@ -42,7 +42,7 @@ anything = st.builds(
 
 @settings(max_examples=100)
 @given(anything, durations)
-def test_what_a_node_says_is_cut_to_what_can_be(message, longest_s):
+def test_a_nodes_timeline_is_cut_to_its_possible_part(message, longest_s):
     timeline = from_proto(message, longest_s)
     assert len(timeline.attempts) <= MAX_ATTEMPTS and len(timeline.intervals) <= MAX_INTERVALS
     for row in timeline.intervals:
@@ -69,7 +69,7 @@ def test_the_parts_of_the_time_to_first_token_add_up_to_it(message, tokenize_s, 
 
 @settings(max_examples=100)
 @given(durations, durations, durations, durations, durations, durations)
-def test_durations_of_another_clock_are_put_between_the_messages_that_enclose_them(
+def test_durations_of_another_clock_are_placed_between_the_messages_around_them(
     opened, to_grant, to_token, bootstrap, waiting, prefill
 ):
     granted = opened + to_grant

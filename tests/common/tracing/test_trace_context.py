@@ -1,4 +1,4 @@
-"""traceparent, strictly as W3C has it."""
+"""traceparent, strictly by W3C's specification."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{SPAN}-01"
 
 
-def test_a_header_names_a_span_and_says_whether_it_is_sampled():
+def test_a_header_names_a_span_and_its_sampling_flag():
     assert parse(HEADER) == SpanName(int(TRACE, 16), int(SPAN, 16), True)
     assert parse(HEADER[:-2] + "00") == SpanName(int(TRACE, 16), int(SPAN, 16), False)
     assert is_sampled(HEADER) and not is_sampled(HEADER[:-2] + "00")
@@ -37,7 +37,7 @@ def test_a_header_names_a_span_and_says_whether_it_is_sampled():
         f"01-{TRACE}-{SPAN}-01-" + "x" * 300,
     ],
 )
-def test_what_is_no_header_is_ignored(header):
+def test_an_invalid_header_is_ignored(header):
     assert parse(header) is None and checked(header) == ""
 
 
@@ -50,13 +50,13 @@ def test_what_is_no_header_is_ignored(header):
         (f"00-{TRACE}-{SPAN}-fe", HEADER[:-2] + "00"),
     ],
 )
-def test_what_later_versions_say_besides_is_not_passed_on(header, passed_on):
+def test_fields_of_later_versions_are_not_propagated(header, passed_on):
     assert checked(header) == passed_on
 
 
 @settings(max_examples=100)
 @given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"))
-def test_whatever_comes_is_a_header_of_ours_or_nothing(text):
+def test_any_text_is_a_valid_header_or_ignored(text):
     header = checked(text)
     assert checked(header) == header
     assert not header or header.startswith("00-")
