@@ -189,6 +189,7 @@ async def _cluster(directory: Path, metrics: Sequence[int], keys: _Keys) -> Asyn
         DIRECTORY,
         directory,
         path="tcp",
+        forked=False,
         router_flags=(router, f"--api-keys={keys.file}", "--max-concurrent-requests=64"),
         prefill_flags=(prefill,),
         decode_flags=(decode,),

@@ -166,6 +166,8 @@ class Cluster:
         patient: no process counts as dead or unhealthy before it has ended.
         environment: additional environment variables of every process.
         islands: network namespaces of nodes by node name, at most one.
+        forked: start processes from the fork server. Their memory cannot be judged: pages that they
+            share with the server become private over time.
     """
 
     def __init__(
@@ -191,7 +193,9 @@ class Cluster:
         canary_tokens: int = 0,
         environment: Mapping[str, str] | None = None,
         islands: Mapping[str, Island] | None = None,
+        forked: bool = True,
     ) -> None:
+        self._forked = forked
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
         self.secret_file = logs / "secret" if with_secret else None
@@ -632,7 +636,7 @@ class Cluster:
         command = [sys.executable, *program.command[2:]]  # without -P: perhaps not installed
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
-        with fork_server.in_use():
+        with fork_server.in_use() if self._forked else contextlib.nullcontext():
             return ChildProcess(
                 program.name, command, log, environment=self._environment, directory=self._logs
             )
