@@ -11,8 +11,8 @@ from tests.attack.bound import MAX_FACTOR, Delay
 from tests.attack.load import Served
 
 MAX_GROWTH = 0.10  # of a process's memory, from the first part of the attack to its end
-# Not counted as growth: unused pages of an engine's two pools (32 MiB with the demo model), its cache
-# of grammars (128 MiB), and free memory of an allocator.
+# Not counted as growth: an engine's cache of grammars (128 MiB), pages of its two pools that were
+# unused before (32 MiB with the demo model), and free memory of an allocator.
 MIN_GROWTH_BYTES = 208 << 20
 MAX_P99_S = 120.0  # of another client's responses, with all processes on two cores
 MAX_LOG_BYTES_PER_S = 20_000  # of one process
