@@ -129,7 +129,7 @@ def metric(router: RunningRouter, name: str, **labels: str) -> float | None:
 async def eventually(holds: Any) -> None:
     """Wait for a condition that is only visible in a value: check until it holds."""
     async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
+        while not holds():  # noqa: ASYNC110  (no code sets an event for it)
             await asyncio.sleep(0.005)
 
 

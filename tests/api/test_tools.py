@@ -311,7 +311,7 @@ async def test_too_deeply_nested_parameters_are_rejected(talking):
 
 def test_references_of_a_tool_resolve_within_it_when_tools_are_combined():
     """Two tools define one name differently, and one refers to its root and to an undefined
-    name. A value that looks like a reference is none."""
+    name. A value that looks like a reference is a value."""
     trees: dict[str, Any] = {
         "type": "object",
         "properties": {

@@ -26,11 +26,11 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="baton-attack-"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = runner.run(siege(seed, 60.0 * options.minutes, directory, options.arms.split(",")))
-    _tell(report, directory)
+    _print_report(report, directory)
     return 1 if report.complaints else 0
 
 
-def _tell(report: Report, directory: Path) -> None:
+def _print_report(report: Report, directory: Path) -> None:
     for arm, counts in report.moves.items():
         moves = ", ".join(f"{number} {name}" for name, number in counts.items())
         print(f"{arm}: {moves}")

@@ -135,7 +135,7 @@ class Load:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 answer = await answered()
-        except Exception as error:  # noqa: BLE001 whatever it is, the verdict tells it
+        except Exception as error:  # noqa: BLE001 any error is part of the verdict
             served.failed.append(f"{way.__name__}: {type(error).__name__}: {error}"[:300])
             return
         if answer == self._answers[question.prompt, count]:

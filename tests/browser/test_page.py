@@ -434,7 +434,7 @@ def test_a_failed_node_and_its_return_are_shown_within_seconds(
     view.until(lambda: view.text("#router-state") == "ready", "and requests can be placed")
 
 
-def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
+def test_a_failed_router_is_reported_and_the_page_recovers_by_itself(
     view: View, cluster: Cluster, background: Background
 ):
     assert not view.one("#lost").is_displayed()

@@ -211,7 +211,7 @@ async def _has_ranks(node: Node) -> bool:
 
 
 async def _follower(node: Node) -> int:
-    """Return a process of a node with several ranks, besides its frontend and its engine."""
+    """Return a process of a node with several ranks, other than its frontend and its engine."""
     return list((await node.describe()).pids)[2]
 
 

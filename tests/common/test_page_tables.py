@@ -55,7 +55,7 @@ def test_over_all_ranges_of_a_hand_off_every_page_occurs_exactly_once():
         wanted = [(t, page) for t, first, past in promised for page in range(first, past)]
         assert sorted(given) == sorted(wanted)
         assert len(given) == num_pages_of(promised)
-        for table, window in tables.sliding:  # tokens that the next one sees, besides itself
+        for table, window in tables.sliding:  # other tokens that the next one sees
             pages = {page for t, page in given if t == table}
             assert pages >= {key // size for key in _visible(window, num_tokens)[:-1]}
 

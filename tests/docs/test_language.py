@@ -5,9 +5,12 @@ fall.
 numbers of all pages into language.json.
 """
 
+import ast
+import io
 import json
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +44,7 @@ CODE = sorted(
     and "_pb2" not in path.name
     and path.name != "renamed.py"  # the table of old names
 )
+TESTS = sorted(path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__).resolve())
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
 _DELIMITERS = re.compile(r"^\s*\|[\s|:-]+\|\s*$")
 _MARKS = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|!!!\s\w+|===)\s+")
@@ -93,11 +97,29 @@ def test_a_page_breaks_no_more_language_rules_than_before(page: Path) -> None:
     assert len(found) <= json.loads(COUNTS.read_text()).get(_name(page), 0), "\n".join(found)
 
 
+def _prose_of_tests(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the names of functions and classes, docstrings and comments, with their lines."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.lineno, str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
 def test_code_has_no_private_words() -> None:
-    found = [
-        f"{_name(path)}:{number}: {word[0]}"
+    lines = [
+        (path, number, line)
         for path in CODE
         for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    lines += [(path, number, text) for path in TESTS for number, text in _prose_of_tests(path)]
+    found = [
+        f"{_name(path)}:{number}: {word[0]}"
+        for path, number, line in lines
         for word in IDENTIFIERS.finditer(line)
     ]
     assert not found, "\n".join(found)

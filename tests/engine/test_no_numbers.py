@@ -7,7 +7,7 @@ import pytest
 from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import FinishReason, Request
 from tests.engine.test_file_tier import restarted, small
-from tests.engine.test_tiers import KINDS, SIZE, Told, ask, drawn, fill_the_pool, in_tree
+from tests.engine.test_tiers import KINDS, SIZE, Watcher, ask, drawn, fill_the_pool, in_tree
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY
 
@@ -64,7 +64,7 @@ def test_other_requests_with_the_same_prefix_continue(overlap, windows, state_pa
         overlap_schedule=overlap,
         poison=POISON,
     )
-    told = Told(rig)
+    told = Watcher(rig)
     stem = drawn(1, 80)
     ask(rig, stem)
     prompt = [*stem, *drawn(2, 20)]
@@ -86,7 +86,7 @@ def test_a_restored_prefix_with_nan_is_removed_from_the_tier():
     prompt, longer = drawn(1, 160), [*drawn(1, 160), 1, 2, 3]
     ask(rig, prompt)
     fill_the_pool(rig)
-    told = Told(rig)
+    told = Watcher(rig)
     (key, *_) = rig.tiers.way(np.array(prompt, np.int32), SHARED).kept
     rig.runner.host_kv[key.present()] = POISON
     assert faulty(rig, longer).cached_tokens == 160

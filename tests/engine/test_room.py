@@ -320,7 +320,7 @@ def test_no_request_overtakes_one_that_has_waited_too_long_in_another_queue():
     assert len(rig.finished) == 2
 
 
-def test_a_request_with_the_slot_of_an_ended_suspect_shares_forwards():
+def test_a_request_with_the_slot_of_an_ended_quarantined_one_shares_forwards():
     def num_steps(rig: Rig) -> int:
         before = rig.scheduler.counters()["steps"]
         for key in (1, 2):

@@ -235,7 +235,7 @@ def test_logits_that_are_not_finite_end_a_split_prompt():
     rig.complete(rig.requests[1])
 
 
-def test_a_suspect_prompt_is_computed_alone_and_at_once():
+def test_a_quarantined_prompt_is_computed_alone_and_at_once():
     rig = _running()
     rig.add(PROMPT, max_tokens=3)
     rig.run_until(lambda: _between_groups(rig))

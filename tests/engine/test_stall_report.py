@@ -53,7 +53,7 @@ def test_the_log_has_all_queues_every_hand_off_and_every_stack():
         assert f'queue=transfer request_id="{name}" producer={producer}' in ended.stderr
     assert "in poll" in ended.stderr
     assert 'events="0.000 submitted; 0.250 opened"' in ended.stderr
-    assert 'request_id="the first" began_ago_s=9' in ended.stderr  # the last ones are told
+    assert 'request_id="the first" began_ago_s=9' in ended.stderr  # the last ones are logged
     assert 'request_id="flight 0"' not in ended.stderr
 
 

@@ -326,7 +326,7 @@ def test_a_leaked_host_page_is_detected(holder, sentence):
         rig.check()
 
 
-class Told:
+class Watcher:
     """The content of the cache according to a watcher."""
 
     def __init__(self, rig: Rig) -> None:
@@ -346,7 +346,7 @@ def test_watchers_are_notified_when_no_tier_has_a_page_any_more(tier):
     prompt = drawn(1, 160)
     names = set(page_names(prompt, SIZE, SHARED))
     ask(rig, prompt)
-    told = Told(rig)
+    told = Watcher(rig)
     tier.forget(rig, prompt)
     told.check()
     assert names <= told.names
@@ -372,7 +372,7 @@ class Talks:
         self.longest = min(400, self.rig.table.tables.max_tokens(self.rig.num_pages) * 3 // 4)
 
     def run(self) -> None:
-        told = Told(self.rig)
+        told = Watcher(self.rig)
         self.rig.before_poll.append(self.poll)
         self.rig.run_until(lambda: not (self.left or self.going or self.rig.has_work))
         told.check()

@@ -156,7 +156,7 @@ async def test_requests_of_a_killed_decode_node_continue_unchanged_on_another(
         assert await cluster.metric("baton_requests_replayed_total") == 6
         assert not held(await other.describe())
         explained = [await cluster.explain(f"answer {index}") for index in range(len(begun))]
-        assert [_replay_told(one, doomed, other) for one in explained].count(True) == 4
+        assert [_replay_reported(one, doomed, other) for one in explained].count(True) == 4
 
 
 @pytest.mark.long
@@ -190,7 +190,7 @@ async def test_a_response_is_unchanged_if_its_node_is_killed_with_unsent_tokens(
         assert await cluster.metric("baton_requests_replayed_total") == 2
 
 
-def _replay_told(received: ExplainResponse, doomed: Node, other: Node) -> bool:
+def _replay_reported(received: ExplainResponse, doomed: Node, other: Node) -> bool:
     """Return whether it was replayed. Check the reported reason and nodes, and the final node's
     events."""
     by_router = {e.event.what: e.event.detail for e in received.events if e.where == "router"}

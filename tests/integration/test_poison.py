@@ -18,7 +18,7 @@ NUM_TOKENS = 120
 PROMPT = 40  # tokens
 
 
-def _innocent(number: int) -> list[int]:
+def _other_request(number: int) -> list[int]:
     return [1 + (number * 7 + place * place) % 240 for place in range(PROMPT)]
 
 
@@ -60,7 +60,7 @@ async def test_a_poison_request_ends_two_engines_and_no_other_request(
 
         async def answer(number: int) -> list[int]:
             tokens: list[int] = []
-            stream = cluster.stream(_innocent(number), max_tokens=NUM_TOKENS, ignore_eos=True)
+            stream = cluster.stream(_other_request(number), max_tokens=NUM_TOKENS, ignore_eos=True)
             async for response in stream:
                 if not tokens:
                     begun.release()
@@ -72,13 +72,13 @@ async def test_a_poison_request_ends_two_engines_and_no_other_request(
         for _ in answers:
             await begun.acquire()
         late = [asyncio.create_task(answer(number + 100)) for number in numbers]
-        poison = [POISON, at, *_innocent(at)[2:]]
+        poison = [POISON, at, *_other_request(at)[2:]]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
         reported = (refused.value.code(), refused.value.details())
         assert reported == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
         for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
-            known.check(_innocent(number), tokens, NUM_TOKENS)
+            known.check(_other_request(number), tokens, NUM_TOKENS)
         for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
-            known.check(_innocent(number + 100), tokens, NUM_TOKENS)
+            known.check(_other_request(number + 100), tokens, NUM_TOKENS)
         await _dead(cluster.prefill if role == "prefill" else cluster.decode, 2, cluster)

@@ -104,10 +104,10 @@ async def test_nodes_take_the_other_role_under_load_and_every_response_is_right(
             await _works(cluster, prefill)
             asked = right[0]
 
-            async def go_on() -> bool:
+            async def responses_continue() -> bool:
                 return right[0] >= asked + len(PROMPTS)
 
-            await cluster.wait_until(go_on, "answers come as before")
+            await cluster.wait_until(responses_continue, "answers come as before")
 
 
 # Long, because no token may be computed again, which requires a machine on which a migration takes

@@ -81,7 +81,7 @@ def _with_ids(collector: Collector, ids: set[str]) -> dict[str, Span]:
     return {span.service.removeprefix("baton-"): span for span in mine}
 
 
-async def _until_told(cluster: Cluster, collector: Collector, num_services: int) -> None:
+async def _until_exported(cluster: Cluster, collector: Collector, num_services: int) -> None:
     """Wait for this number of parts of requests. A process that ends waits only briefly for a
     collector to accept them."""
 
@@ -122,7 +122,7 @@ async def test_a_request_is_one_trace_of_three_services_with_nested_spans(
             await _generate(cluster, "nonsense", traceparent="00-zz-00-01")
             timeline = (await get(cluster.http_port, "/requests/by%20http")).json
             listed = (await get(cluster.http_port, "/requests")).json["requests"]
-            await _until_told(cluster, collector, 4 * 3)  # not of the one that is not sampled
+            await _until_exported(cluster, collector, 4 * 3)  # not of the one that is not sampled
         for request_id in ("by http", "by grpc"):
             _check_trace(collector, request_id, TRACE, CLIENT_SPAN)
         for request_id in ("of its own", "nonsense"):
@@ -236,7 +236,7 @@ async def test_without_an_endpoint_the_trace_context_is_propagated_and_nothing_i
             assert answer.json["trace_id"] == TRACE
             unknown = await get(cluster.http_port, "/requests/nobody")
             assert unknown.status == 404 and "nobody" in unknown.error["message"]
-            await _until_told(cluster, collector, 1)
+            await _until_exported(cluster, collector, 1)
         spans = _with_ids(collector, {answer.json["id"]})
         assert set(spans) == {"decode"} and spans["decode"].parent_id == CLIENT_SPAN
         assert not _of(collector, "not traced")

@@ -527,7 +527,7 @@ class TargetSide(SimulatedConsumer):
         match given:
             case ("evict",):
                 pages, self.copied = self.copied, ()
-                self._let_go(pages)
+                self._release(pages)
                 return []
             case ("cancel", r, _):
                 id = self._id(self.jobs[r])

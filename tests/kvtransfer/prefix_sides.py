@@ -197,7 +197,7 @@ def _tokens(count: int) -> Any:
 # The producer
 
 
-def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
+def exporter_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
     """Return the memory of a node that exports prefixes.
 
     With `free`, only this number of pages of its pool is not permanently used.
@@ -207,7 +207,7 @@ def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
     return Memory(num_pages, plan.tables, 0 if free is None else num_pages - free)
 
 
-class LenderSide(SimulatedProducer):
+class ExporterSide(SimulatedProducer):
     def __init__(
         self,
         plan: PrefixPlan,
@@ -233,12 +233,12 @@ class LenderSide(SimulatedProducer):
             port=self.port,
         )
 
-    def fork(self, copied: dict[int, Any] | None = None) -> "LenderSide":
+    def fork(self, copied: dict[int, Any] | None = None) -> "ExporterSide":
         """Args:
         copied: parts of this node that are copied already.
         """
         twin = super().fork()
-        assert isinstance(twin, LenderSide)
+        assert isinstance(twin, ExporterSide)
         copied = {} if copied is None else copied
         mine = (self.memory, self.port, self.loans)
         twin.memory, twin.port, twin.loans = copy.deepcopy(mine, copied)
@@ -285,8 +285,8 @@ class LenderSide(SimulatedProducer):
                 return []
             case ("restart", instance):
                 plan = self.sharing_plan
-                memory = lender_memory(plan)
-                fresh = LenderSide(plan, self.config, instance, memory, knows=False)
+                memory = exporter_memory(plan)
+                fresh = ExporterSide(plan, self.config, instance, memory, knows=False)
                 self.__dict__.update(fresh.__dict__)
                 return []
         return super()._react(given)
@@ -428,7 +428,7 @@ class PrefixSimulation(Simulation):
         nodes = [Node(101, consumer=FetcherSide(plan, config, 101, memory))]
         for address in plan.producers:
             instance = 100 * int(address) + 101
-            lender = LenderSide(plan, config, instance, lender_memory(plan))
+            lender = ExporterSide(plan, config, instance, exporter_memory(plan))
             nodes.append(Node(instance, producer=lender))
         super().__init__(nodes, [(0, int(each)) for each in plan.producers], plan.only_faults)
 
@@ -442,7 +442,7 @@ class Peer(Node):
     """
 
     consumer: FetcherSide
-    producer: LenderSide
+    producer: ExporterSide
 
     def __init__(
         self,
@@ -454,9 +454,9 @@ class Peer(Node):
         free: int,
         knows: bool = True,
     ) -> None:
-        memory = lender_memory(has, free)
+        memory = exporter_memory(has, free)
         consumer = FetcherSide(wants, config, instance, memory)
-        producer = LenderSide(has, config, instance, memory, knows=knows)
+        producer = ExporterSide(has, config, instance, memory, knows=knows)
         super().__init__(instance, consumer=consumer, producer=producer)
         self._plans, self._config, self._free = (wants, has), config, free
 

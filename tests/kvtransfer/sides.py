@@ -454,7 +454,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
             case ReadsEndedEvent():
                 require(event.id in self.reads, "ReadsEndedEvent without a grant, or twice")
                 pages = self.reads.pop(event.id)
-                self._let_go(pages)
+                self._release(pages)
             case _:
                 raise AssertionError(event)
 
@@ -482,9 +482,9 @@ class SimulatedConsumer(Side[ConsumerEnd]):
 
     def _leave(self, r: int, job: Job) -> None:
         pages, self.jobs[r] = self.jobs[r].pages, job
-        self._let_go(pages)
+        self._release(pages)
 
-    def _let_go(self, pages: Sequence[int]) -> None:
+    def _release(self, pages: Sequence[int]) -> None:
         held = self._held()
         for page in pages:
             if page not in held:

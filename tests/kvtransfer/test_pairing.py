@@ -89,7 +89,7 @@ def test_a_difference_is_reported_in_a_sentence(changes, sentence):
     assert sentence in str(refusal.value)
 
 
-def test_nodes_on_different_processors_are_told_the_flag_to_set():
+def test_nodes_on_different_processors_are_reported_with_the_flag_to_set():
     # Seen failing with all consequences of the dtype, and no flag, in the sentence.
     ours, other = ({"dtype": d, "kv_token_bytes": b} for d, b in (("float32", "8"), ("half", "4")))
     peer = theirs(fingerprint=other, regions=(PoolRegion(4096, 4096, 10),))

@@ -359,7 +359,7 @@ def test_a_second_stream_of_a_producer_ends_the_first(granted):
     assert granted.stream_down(STREAM, "closed") == []
 
 
-# Rule 2. Seen failing without each _tell_cancel.
+# Rule 2. Seen failing without each Cancel.
 @pytest.mark.parametrize("held", [False, None], ids=["not-held", "no-answer"])
 def test_without_a_positive_released_nothing_is_held(done, held):
     actions = (

@@ -38,7 +38,7 @@ def description_of(producer: TcpProducer) -> TcpDescription:
     return msgspec.msgpack.decode(producer.admit(CONSUMER), type=TcpDescription)
 
 
-def stranger(port: int, host: str = "127.0.0.1") -> socket.socket:
+def unauthenticated(port: int, host: str = "127.0.0.1") -> socket.socket:
     """Return an unauthenticated connection that sends nothing."""
     return socket.create_connection(("127.0.0.1", port), CLOSED_S, (host, 0))
 
@@ -57,7 +57,7 @@ def is_open(connection: socket.socket) -> bool:
 def test_silent_unauthenticated_connections_cost_no_threads_and_are_closed(producer):
     port, before = description_of(producer).port, threading.active_count()
     with ExitStack() as exits:
-        silent = [exits.enter_context(stranger(port)) for _ in range(50)]
+        silent = [exits.enter_context(unauthenticated(port)) for _ in range(50)]
         assert threading.active_count() <= before
         for connection in silent:
             connection.settimeout(CLOSED_S)
@@ -68,7 +68,7 @@ def test_silent_unauthenticated_connections_cost_no_threads_and_are_closed(produ
 def test_an_acceptor_may_be_closed_just_when_it_closes_connections():
     for _ in range(300):
         door = TcpAcceptor("127.0.0.1", 0, lambda *who: None, patience_s=0.003)
-        with stranger(door.port), stranger(door.port), stranger(door.port):
+        with unauthenticated(door.port), unauthenticated(door.port), unauthenticated(door.port):
             time.sleep(0.003)  # about then
             door.shut()
 
@@ -93,7 +93,7 @@ def patient() -> Iterator[Patient]:
 # Seen failing if `TcpAcceptor._accept` closes no connection.
 def test_of_too_many_unauthenticated_connections_the_oldest_is_closed(patient):
     with ExitStack() as exits:
-        silent = [exits.enter_context(stranger(patient.door.port)) for _ in range(CROWD)]
+        silent = [exits.enter_context(unauthenticated(patient.door.port)) for _ in range(CROWD)]
         wait_for(lambda: not is_open(silent[0]))
         assert is_open(silent[-1])
 
@@ -102,9 +102,9 @@ def test_of_too_many_unauthenticated_connections_the_oldest_is_closed(patient):
 def test_many_connections_of_one_host_displace_only_its_own(patient):
     port, words = patient.door.port, bytes(range(INTRODUCTION.size))
     with ExitStack() as exits:
-        slow = exits.enter_context(stranger(port))
+        slow = exits.enter_context(unauthenticated(port))
         slow.sendall(words[:7])
-        crowd = [exits.enter_context(stranger(port, "127.0.0.2")) for _ in range(CROWD)]
+        crowd = [exits.enter_context(unauthenticated(port, "127.0.0.2")) for _ in range(CROWD)]
         wait_for(lambda: not is_open(crowd[0]))
         slow.sendall(words[7:])
         connection, host, said = patient.let_in.get(timeout=CLOSED_S)
@@ -141,7 +141,7 @@ def test_a_connection_flood_blocks_no_consumer_and_fills_no_log(ends, words):
     stop = threading.Event()
     flood = threading.Thread(target=_pester, args=(port, words, stop))
     with ExitStack() as exits:
-        silent = [exits.enter_context(stranger(port)) for _ in range(CROWD)]
+        silent = [exits.enter_context(unauthenticated(port)) for _ in range(CROWD)]
         exits.callback(flood.join)
         exits.callback(stop.set)
         flood.start()

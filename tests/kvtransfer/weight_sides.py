@@ -41,14 +41,16 @@ Window = tuple[int, int]  # pieces [first, past)
 class WeightPlan(NamedTuple):
     """The parameters of a search.
 
-    wanted: the windows that the consumer requests, all at once. whole: number of pieces of the
-    weights. lends: pages of the producer for pieces. tables: windows of the tables of pages that KV
-    has.
+    Attributes:
+        wanted: the windows that the consumer requests, all at once.
+        whole: number of pieces of the weights.
+        exports: pages of the producer for pieces.
+        tables: windows of the tables of pages that KV has.
     """
 
     wanted: tuple[Window, ...] = ((0, 2),)
     whole: int = 2
-    lends: int = 8
+    exports: int = 8
     tables: tuple[int | None, ...] = (None,)
     state_pages: int = 0
     asynchronous: bool = False
@@ -58,7 +60,7 @@ class WeightPlan(NamedTuple):
         return Plan(
             none,
             none,
-            producer_pages=self.lends,
+            producer_pages=self.exports,
             windows=self.tables,
             state_pages=self.state_pages,
             asynchronous=self.asynchronous,
@@ -75,7 +77,7 @@ class Loan(NamedTuple):
     last_sent: bool = False
 
 
-class LenderSide(SimulatedProducer):
+class ExporterSide(SimulatedProducer):
     """Its `prompts` are exports."""
 
     prompts: dict[int, Any]
@@ -87,7 +89,7 @@ class LenderSide(SimulatedProducer):
     def _react(self, given: Input) -> list[Output]:
         match given:
             case ("restart", instance):
-                self.__dict__.update(LenderSide(self.weights, self.config, instance).__dict__)
+                self.__dict__.update(ExporterSide(self.weights, self.config, instance).__dict__)
                 return []
         return super()._react(given)
 
@@ -98,13 +100,13 @@ class LenderSide(SimulatedProducer):
                 self.prompts[event.serial] = Loan(event.id, first_piece, num_pieces)
                 return []
             case GrantedEvent():
-                return self._lend(event.serial)
+                return self._export(event.serial)
         return super()._take(event)
 
-    def _lend(self, serial: int) -> list[Output]:
+    def _export(self, serial: int) -> list[Output]:
         """Export as many pieces as there are pages for."""
         loan = self.prompts[serial]
-        free = [page for page in range(self.weights.lends) if self.cells[page] == FREE]
+        free = [page for page in range(self.weights.exports) if self.cells[page] == FREE]
         pages = tuple(free[: loan.num_pieces])
         if not pages:
             return self._posted(FailCommand(serial, "busy", retryable=True))
@@ -217,4 +219,4 @@ class TakerSide(SimulatedConsumer):
 class WeightSimulation(Simulation):
     def __init__(self, plan: WeightPlan, config: TransferConfig) -> None:
         consumer = Node(101, consumer=TakerSide(plan, config, 101))
-        super().__init__([consumer, Node(201, producer=LenderSide(plan, config, 201))])
+        super().__init__([consumer, Node(201, producer=ExporterSide(plan, config, 201))])

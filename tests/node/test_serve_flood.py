@@ -72,7 +72,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
         engine.close()
 
 
-# Seen failing without the deadline of DecodeService._first: the call goes on.
+# Seen failing without the deadline of DecodeService._first: the call continues.
 async def test_a_silent_router_is_disconnected():
     async with serving(first_message_s=0.1) as rig:
         async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
@@ -134,7 +134,7 @@ async def _flood(rig: Rig) -> None:
             rig.engine._transport.resume_reading()
             async with asyncio.timeout(60):
                 await writing
-                while len(rig.heard) < NUM_MESSAGES + 2:  # noqa: ASYNC110  (nobody sets an event)
+                while len(rig.heard) < NUM_MESSAGES + 2:  # noqa: ASYNC110  (no code sets an event)
                     await asyncio.sleep(0.05)
         finally:
             writing.cancel()

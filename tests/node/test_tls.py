@@ -63,7 +63,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
     return ""
 
 
-async def ask_anew(address: str, config: TlsConfig) -> str:
+async def ask_again(address: str, config: TlsConfig) -> str:
     async with rpc.make_channel(address, tls.certificates(config, "--tls")) as channel:
         return await ask(channel)
 
@@ -82,34 +82,34 @@ async def test_a_server_with_a_ca_accepts_only_callers_signed_by_it(authority, t
     without = TlsConfig(ca=config.ca)
     with_anothers = TlsConfig(ca=config.ca, cert=stranger.cert, key=stranger.key)
     async with serving(config) as address:
-        assert await ask_anew(address, config) == ""
+        assert await ask_again(address, config) == ""
         for unwelcome in (EMPTY, without, with_anothers):
-            assert await ask_anew(address, unwelcome)
-        assert "CERTIFICATE_VERIFY_FAILED" in await ask_anew(address, stranger)
-        assert await ask_anew(address, config) == ""
+            assert await ask_again(address, unwelcome)
+        assert "CERTIFICATE_VERIFY_FAILED" in await ask_again(address, stranger)
+        assert await ask_again(address, config) == ""
 
 
 async def test_a_server_without_a_ca_accepts_every_caller_that_trusts_it(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as address:
-        assert await ask_anew(address, TlsConfig(ca=config.ca)) == ""
-        assert await ask_anew(address, EMPTY)
+        assert await ask_again(address, TlsConfig(ca=config.ca)) == ""
+        assert await ask_again(address, EMPTY)
 
 
 async def test_a_server_is_verified_by_its_address_or_by_the_configured_name(authority, tmp_path):
     config = authority.write(tmp_path, "baton-node")
     named = config.model_copy(update={"server_name": "baton-node"})
     async with serving(config) as address:
-        assert "Hostname" in await ask_anew(address, config)
-        assert await ask_anew(address, named) == ""
+        assert "Hostname" in await ask_again(address, config)
+        assert await ask_again(address, named) == ""
         other = config.model_copy(update={"server_name": "another"})
-        assert await ask_anew(address, other)
+        assert await ask_again(address, other)
 
 
 async def test_a_caller_with_a_ca_sends_nothing_to_a_server_without_tls(authority, tmp_path):
     async with serving(EMPTY) as address:
-        assert await ask_anew(address, EMPTY) == ""
-        assert await ask_anew(address, authority.write(tmp_path))
+        assert await ask_again(address, EMPTY) == ""
+        assert await ask_again(address, authority.write(tmp_path))
 
 
 # Changed files ------------------------------------------------------------------------------------
@@ -127,10 +127,10 @@ async def test_new_files_apply_from_the_next_handshake_on_and_streams_continue(a
         # Both ends now trust only the new authority, and have its certificates.
         Authority().write(tmp_path / "node")
         assert await ask(channel) == ""
-        assert await ask_anew(address, config) == ""
+        assert await ask_again(address, config) == ""
         assert not stream.done()
         before = authority.write(tmp_path / "before")
-        assert "CERTIFICATE_VERIFY_FAILED" in await ask_anew(address, before)
+        assert "CERTIFICATE_VERIFY_FAILED" in await ask_again(address, before)
 
 
 async def test_a_channel_with_new_files_calls_servers_with_new_files(authority, tmp_path):
@@ -161,13 +161,13 @@ async def test_invalid_files_cause_a_warning_and_the_previous_ones_remain(
                 authority.write(tmp_path / "node", not_after=datetime.now(UTC))
         caller = authority.write(tmp_path / "caller")
         for _ in range(3):
-            assert await ask_anew(address, caller) == ""
+            assert await ask_again(address, caller) == ""
         (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         assert "--server.tls" in warning
         # A corrected file is used at once.
         new = Authority()
         new.write(tmp_path / "node")
-        assert await ask_anew(address, new.write(tmp_path / "caller")) == ""
+        assert await ask_again(address, new.write(tmp_path / "caller")) == ""
 
 
 def test_files_that_become_valid_later_are_used_then(authority, tmp_path):

@@ -281,7 +281,7 @@ class PairRig:
     def router_leaves(self, node: int = 0) -> None:
         self.decode[node].router.inbox.append(RouterStreamClosed(STREAM))
 
-    def tell(self, node: Node, command: Command) -> None:
+    def command(self, node: Node, command: Command) -> None:
         """Send a command to a node."""
         node.router.inbox.append(NodeCall(next(self._numbers), command))
 

@@ -197,8 +197,8 @@ def test_an_unloaded_adapter_remains_for_its_running_requests(known, shelf):
         waits = rig.ask(PROMPTS[1], NUM_TOKENS, adapter=by_name["b"])
         rig.until(lambda: runs.tokens, "it runs")
         for node in rig.nodes:
-            rig.tell(node, UnloadAdapter("a"))
-            rig.tell(node, UnloadAdapter("b"))
+            rig.command(node, UnloadAdapter("a"))
+            rig.command(node, UnloadAdapter("b"))
         rig.until(lambda: all(node.router.answers for node in rig.nodes), "both are unloaded")
         refused = rig.serve(PROMPTS[1], adapter=by_name["a"])
         assert "is not loaded" in refused.ended.error
@@ -260,7 +260,7 @@ def test_adapters_are_loaded_while_requests_run(known, shelf):
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         before = rig.ask(PROMPTS[3], 64, adapter=ids(rig)["a"])
         for node in rig.nodes:
-            rig.tell(node, LoadAdapter("later", "b"))
+            rig.command(node, LoadAdapter("later", "b"))
         rig.until(lambda: all(node.router.answers for node in rig.nodes), "it is loaded")
         assert [node.router.answers[0].error for node in rig.nodes] == ["", ""]
         adapter = ids(rig)["later"]

@@ -123,10 +123,10 @@ def test_computation_ahead_stops_when_its_request_ends(known, grants, end):
         if end == "cancelled":
             rig.cancel(waiting)
         else:
-            rig.tell(node, PauseGeneration(PauseMode.ABORT))
+            rig.command(node, PauseGeneration(PauseMode.ABORT))
         rig.until(lambda: not node.role.busy, "nothing of it is left", node, *rig.decode)
         assert node.count("tokens_ahead") < len(WAITING)
-        rig.tell(node, ContinueGeneration())
+        rig.command(node, ContinueGeneration())
         grants.release()
         rig.run()
 

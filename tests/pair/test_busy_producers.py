@@ -97,7 +97,7 @@ def test_an_expired_prompt_goes_to_no_other_producer(known):
         asked = rig.ask(LONG, queue_s=4.0)  # reaches the producer in time even on a slow machine
         _refuse(rig, [0])
         rig.let_time_pass(begun + 4.1)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         _assert_refused(asked)
         assert other.queue("bootstrap") == 0 and decode.count("handoffs_opened") == 1

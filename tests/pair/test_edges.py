@@ -207,7 +207,7 @@ def test_a_draining_prefill_node_finishes_its_hand_offs_and_accepts_no_new_ones(
         rig.faults[0].freeze()
         before = rig.ask(PROMPT)
         rig.until(lambda: first.queue("inflight"), "the first node has published")
-        rig.tell(first, DrainNode())
+        rig.command(first, DrainNode())
         rig.until(lambda: first.control.draining, "the first node drains")
         after = rig.ask(PROMPT[::-1])
         rig.run(after)
@@ -223,7 +223,7 @@ def test_a_draining_decode_node_finishes_its_requests_and_accepts_no_new_ones(kn
     with PairRig(known.loaded) as rig:
         (decode,) = rig.decode
         before = rig.ask(PROMPT)
-        rig.tell(decode, DrainNode())
+        rig.command(decode, DrainNode())
         after = rig.serve(PROMPT)
         assert before.tokens == known.greedy(PROMPT, 8)
         assert after.reason is FinishReason.ERROR and after.ended.error_code == 14
@@ -239,7 +239,7 @@ def test_prompts_over_the_token_limit_of_a_prefill_node_wait_on_the_decode_node(
         rig.until(lambda: prefill.queue("bootstrap"), "the first waits for its grant")
         asked.append(rig.ask(PROMPT[16:64], node=1))
         rig.until(lambda: prefill.count("refused/overloaded"), "the second is refused")
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         known.check(*asked)
         rig.until_free()

@@ -23,7 +23,7 @@ def _router_leaves(rig: PairRig, asked: Asked) -> None:
 
 
 def _operator_aborts(rig: PairRig, asked: Asked) -> None:
-    rig.tell(rig.decode[0], AbortRequests("doomed"))
+    rig.command(rig.decode[0], AbortRequests("doomed"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_request_aborted_in_this_state_releases_all_resources(known, state, en
         assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens))
         others = [one for one in rig.asked if one is not asked]
         if not others:
-            rig.wires.let_go()
+            rig.wires.release()
             rig.until_free(prefill, timeout_s=CANCEL_S)
             rig.until(
                 lambda: decode.pages("request") + decode.pages("step") == 0,
@@ -69,7 +69,7 @@ def test_a_request_that_times_out_in_this_state_releases_all_resources(known, st
         rig.until(lambda: asked.ended, "it ends", timeout_s=CANCEL_S)
         assert asked.reason is FinishReason.ERROR and asked.ended.error_code == 4
         assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens))
-        rig.wires.let_go()
+        rig.wires.release()
         rig.faults[0].release()
         again = rig.serve(asked.prompt)
         assert again.tokens == known.greedy(again.prompt, 8)
@@ -86,9 +86,9 @@ def test_a_hand_off_aborted_by_its_producer_in_this_state_is_prefilled_on_the_de
         asked = state.reach(
             rig, lambda *prompt, **how: rig.ask(*prompt, request_id="doomed", **how)
         )
-        rig.tell(prefill, AbortRequests("doomed"))
+        rig.command(prefill, AbortRequests("doomed"))
         rig.until(lambda: prefill.router.answers, "it is aborted", prefill)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run(asked)
         assert asked.tokens == known.greedy(asked.prompt, 8)
         assert (decode.count("handoffs_failed"), decode.count("local_prefills")) == (1, 1)

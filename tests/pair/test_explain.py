@@ -21,7 +21,7 @@ NAME = "the one"
 
 def explained(rig: PairRig, node: Node, name: str = NAME) -> list[RequestTrace]:
     before = len(node.router.answers)
-    rig.tell(node, ExplainRequests(name))
+    rig.command(node, ExplainRequests(name))
     rig.until(lambda: len(node.router.answers) > before, "the node answers")
     flights = node.router.answers[-1].flights
     assert flights is not None
@@ -59,7 +59,7 @@ def test_a_running_request_is_explained_up_to_now(known):
         (there,) = explained(rig, rig.prefill[0])
         assert whats(there) == ["opened"]
         assert here.began_ago_s > here.events[-1].at
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run(asked)
         assert not explained(rig, rig.decode[0], "somebody else's")
 
@@ -148,7 +148,7 @@ def test_every_open_hand_off_is_reported_with_its_queue_on_both_nodes(
             reported = {fields["request_id"]: fields["queue"] for fields in node.role.handoffs()}
             assert reported[name] == queue
         rig.faults[0].release()
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert not decode.role.handoffs() and not prefill.role.handoffs()
 

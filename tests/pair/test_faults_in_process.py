@@ -174,7 +174,7 @@ def test_a_cut_stream_fails_its_attempts_and_is_replaced(known, state, sides):
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = state.reach(rig, rig.ask)
         rig.wires.cut(prefill.front, decode.front, sides)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.faults[0].release()
         rig.run()
         known.check(*rig.asked)
@@ -200,7 +200,7 @@ def test_both_ends_close_a_silent_stream(known):
         rig.faults[0].release()
         rig.run()
         known.check(asked)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.until_paired()
 
 
@@ -212,7 +212,7 @@ def test_an_unanswered_done_is_abandoned(known):
         asked = rig.serve(LONG)
         known.check(asked)
         assert rig.decode[0].count("local_prefills") == 1
-        rig.wires.let_go()
+        rig.wires.release()
 
 
 def test_a_producer_that_stops_computing_loses_its_attempt(known):
@@ -252,7 +252,7 @@ def test_two_consumers_of_one_producer_do_not_affect_each_other(known, state):
         asked = state.reach(rig, rig.ask)
         twin = rig.ask(asked.prompt, node=1)
         rig.wires.cut(prefill.front, decode.front)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.faults[0].release()
         rig.run()
         known.check(*rig.asked)

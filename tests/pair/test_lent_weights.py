@@ -35,11 +35,11 @@ class Pair:
         self.rig, self.lender, self.taker = rig, lender, taker
         self.num_answers = 0
 
-    def tell(self, *, of=None, weights=None):
+    def fetch(self, *, of=None, weights=None):
         """Ask the reading node to fetch the weights."""
         lender = of or self.lender
         command = TakeWeights(weights or lender.control.weights, lender.front.address)
-        self.rig.tell(self.taker, command)
+        self.rig.command(self.taker, command)
         self.num_answers = len(self.taker.router.answers)
 
     def answer(self):
@@ -49,7 +49,7 @@ class Pair:
         return answers[-1]
 
     def take(self, **asked):
-        self.tell(**asked)
+        self.fetch(**asked)
         return self.answer()
 
     @property
@@ -58,7 +58,7 @@ class Pair:
         return sum(isinstance(each.source, Weights) for each in opened)
 
     def until_halfway(self):
-        """Run until some pieces have arrived. No more arrive before `let_go` of Done."""
+        """Run until some pieces have arrived. No more arrive before `release` of Done."""
         self.rig.wires.hold_back(ReadsDone)
         self.rig.until(lambda: self.num_opened, "some are asked for")
         self.rig.settle()
@@ -124,10 +124,10 @@ def test_running_requests_continue_and_new_ones_start_with_the_fetched_weights(p
     one_runs(rig)
     pause(rig, pair.taker)
     num_old = len(asked.tokens)
-    pair.tell()
+    pair.fetch()
     pair.until_halfway()
     late = rig.ask(PROMPT, 8)
-    rig.wires.let_go()
+    rig.wires.release()
     assert not pair.answer().error
     resumed(rig, pair.taker)
     rig.run()
@@ -141,13 +141,13 @@ def test_the_source_continues_to_serve_and_a_lost_stream_repeats_only_a_part(pai
     rig = pair.rig
     pause(rig, pair.taker)
     rig.wires.hold_back(PagesReleased)
-    pair.tell()
+    pair.fetch()
     rig.until(lambda: pair.num_opened, "some are asked for")
     refused = call_node(rig, pair.taker, ContinueGeneration())
     assert refused.error == CHANGING
     pair.num_answers += 1
     rig.wires.cut(pair.lender.front, pair.taker.front)
-    rig.wires.let_go()
+    rig.wires.release()
     rig.wires.heal()
     assert not pair.answer().error
     resumed(rig, pair.taker)
@@ -157,10 +157,10 @@ def test_the_source_continues_to_serve_and_a_lost_stream_repeats_only_a_part(pai
 
 def test_no_weights_are_applied_if_the_source_fails_halfway(pair, greedy):
     pause(pair.rig, pair.taker)
-    pair.tell()
+    pair.fetch()
     pair.until_halfway()
     pair.rig.wires.cut(pair.lender.front, pair.taker.front)
-    pair.rig.wires.let_go()
+    pair.rig.wires.release()
     with impatient():
         error = pair.answer().error
     # Depends on which is detected first: the end of the stream or the lack of progress.

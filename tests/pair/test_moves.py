@@ -182,7 +182,7 @@ def test_no_step_is_launched_ahead_while_a_migration_is_arriving(known: Known) -
         rig.until(lambda: (False, True) in seen, "a step is launched ahead")
         _, successor = _paused(rig)
         rig.until(lambda: (True, False) in seen or successor.ended, "the other one goes on")
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run(successor)
         assert (True, True) not in seen
         rig.cancel(other, node=1)
@@ -219,7 +219,7 @@ def test_a_request_continues_at_the_source_when_the_stream_is_cut(
     with PairRig(known.loaded, decode=TWO, migrates=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
         rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.wires.heal()
         _stays(rig, known, asked, successor)
 
@@ -229,7 +229,7 @@ def test_a_request_continues_at_the_source_when_its_migration_is_cancelled(known
         asked, successor = _paused(rig)
         rig.cancel(successor, node=1)
         rig.until(lambda: successor.ended and not rig.decode[0].queue("migrating"), "it goes on")
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert successor.reason is FinishReason.ABORT and not successor.tokens
         assert asked.tokens == known.greedy(PROMPT, 40)
@@ -239,7 +239,7 @@ def test_a_pause_for_a_migration_is_limited(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.until(lambda: len(asked.tokens) == 40, "it goes on after its longest pause")
-        rig.wires.let_go()
+        rig.wires.release()
         _stays(rig, known, asked, successor)
 
 
@@ -248,7 +248,7 @@ def test_a_paused_request_may_be_cancelled(known: Known) -> None:
         asked, successor = _paused(rig)
         rig.cancel(asked)
         rig.until(lambda: asked.ended, "it is cancelled")
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert asked.reason is FinishReason.ABORT and not successor.tokens
 
@@ -286,7 +286,7 @@ def test_a_draining_node_migrates_its_requests_and_ends(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
-        rig.tell(source, DrainNode())
+        rig.command(source, DrainNode())
         rig.until(lambda: source.control.draining, "it drains")
         successor = _move(rig, asked)
         rig.until(lambda: source.router.drained, "nothing is left to do")
@@ -370,7 +370,7 @@ def test_a_request_keeps_running_during_the_copy(known: Known, what: str) -> Non
                 rig.wires.cut(source.front, target.front, ("consumer", "producer"))
             case "ended":
                 rig.until(lambda: asked.ended, "it comes to its end")
-        rig.wires.let_go()
+        rig.wires.release()
         rig.wires.heal()
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 100) and asked.reason is FinishReason.LENGTH

@@ -69,7 +69,7 @@ def test_a_prefill_node_is_notified_of_nan_in_its_kv(known: Known) -> None:
         spoilt = rig.ask(range(5, 75), MANY)
         rig.until(lambda: producer.queue("inflight"), "it is computed")
         spoil(producer, PageHolder.PUBLICATION)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert ended_at_fault(spoilt)
         rig.until(lambda: producer.count("forgotten_prefixes/asked") == 1, "its producer is told")

@@ -65,7 +65,7 @@ def test_a_request_that_has_lost_its_hand_off_keeps_its_queue_position(known, go
         rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)
         rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its producer knows", *rig.prefill)
         if goes_on == "here":
-            rig.tell(rig.prefill[0], AbortRequests("first"))
+            rig.command(rig.prefill[0], AbortRequests("first"))
         else:
             rig.wires.cut(rig.prefill[0].front, node.front)
         rig.until_news(

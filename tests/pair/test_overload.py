@@ -247,7 +247,7 @@ def test_a_request_that_has_sent_a_token_continues_even_if_the_queue_is_full(kno
         rig.until(lambda: reported.tokens, "its first token is told, its KV has not landed")
         _fill(rig, 2)
         assert reported.ended is None
-        rig.tell(rig.prefill[0], AbortRequests("told"))
+        rig.command(rig.prefill[0], AbortRequests("told"))
         rig.until(lambda: decode.count("handoffs_failed"), "it is lost")
         rig.faults[0].release()
         rig.run()

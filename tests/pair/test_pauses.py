@@ -21,7 +21,7 @@ SHORT_S = 0.5
 def call_node(rig: PairRig, node: Node, command: Command):
     """Return the node's response."""
     before = len(node.router.answers)
-    rig.tell(node, command)
+    rig.command(node, command)
     rig.until(lambda: len(node.router.answers) > before, f"{command} is answered")
     return node.router.answers[-1]
 
@@ -174,9 +174,9 @@ def test_a_second_pause_may_be_stricter_and_a_pause_may_be_cancelled(known):
         paused(rig, "in_place", node)
         answer = call_node(rig, node, PauseGeneration(PauseMode("retract")))
         assert not answer.fresh and node.pages("request") == 0
-        rig.tell(node, ContinueGeneration())
-        rig.tell(node, PauseGeneration(PauseMode("retract")))
-        rig.tell(node, ContinueGeneration())
+        rig.command(node, ContinueGeneration())
+        rig.command(node, PauseGeneration(PauseMode("retract")))
+        rig.command(node, ContinueGeneration())
         before = len(node.router.answers)
         rig.until(lambda: len(node.router.answers) == before + 3, "three answers")
         *_, continued, called_off = node.router.answers

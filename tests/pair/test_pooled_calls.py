@@ -81,7 +81,7 @@ def test_an_operator_aborts_a_call_by_its_id(known):
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
-        rig.tell(node, AbortRequests("call 1"))
+        rig.command(node, AbortRequests("call 1"))
         assert refusal(rig, node) == (code(StatusCode.CANCELLED), "aborted by an operator")
 
 
@@ -132,7 +132,7 @@ def test_a_draining_node_completes_its_calls_and_accepts_no_more(known):
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
-        rig.tell(node, DrainNode())
+        rig.command(node, DrainNode())
         rig.until(lambda: node.control.draining, "it drains")
         call(node, 2, PROMPTS)
         reported = {pooled.number: pooled for pooled in answered(rig, node, 2)}

@@ -193,7 +193,7 @@ def test_a_hand_off_waits_while_too_many_granted_pages_are_unready(known):
             rig.turn()
         assert rig.decode[0].queue("prealloc") == 1
         rig.faults[0].freeze()
-        rig.wires.let_go()
+        rig.wires.release()
         rig.until(lambda: _grants(rig) == 2, "the first one's token lets the second in")
         rig.faults[0].release()
         rig.run()
@@ -210,7 +210,7 @@ def test_a_granted_request_keeps_pages_for_its_growth(known):
         for _ in range(20):
             rig.turn()
         assert (rig.decode[0].queue("prealloc"), rig.decode[0].queue("transfer")) == (1, 1)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert rig.decode[0].count("retractions") == 0
         known.check(*asked)

@@ -156,7 +156,7 @@ def test_a_failed_read_costs_only_time(known: Known, what: str) -> None:
         if what == "the stream is cut":
             rig.until(lambda: opened(rig), "it asks")
             rig.wires.cut(rig.prefill[0].front, rig.prefill[1].front)
-            rig.wires.let_go()
+            rig.wires.release()
         answered(rig, known, asked)
         rig.wires.heal()
         assert rig.prefill[1].count("prefix_fetches/failed") == 1
@@ -171,7 +171,7 @@ def test_pages_being_read_outlive_their_eviction_from_the_tree(known: Known) -> 
         rig.until(lambda: producer.pages("publication") == 6, "it is lent")
         producer.role.scheduler.flush_cache()
         assert producer.pages("publication") == 6
-        rig.wires.let_go()
+        rig.wires.release()
         answered(rig, known, asked)
         assert consumer.count("prompt_token_ways/fetched") == 96
         assert producer.pages("cache") == 0
@@ -205,7 +205,7 @@ def test_a_request_cancelled_during_a_read_leaves_no_resources(known: Known) -> 
         rig.until(lambda: rig.prefill[1].queue("fetching"), "it waits for its prefix")
         rig.cancel(asked)
         rig.run(asked)
-        rig.wires.let_go()
+        rig.wires.release()
 
 
 def test_requests_for_the_same_prefix_read_it_once(known: Known) -> None:
@@ -216,7 +216,7 @@ def test_requests_for_the_same_prefix_read_it_once(known: Known) -> None:
             for seed in (3, 4)
         ]
         rig.until(lambda: rig.prefill[1].queue("fetching") == 2, "both wait")
-        rig.wires.let_go()
+        rig.wires.release()
         for asked in both:
             answered(rig, known, asked)
         assert len(opened(rig)) == 1

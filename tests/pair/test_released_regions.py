@@ -182,11 +182,11 @@ def test_pages_that_another_node_reads_are_released_after_the_read(shelf, log, g
         pause(rig, lender)
         answers, before = lender.router.answers, len(lender.router.answers)
         log.clear()
-        rig.tell(lender, ReleaseMemory(("kv_cache",)))
+        rig.command(lender, ReleaseMemory(("kv_cache",)))
         assert computes_nothing(rig) and len(answers) == before
         assert lender.pages("publication") and not {"stop serving", "unmap"} & set(log)
 
-        rig.wires.let_go()
+        rig.wires.release()
         rig.until(lambda: len(answers) > before, "it is given back")
         assert not answers[-1].error and "unmap" in log
         rig.run(asked)

@@ -88,7 +88,7 @@ def test_a_delayed_grant_counts_as_the_prefill_nodes_bootstrap_queue(known):
         rig.until(lambda: rig.decode[0].queue("transfer"), "it is granted")
         rig.until(lambda: rig.prefill[0].queue("bootstrap"), "it is open")
         rig.let_time_pass(time.monotonic() + DELAY_S)
-        rig.wires.let_go()
+        rig.wires.release()
         rig.run()
         assert seconds(asked, Phase.PREFILL_WAIT, 1) >= DELAY_S
         assert seconds(asked, Phase.BOOTSTRAP_QUEUE, 1) >= DELAY_S
@@ -145,5 +145,5 @@ def test_a_request_that_timed_out_has_a_timeline_up_to_its_end(known):
         rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG, budget_s=1.0)
         rig.run(asked)
-        rig.wires.let_go()
+        rig.wires.release()
         assert asked.ended.stamps.timeline().attempts[0].outcome in ("cancelled", "failed")

@@ -80,7 +80,7 @@ def test_a_request_that_waits_for_a_producer_can_be_cancelled_aborted_and_time_o
         late = rig.ask(OTHER, budget_s=2.0)
         rig.until(lambda: decode.queue("unpaired") == 3 or late.ended, "they wait")
         rig.cancel(gone)
-        rig.tell(decode, AbortRequests("doomed"))
+        rig.command(decode, AbortRequests("doomed"))
         rig.run()
         assert gone.ended and aborted.ended
         assert late.ended and late.ended.error_code == DeadlineExceeded.status.value[0]

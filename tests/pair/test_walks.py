@@ -75,11 +75,11 @@ class Walk:
             (1, self.cut),
             (2, self.rig.wires.heal),
             (2, lambda: self.rig.wires.hold_back(self.source.choice(KINDS))),
-            (4, self.rig.wires.let_go),
-            (1, lambda: self.rig.tell(self.source.choice(self.rig.nodes), FlushCache())),
+            (4, self.rig.wires.release),
+            (1, lambda: self.rig.command(self.source.choice(self.rig.nodes), FlushCache())),
         ]
         if self.pauses:
-            actions += [(4, self.pause), (6, self.go_on)]
+            actions += [(4, self.pause), (6, self.resume)]
         weights, calls = zip(*actions, strict=True)
         self.source.choices(calls, weights)[0]()
         for _ in range(self.source.choice((0, 1, 1, 3, 12))):
@@ -117,14 +117,14 @@ class Walk:
             asked, node = self.source.choice(live), self.source.choice(self.rig.nodes)
             if node in self.rig.decode:
                 self.doomed.add(asked)
-            self.rig.tell(node, AbortRequests(f"request {asked.number}"))
+            self.rig.command(node, AbortRequests(f"request {asked.number}"))
 
     def pause(self) -> None:
         mode = self.source.choice(("retract", "in_place"))
-        self.rig.tell(self.source.choice(self.rig.nodes), PauseGeneration(PauseMode(mode)))
+        self.rig.command(self.source.choice(self.rig.nodes), PauseGeneration(PauseMode(mode)))
 
-    def go_on(self) -> None:
-        self.rig.tell(self.source.choice(self.rig.nodes), ContinueGeneration())
+    def resume(self) -> None:
+        self.rig.command(self.source.choice(self.rig.nodes), ContinueGeneration())
 
     def faults(self):
         return self.source.choice(self.rig.faults)
@@ -144,13 +144,13 @@ class Walk:
 
     def end(self) -> None:
         """Inject no more faults, and let every remaining request complete."""
-        self.rig.wires.let_go()
+        self.rig.wires.release()
         self.rig.wires.heal()
         for faults in self.rig.faults:
             faults.delay(0.0)
             faults.release()
         for node in self.rig.nodes if self.pauses else ():
-            self.rig.tell(node, ContinueGeneration())
+            self.rig.command(node, ContinueGeneration())
         self.rig.run()
 
 

@@ -159,8 +159,8 @@ def test_weights_are_updated_only_during_a_pause_and_the_pause_lasts_as_long(rig
     one_runs(rig)
     pause(rig, node, mode="in_place")
     before = len(node.router.answers)
-    rig.tell(node, PutWeights(weights))
-    rig.tell(node, ContinueGeneration())
+    rig.command(node, PutWeights(weights))
+    rig.command(node, ContinueGeneration())
     rig.until(lambda: len(node.router.answers) == before + 2, "two answers")
     refused, changed = node.router.answers[before:]
     assert refused.error == "its weights are being changed" and node.role.scheduler.paused

@@ -101,7 +101,7 @@ class Wires:
         """Hold back messages of these kinds, and all messages behind them on their streams."""
         self._held_back.update(kinds)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._held_back.clear()
 
     def cut(

@@ -35,23 +35,23 @@ async def watching(node: StubNode) -> AsyncIterator[PrefixIndex]:
 
 async def test_the_index_follows_the_events_of_a_node():
     async with StubNode() as node, watching(node) as index:
-        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
+        node.send_cache_events(page_size=SIZE, cleared=True, stored=PAGES[:1])
         await eventually(lambda: index.num_pages(node.address) == 1)
-        node.tell_cache(page_size=SIZE, stored=PAGES[1:])
+        node.send_cache_events(page_size=SIZE, stored=PAGES[1:])
         await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 32)
-        node.tell_cache(page_size=SIZE, removed=PAGES[1:])
+        node.send_cache_events(page_size=SIZE, removed=PAGES[1:])
         await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 16)
 
 
 async def test_a_node_that_cannot_be_heard_loses_its_entries_until_it_starts_again(monkeypatch):
     monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
-        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
+        node.send_cache_events(page_size=SIZE, cleared=True, stored=PAGES)
         await eventually(lambda: index.num_pages(node.address) == 2)
-        node.tell_cache()
+        node.send_cache_events()
         await eventually(lambda: index.num_pages(node.address) == 0)
         await eventually(lambda: node.watchers)
-        node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
+        node.send_cache_events(page_size=SIZE, cleared=True, stored=PAGES[:1])
         await eventually(lambda: index.num_pages(node.address) == 1)
 
 
@@ -69,7 +69,7 @@ async def test_invalid_events_are_ignored(monkeypatch, nonsense):
     monkeypatch.setattr(prefix_index, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         reported = node.watchers[0]
-        node.tell_cache(**nonsense)
+        node.send_cache_events(**nonsense)
         await eventually(lambda: node.watchers and reported not in node.watchers)
         assert index.num_pages(node.address) == 0
 
@@ -112,7 +112,7 @@ async def test_a_prompt_goes_to_the_node_that_has_reported_its_prefix(model):
             for holder in (p1, p2, p0):
                 for node in (p0, p1, p2):
                     stored = PAGES if node is holder else []
-                    node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
+                    node.send_cache_events(page_size=SIZE, cleared=True, stored=stored)
                 while await first() != holder.address:
                     pass
 
@@ -120,8 +120,8 @@ async def test_a_prompt_goes_to_the_node_that_has_reported_its_prefix(model):
 async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespace(model):
     async with StubNode() as p0, StubNode() as p1, first_of(model, p0, p1) as first:
         mine = page_names(PREFIX, SIZE, namespace_of("mine"))
-        p0.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
-        p1.tell_cache(page_size=SIZE, cleared=True, stored=mine)
+        p0.send_cache_events(page_size=SIZE, cleared=True, stored=PAGES)
+        p1.send_cache_events(page_size=SIZE, cleared=True, stored=mine)
         homes = [p0.address, p1.address, p1.address]
         while [await first(salt) for salt in (None, "mine", "mine")] != homes:
             pass

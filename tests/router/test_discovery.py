@@ -48,7 +48,7 @@ class Names:
         """Wait for an answer that was requested after this call."""
         async with asyncio.timeout(WAIT_S):
             before = self.num_asked
-            while self.num_asked < before + 2:  # noqa: ASYNC110  (nobody sets an event for it)
+            while self.num_asked < before + 2:  # noqa: ASYNC110  (no code sets an event for it)
                 await asyncio.sleep(0.002)
 
 
@@ -69,7 +69,7 @@ class Watched:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
+            while not holds():  # noqa: ASYNC110  (no code sets an event for it)
                 await asyncio.sleep(0.002)
 
 

@@ -65,7 +65,7 @@ async def test_a_request_that_waits_while_another_computes_alone_is_not_charged(
         await _ends_well(call, *await submitted_to_one_of(stubs))
 
 
-async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_crash(model):
+async def test_a_quarantined_request_that_waits_for_its_turn_is_charged_no_second_crash(model):
     async with decode_nodes(model, 3) as (client, _, stubs):
         call = ask(client)
         for _ in range(MAX_ENGINE_CRASHES + 2):  # except for the first token of each other request

@@ -92,10 +92,10 @@ def _of_issuer(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(reported)
 
 
-def flags(knob: str, config: TlsConfig) -> list[str]:
-    """Return the flags that set `config` as the setting `knob`, such as "server.tls"."""
+def flags(setting: str, config: TlsConfig) -> list[str]:
+    """Return the flags that set `config` as the setting `setting`, such as "server.tls"."""
     given = config.model_dump(exclude_none=True)
-    return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return [f"--{setting}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
 def _name(name: str) -> x509.GeneralName:

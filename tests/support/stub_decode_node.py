@@ -224,7 +224,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
     def adapters_changed(self) -> None:
         """Ignore the change: a prefill node's adapters are not announced."""
 
-    def tell_cache(self, **fields: Any) -> None:
+    def send_cache_events(self, **fields: Any) -> None:
         """Send CacheEvents with these fields to every watcher. Without fields, end their calls."""
         for news in self.watchers:
             news.put_nowait(node_pb2.CacheEvents(**fields) if fields else None)
@@ -263,7 +263,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         greeting = decode_pb2.FromNode(status=self.status, protocol_version=self.version)
         outgoing.put_nowait(greeting)
         receiving = asyncio.create_task(self._receive(messages))
-        beating = asyncio.create_task(self._beat(outgoing))
+        beating = asyncio.create_task(self._heartbeat(outgoing))
         try:
             while (message := await outgoing.get()) is not None:
                 await context.write(message)
@@ -381,7 +381,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         super()._add_services(server)
         rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, self)
 
-    async def _beat(self, outgoing: asyncio.Queue[decode_pb2.FromNode]) -> None:
+    async def _heartbeat(self, outgoing: asyncio.Queue[decode_pb2.FromNode]) -> None:
         while True:
             if self.moves:
                 beat = decode_pb2.EngineHeartbeat(late_s=self.late_s)

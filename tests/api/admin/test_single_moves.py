@@ -91,7 +91,7 @@ async def test_a_request_suspected_of_an_engine_crash_does_not_migrate(client, d
 
 
 # Seen failing if its successor is used: no node learns that it is suspected of an engine crash.
-async def test_a_migrating_request_whose_engine_crashes_is_replayed_as_a_suspect(client, d0, d1):
+async def test_a_migrating_request_whose_engine_crashes_is_replayed_alone(client, d0, d1):
     call, _, name = await _runs(client, d0)
     moving = asyncio.ensure_future(_move(client, request_id=name))
     moved = await d1.submitted()

@@ -40,7 +40,7 @@ async def crowd(port: int, number: int, first: bytes = b"") -> AsyncIterator[lis
             wire.writer.transport.abort()
 
 
-async def somebody_else_asks(api: Api) -> tuple[Response, float]:
+async def another_client_asks(api: Api) -> tuple[Response, float]:
     """Send a request from another address. Return the response and its duration."""
     began = time.monotonic()
     port = api.router.http_port
@@ -59,7 +59,7 @@ async def test_2000_streams_of_one_address_leave_room_for_another(model):
         admission = api.router.admission
         for _ in range(896):
             await api.node.submitted()
-        answer, took_s = await somebody_else_asks(api)
+        answer, took_s = await another_client_asks(api)
         assert answer.status == 200
         assert took_s < WAIT_S
         assert admission.num_live <= 896
@@ -70,7 +70,7 @@ async def test_5000_idle_connections_of_one_address_leave_room_for_another(model
     async with api_for(model) as api, crowd(api.router.http_port, NUM_IDLE):
         value = api.router.metrics.registry.get_sample_value
         await eventually(lambda: (value("baton_http_connections") or 0) <= 2048 * 7 // 8)
-        answer, took_s = await somebody_else_asks(api)
+        answer, took_s = await another_client_asks(api)
         assert answer.status == 200
         assert took_s < WAIT_S
         print(f"answered after {took_s * 1e3:.0f} ms")

@@ -50,7 +50,7 @@ def retry_after_s(error: AioRpcError) -> int:
     return int(str(dict(error.trailing_metadata() or ())["retry-after"]))
 
 
-def strangers(router: RunningRouter, reason: str) -> float | None:
+def num_rejected(router: RunningRouter, reason: str) -> float | None:
     return metric(router, "baton_auth_rejected_total", reason=reason)
 
 
@@ -59,7 +59,7 @@ async def test_without_a_key_only_health_is_available(model, keys):
         for number, method in enumerate(METHODS, 1):
             call = call_of(client, method)
             await fails(call, StatusCode.UNAUTHENTICATED, "API key is missing")
-            assert strangers(router, "no_key") == number
+            assert num_rejected(router, "no_key") == number
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
@@ -89,7 +89,7 @@ async def test_a_client_key_gives_access_to_everything_except_operator_methods(m
             await call_of(client, method, "alice")
         call = call_of(client, "GetCluster", "alice")
         await fails(call, StatusCode.PERMISSION_DENIED, "alice is a client's")
-        assert strangers(router, "no_operator") == 1
+        assert num_rejected(router, "no_operator") == 1
         await call_of(client, "GetCluster", "op")
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -121,7 +121,7 @@ async def test_an_invalid_key_is_rejected_with_the_reason(model, keys, credentia
             words,
         )
         assert KEYS["alice"] not in (error.details() or "")
-        assert strangers(router, reason) == 1
+        assert num_rejected(router, reason) == 1
 
 
 async def test_an_exhausted_request_rate_has_a_retry_time(model, keys):

@@ -24,7 +24,7 @@ FOR_OPERATORS = ["/cluster", "/requests", "/requests/x", "/metrics"]
 ORIGIN = "https://app.example"
 
 
-def strangers(api: Api, reason: str) -> float | None:
+def num_rejected(api: Api, reason: str) -> float | None:
     return metric(api.router, "baton_auth_rejected_total", reason=reason)
 
 
@@ -45,7 +45,7 @@ async def test_without_a_key_only_health_and_the_page_are_available(model, keys)
             assert answer.status == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.error["code"] == "invalid_api_key"
-            assert strangers(api, "no_key") == number
+            assert num_rejected(api, "no_key") == number
         assert (await api.post(COMPLETIONS, prompt="x")).status == 401
         assert not any(message.submits for message in api.node.received)
 
@@ -67,7 +67,7 @@ async def test_a_client_key_gives_access_to_the_api_and_an_operator_key_to_every
             assert (refused.status, refused.error["code"]) == (403, "insufficient_permissions")
             assert (await api.get(path, authorization=bearer("op"))).status in (200, 404)
         assert (await api.get("/cluster", authorization=bearer("old"))).status == 401
-        assert strangers(api, "expired_key") == 1
+        assert num_rejected(api, "expired_key") == 1
 
 
 async def test_openais_own_client_sends_its_key_and_parses_the_errors(model, keys):
@@ -190,7 +190,7 @@ async def test_a_host_name_of_another_machine_is_rejected_everywhere(model):
             assert answer.status == 421, path
             assert "evil.example" in answer.error["message"]
             assert (await api.get(path, host="localhost:8000")).status == 200
-        assert strangers(api, "host") == 6
+        assert num_rejected(api, "host") == 6
     async with api_for(model, clients=ClientsConfig(allowed_hosts=("a.example",))) as api:
         assert (await api.get("/", host="A.example:443")).status == 200
 

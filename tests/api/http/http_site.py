@@ -32,7 +32,7 @@ class Site:
 
     def __init__(self, checks: Sequence[Check] = (), **limits: Any) -> None:
         self.started = asyncio.Event()  # a response to /hold is in progress
-        self.go_on = asyncio.Event()
+        self.proceed = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.whole = b""  # the response of /whole
         self.pieces: list[bytes] = []  # of /stream
@@ -73,7 +73,7 @@ class Site:
     async def _hold(self, asked: HttpRequest) -> web.StreamResponse:
         self.started.set()
         try:
-            await self.go_on.wait()
+            await self.proceed.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

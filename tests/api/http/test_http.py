@@ -69,7 +69,7 @@ async def test_pipelined_requests_are_answered_in_order(served, wire):
     await wire.send(request("GET", "/hold") + first)
     await served.started.wait()
     await wire.send(b"".join(rest))
-    served.go_on.set()
+    served.proceed.set()
     assert (await wire.response()).body == b"held"
     for number in range(6):
         assert (await wire.response()).body == b"%d" % number
@@ -82,7 +82,7 @@ async def test_too_much_pipelined_data_ends_the_connection_after_the_first_respo
         await served.started.wait()
         await wire.send(request("POST", "/echo", b"x" * 10_000))
         await eventually(lambda: "client connection rejected" in caplog.text)
-        served.go_on.set()
+        served.proceed.set()
         answer = await wire.response()
         assert (answer.body, answer.headers["connection"]) == (b"held", "close")
         assert await wire.ended()
@@ -293,7 +293,7 @@ async def test_a_response_that_takes_longer_than_any_deadline_is_completed():
         await served.started.wait()
         async with connected(served.port) as other:
             assert await other.ended()  # so the deadline has expired
-        served.go_on.set()
+        served.proceed.set()
         assert (await wire.response()).body == b"held"
 
 
@@ -306,7 +306,7 @@ async def test_connections_over_the_limit_get_a_retry_time():
                 answer = await second.response()
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert answer.error["type"] == "server_error"
-            served.go_on.set()
+            served.proceed.set()
             assert (await first.response()).status == 200
 
 
@@ -337,7 +337,7 @@ async def test_idle_connections_of_one_address_leave_room_for_others():
         await other.post("/echo", b"from elsewhere")
         assert (await other.response()).body == b"from elsewhere"
         writer.close()
-        served.go_on.set()
+        served.proceed.set()
         assert (await holding.response()).body == b"held"
 
 
@@ -396,7 +396,7 @@ async def test_draining_closes_idle_connections_and_completes_responses(served):
         assert await fresh.ended() and await unused.ended()
         answer = await post(served.port, "/echo", b"still here")
         assert (answer.status, answer.headers["connection"]) == (200, "close")
-        served.go_on.set()
+        served.proceed.set()
         assert (await busy.response()).body == b"held"
         assert await busy.ended()
 

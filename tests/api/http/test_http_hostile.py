@@ -99,7 +99,7 @@ async def test_a_body_counts_exactly_until_the_handler_has_read_it():
             await eventually(lambda: served.shared.num_arriving == 0)
             await first.send(b"z" * 1000)
             await eventually(lambda: served.shared.num_arriving == 1000)
-            served.go_on.set()
+            served.proceed.set()
             assert (await first.response()).body == b"held"
     await eventually(lambda: served.shared.num_arriving == 0)
 

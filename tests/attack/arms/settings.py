@@ -65,7 +65,7 @@ async def broken_file(target: Target, draw: Random) -> None:
 
 
 async def flags(target: Target, draw: Random) -> None:
-    given = [f"--{_knob(draw, '.')}={draw.choice(_VALUES)}" for _ in range(draw.randint(0, 4))]
+    given = [f"--{_setting(draw, '.')}={draw.choice(_VALUES)}" for _ in range(draw.randint(0, 4))]
     given += draw.choices(
         ("--config", "--", "-x", "--model", "--no-model", "a"), k=draw.randrange(3)
     )
@@ -74,7 +74,7 @@ async def flags(target: Target, draw: Random) -> None:
 
 async def variables(target: Target, draw: Random) -> None:
     given = {
-        f"{ENV_PREFIX}{_knob(draw, '__').upper()}": str(draw.choice(_VALUES)).replace("\x00", "")
+        f"{ENV_PREFIX}{_setting(draw, '__').upper()}": str(draw.choice(_VALUES)).replace("\x00", "")
         for _ in range(draw.randint(0, 4))
     }
     _check(draw, None, [], given)
@@ -111,7 +111,7 @@ def _tree(draw: Random, depth: int) -> Any:
     return {key: _tree(draw, depth + 1) for key in keys}
 
 
-def _knob(draw: Random, joint: str) -> str:
+def _setting(draw: Random, joint: str) -> str:
     return joint.join(name for name in draw.choices(_NAMES, k=draw.randint(1, 3)) if name) or "x"
 
 

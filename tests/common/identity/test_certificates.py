@@ -74,7 +74,7 @@ async def test_the_role_is_in_the_certificate(
         assert "no URI urn:baton:ROLE" in sentence
 
 
-def test_a_secret_takes_precedence_over_certificates_and_one_sided_tls_identifies_nobody(
+def test_a_secret_takes_precedence_over_certificates_and_one_sided_tls_identifies_no_caller(
     authority, tmp_path
 ):
     config = authority.write(tmp_path)

@@ -220,7 +220,7 @@ async def test_watches_of_the_health_of_a_node_are_limited_and_probes_answered()
             assert await healthy(address)
             watching[0].cancel()
             async with asyncio.timeout(60):
-                while not await watches(stubs[0]):  # noqa: ASYNC110  (nobody sets an event)
+                while not await watches(stubs[0]):  # noqa: ASYNC110  (no code sets an event)
                     await asyncio.sleep(0.01)
 
 

@@ -13,7 +13,7 @@ from tools.demo.words import LETTERS, WORDS
 SEEDS = range(10)
 
 
-def _told(prompt: str, before: dict[str, str]) -> str:
+def _answer_by_reading(prompt: str, before: dict[str, str]) -> str:
     """Return the answer by parsing: lists, sums, and otherwise facts and a key.
 
     Args:
@@ -60,7 +60,7 @@ def test_answers_in_training_are_true(word, num_tokens):
         ):
             before: dict[str, str] = {}
             for exchange in conversation:
-                assert exchange.answer == _told(exchange.prompt, before)
+                assert exchange.answer == _answer_by_reading(exchange.prompt, before)
 
 
 @pytest.mark.parametrize("case", evaluate.CASES, ids=lambda case: f"{case.task} {case.what}")
@@ -68,7 +68,7 @@ def test_answers_in_evaluation_are_true(case):
     random = Random(0)
     for _ in SEEDS:
         exchange = case.draw(random)
-        assert exchange.answer == _told(exchange.prompt, {})
+        assert exchange.answer == _answer_by_reading(exchange.prompt, {})
         if "2048" in case.what:
             assert 2000 < exchange.num_tokens < 2100
 
