@@ -66,10 +66,13 @@ FOR_EVER = 1e9
 class LivePlan(NamedTuple):
     """The parameters of a search.
 
-    known: tokens that the router has when it submits the migration. most: number of tokens at which
-    the request ends. room: number of tokens whose KV fits at the target. windows, state_pages: as
-    in PageTables. copies: whether the target reads whole pages of the known tokens before it
-    requests the rest.
+    Attributes:
+        known: tokens that the router has when it submits the migration.
+        most: number of tokens at which the request ends.
+        room: number of tokens whose KV fits at the target.
+        windows, state_pages: as in PageTables.
+        copies: whether the target reads whole pages of the known tokens before it requests the
+            rest.
     """
 
     known: int = 4
@@ -122,8 +125,9 @@ NAMED = make_spec([0], request_id="r")
 class Running:
     """One submission of the request. Its tokens are 0, 1, 2, ...
 
-    launched: a step that computes its next token has been launched. bank: index of the bank that
-    has its pages, of two.
+    Attributes:
+        launched: a step that computes its next token has been launched.
+        bank: index of the bank that has its pages, of two.
     """
 
     key: int  # also its ticket
@@ -500,8 +504,10 @@ def in_page(place: int, num_kv: int) -> int:
 class TargetSide(SimulatedConsumer):
     """The migration target. If it copies first, the first attempt of a migration is the copy.
 
-    joined: tickets of submissions that run here, by migration. copied: pages that the tree has.
-    prefixes: pages of it that each migration was granted with.
+    Attributes:
+        joined: tickets of submissions that run here, by migration.
+        copied: pages that the tree has.
+        prefixes: pages of it that each migration was granted with.
     """
 
     def __init__(

@@ -53,10 +53,14 @@ OTHERS = "others"  # written by any new owner of a page
 class PrefixPlan(NamedTuple):
     """The parameters of a search.
 
-    namespaces: of the prompts that need a prefix. All have the same tokens. hinted: pages in the
-    hint to the consumer, at one producer for each prompt in turn. further: additional pages in the
-    hint of each next prompt. has: pages that each producer has. own: pages that the consumer has.
-    producers: their addresses. windows, state_pages: as in PageTables.
+    Attributes:
+        namespaces: of the prompts that need a prefix. All have the same tokens.
+        hinted: pages in the hint to the consumer, at one producer for each prompt in turn.
+        further: additional pages in the hint of each next prompt.
+        has: pages that each producer has.
+        own: pages that the consumer has.
+        producers: their addresses.
+        windows, state_pages: as in PageTables.
     """
 
     namespaces: tuple[Namespace, ...] = (b"",)

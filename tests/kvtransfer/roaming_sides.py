@@ -19,8 +19,9 @@ REQUESTS = 2
 class Stop(NamedTuple):
     """A node on the route.
 
-    runs: the ticket of the request that runs here from the start. asks: the ticket that is to
-    migrate to this node, and its current node.
+    Attributes:
+        runs: the ticket of the request that runs here from the start.
+        asks: the ticket that is to migrate to this node, and its current node.
     """
 
     runs: int | None = None
