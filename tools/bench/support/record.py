@@ -3,6 +3,7 @@
 The last line of stdout is JSON. All output for people goes to stderr.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -21,6 +22,30 @@ _LOAD_AT_START = os.getloadavg()[0]  # of other processes: a benchmark must run 
 _PACKAGES = ("torch", "transformers", "grpcio", "nixl", "numpy")
 
 
+def parsed(name: str, doc: str | None, *declared: tuple[str, Any, str]) -> argparse.Namespace:
+    """Parse the command line of `python -m tools.bench.NAME`.
+
+    Args:
+        doc: its first line describes the command.
+        declared: flag, default and help of each option. Values have the default's type. False is a
+            switch. A tuple or mapping has the choices, of which several may be given (all).
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.bench.{name}", description=(doc or "").partition("\n")[0]
+    )
+    for flag, default, text in declared:
+        match default:
+            case bool():
+                parser.add_argument(flag, action="store_true", help=text)
+            case tuple() | dict():
+                every = list(default)
+                parser.add_argument(flag, nargs="+", choices=every, default=every, help=text)
+            case _:
+                shown = f"{text} (%(default)s)"
+                parser.add_argument(flag, type=type(default), default=default, help=shown)
+    return parser.parse_args()
+
+
 def say(line: str = "") -> None:
     """Print one line for people."""
     print(line, file=sys.stderr, flush=True)
@@ -31,16 +56,27 @@ def emit(
 ) -> None:
     """Print the record of one run, as the last line of stdout."""
     record = {"bench": bench, "commit": commit(), "machine": machine(), "config": config}
-    print(json.dumps({**record, **more, "rows": rows}), flush=True)
+    print(json.dumps({**record, **more, "rows": rows}, default=str), flush=True)
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print rows for people. `columns`: format of a row (as for str.format) by heading."""
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | str) -> None:
+    """Print rows for people.
+
+    Args:
+        columns: format of a row (as for str.format) by heading, or fields with their formats, whose
+            names are the headings, such as "load ttft_ms[p50]:.1f".
+    """
+    if isinstance(columns, str):
+        columns = {_heading(each): f"{{{each}}}" for each in columns.split()}
     cells = [list(columns)]
     cells += [[form.format(**row) for form in columns.values()] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _heading(field: str) -> str:
+    return field.partition(":")[0].translate({ord("_"): " ", ord("["): " ", ord("]"): ""})
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
