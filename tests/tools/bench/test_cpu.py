@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from tools.bench.cpu import delta_net, figures, floor
-from tools.bench.cpu.contenders import LeftOut
+from tools.bench.cpu import figures, floor, in_process
 from tools.bench.cpu.figures import Figure, Table
 from tools.bench.cpu.floor import Floor
-from tools.bench.cpu.rounds import Traffic, measured
+from tools.bench.cpu.systems_in_turns import LeftOut, Traffic, measured
 from tools.bench.support.models import QWEN3_450M
 
 FLOOR = Floor(2e9, 1e12)
@@ -111,7 +110,6 @@ async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
         [Traffic("load", 1, 1, 8, 1), Traffic("longer", 1, 1, 16, 1)],
         vocabulary=5000,
         rounds=2,
-        seed=1,
         floor=lambda: FLOOR,
     )
     assert [name for name, _ in asked] == list("ababbaba")
@@ -163,7 +161,7 @@ def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path)
 @pytest.mark.timeout(1200)
 def test_a_quick_run_measures_delta_nets(tmp_path):
     said = _quick(tmp_path, "delta")
-    assert len(said["figures"]) == len(delta_net.STEPS) and len(said["floors"]) == 1
+    assert len(said["figures"]) == len(in_process.DELTA_NET_STEPS) and len(said["floors"]) == 1
     assert all(figure["median"] > 0 for figure in said["figures"])
 
 

@@ -2,29 +2,30 @@
 
 Two measurements use the same prompts, which consist of many chunks.
 
-Hidden share: a consumer without an engine (watcher.py) reads them from a real prefill node, once in
-chunks and once whole. The first token is sent when the last chunk is computed. The time from then
-until all pages have landed and are confirmed is exposed. In one chunk, the whole transfer is
-exposed.
+Hidden share: a consumer without an engine (watcher.py) reads prompts from a real prefill node. The
+first token is sent when the last chunk is computed. The time from then until all pages have landed
+and are confirmed is exposed. It is measured for prompts in many chunks, for the same prompts in one
+chunk, whose whole transfer is exposed, and for prompts as long as one chunk. The latter give the
+bound, because no computation follows the last chunk.
 
 TTFT: clients of a colocated and of a disaggregated system send one prompt at a time.
 """
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from bench.traffic.workload import WorkloadRequest
-from common.config import EngineConfig, TransferConfig
+from common.config import CacheConfig, EngineConfig, TransferConfig
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tools.bench.handoff.watcher import Watched, Watcher, watching
+from tools.bench.handoff.watcher import Watched, watching
 from tools.bench.support.load import Answer, Client, make_jobs
-from tools.bench.support.record import percentiles, say
-from tools.bench.support.systems import Mode, System, prefilling, serving
+from tools.bench.support.record import percentiles, say, table
+from tools.bench.support.systems import Mode, prefilling, serving
 
 # 64 KiB of KV per token and little compute, so that the transfer takes long.
 LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
@@ -39,154 +40,142 @@ MODEL: dict[str, Any] = {
 }
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
-SHORT_TOKENS = PAGE_SIZE
-OUTPUT_TOKENS = 4
+PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 2048, 256, 4
 POOL_PROMPTS = 3  # prompts that fit a pool, and warm-up prompts, which use all pages
+CACHE = CacheConfig(
+    page_size=PAGE_SIZE, num_pages=POOL_PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 2), swap_pages=0
+)
+# Tokens of a prompt and of its chunks.
+CHUNKED, WHOLE, ONE_CHUNK = (PROMPT_TOKENS, CHUNK_TOKENS), (PROMPT_TOKENS, -1), (CHUNK_TOKENS, -1)
+WATCHED_COLUMNS = (
+    "who path tokens chunks kv_mib admitted_to_first_token_ms[p50]:.1f exposed_ms[p50]:.2f "
+    "exposed_ms[p90]:.2f"
+)
+SEEN_COLUMNS = (
+    "who ttft_ms[p50]:.1f ttft_ms[p90]:.1f one_page_ttft_ms[p50]:.1f one_page_ttft_ms[p90]:.1f "
+    "second_token_ms[p50]:.1f"
+)
+ADDED = ("ttft_ms", "one_page_ttft_ms", "second_token_ms")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    prompt_tokens: int
-    chunk_tokens: int
-    prompts: int
-    path: str  # auto | nixl | tcp
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-self.prompt_tokens // self.chunk_tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.prompt_tokens * KV_BYTES_PER_TOKEN
-
-    def jobs(self, prompt_tokens: int) -> list[WorkloadRequest]:
-        """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
-        return make_jobs(
-            self.prompts + POOL_PROMPTS,
-            prompt_tokens=prompt_tokens,
-            output_tokens=OUTPUT_TOKENS,
-            vocabulary=VOCABULARY_SIZE,
-            seed=prompt_tokens,
-        )
-
-    def engine(self, model: Path) -> EngineConfig:
-        num_pages = POOL_PROMPTS * (self.prompt_tokens // PAGE_SIZE + 2)
-        cache = {"page_size": PAGE_SIZE, "num_pages": num_pages, "swap_pages": 0}
-        fields = {"model": str(model), "device": "cpu", "dtype": "float32", "cache": cache}
-        return EngineConfig.model_validate(fields)
-
-    def flags(self, model: Path, chunk_tokens: int) -> list[str]:
-        cache = self.engine(model).cache
-        return [
-            "--device=cpu",
-            "--dtype=float32",
-            f"--engine.cache.page-size={cache.page_size}",
-            f"--engine.cache.num-pages={cache.num_pages}",
-            f"--engine.cache.swap-pages={cache.swap_pages}",
-            f"--engine.scheduler.chunked-prefill-tokens={chunk_tokens}",
-            f"--transfer.backend={self.path}",
-        ]
+def measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows and their summary. `prompts`: of each measurement."""
+    return uvloop.run(_measure(prompts))
 
 
-async def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows and their summary."""
+async def _measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as directory:
         model = make_checkpoint(Path(directory), **MODEL)
         watched = {
-            num_chunks: await _watch(model, plan, chunk_tokens)
-            for num_chunks, chunk_tokens in ((plan.num_chunks, plan.chunk_tokens), (1, -1))
+            kind: await _watch(model, *kind, prompts) for kind in (CHUNKED, WHOLE, ONE_CHUNK)
         }
-        modes: tuple[Mode, ...] = ("colocated", "disaggregated")
-        seen = {mode: await _ask(model, plan, mode) for mode in modes}
-    rows = [
-        *(
-            _watched_row(chunks, path, handoffs, plan)
-            for chunks, (path, handoffs) in watched.items()
-        ),
-        *(_seen_row(mode, long, short, plan) for mode, (long, short) in seen.items()),
-    ]
-    tokens = [answer.token_ids for answer in seen["colocated"][0]]
-    if tokens != [answer.token_ids for answer in seen["disaggregated"][0]] or any(
-        [handoff.token for handoff in handoffs] != [ids[0] for ids in tokens]
-        for _, handoffs in watched.values()
-    ):
+        seen = {mode: await _ask(model, mode, prompts) for mode in modes}
+    answers = [[answer.token_ids for answer in long] for long, _ in seen.values()]
+    first = [[handoff.token for handoff in watched[kind][1]] for kind in (CHUNKED, WHOLE)]
+    if answers[0] != answers[1] or any(one != [ids[0] for ids in answers[0]] for one in first):
         raise SystemExit("the answers differ: no speed without proof")
-    return rows, _together(rows, plan)
+    by_consumer = [_watched_row(*kind, *found) for kind, found in watched.items()]
+    by_clients = [_seen_row(mode, long, short) for mode, (long, short) in seen.items()]
+    table(by_consumer, WATCHED_COLUMNS)
+    table(by_clients, SEEN_COLUMNS)
+    together = _together(by_consumer, by_clients)
+    say(f"{together}")
+    return [*by_consumer, *by_clients], together
 
 
-async def _watch(model: Path, plan: Plan, chunk_tokens: int) -> tuple[str, list[Watched]]:
-    say(f"hand-offs in chunks of {chunk_tokens} ...")
-    transfer = TransferConfig.model_validate({"path": plan.path})
-    async with prefilling(model, plan.flags(model, chunk_tokens)) as address:
-        async with watching(address, plan.engine(model), transfer) as watcher:
-            handoffs = [await _take(watcher, job) for job in plan.jobs(plan.prompt_tokens)]
+def _jobs(prompts: int, prompt_tokens: int) -> list[WorkloadRequest]:
+    """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
+    return make_jobs(
+        prompts + POOL_PROMPTS,
+        prompt_tokens=prompt_tokens,
+        output_tokens=OUTPUT_TOKENS,
+        vocabulary=VOCABULARY_SIZE,
+        seed=prompt_tokens,
+    )
+
+
+def _flags(chunk_tokens: int) -> list[str]:
+    return [
+        "--device=cpu",
+        "--dtype=float32",
+        f"--engine.cache.page-size={CACHE.page_size}",
+        f"--engine.cache.num-pages={CACHE.num_pages}",
+        f"--engine.cache.swap-pages={CACHE.swap_pages}",
+        f"--engine.scheduler.chunked-prefill-tokens={chunk_tokens}",
+    ]
+
+
+async def _watch(
+    model: Path, prompt_tokens: int, chunk_tokens: int, prompts: int
+) -> tuple[str, list[Watched]]:
+    """Return the data path, and the times of each hand-off."""
+    say(f"hand-offs of {prompt_tokens} tokens in chunks of {chunk_tokens} ...")
+    engine = EngineConfig(model=str(model), device="cpu", dtype="float32", cache=CACHE)
+    async with prefilling(model, _flags(chunk_tokens)) as address:
+        async with watching(address, engine, TransferConfig()) as watcher:
+            handoffs = [
+                await watcher.take(np.array(job.prompt, np.int32))
+                for job in _jobs(prompts, prompt_tokens)
+            ]
             return watcher.producer.path, handoffs[POOL_PROMPTS:]
 
 
-async def _take(watcher: Watcher, job: WorkloadRequest) -> Watched:
-    return await watcher.take(np.array(job.prompt, np.int32))
-
-
-async def _ask(model: Path, plan: Plan, mode: Mode) -> tuple[list[Answer], list[Answer]]:
+async def _ask(model: Path, mode: Mode, prompts: int) -> tuple[list[Answer], list[Answer]]:
     """Return the responses to the long prompts, and to prompts of one page."""
     say(f"{mode} ...")
-    async with serving(mode, model, plan.flags(model, plan.chunk_tokens)) as system:
-        return await _answers(system, plan, plan.prompt_tokens), await _answers(
-            system, plan, SHORT_TOKENS
-        )
-
-
-async def _answers(system: System, plan: Plan, prompt_tokens: int) -> list[Answer]:
-    async with Client(system.target) as client:
-        answers = await client.closed_loop(plan.jobs(prompt_tokens), streams=1)
-    for answer in answers:
+    async with (
+        serving(mode, model, _flags(CHUNK_TOKENS)) as system,
+        Client(system.target) as client,
+    ):
+        long, short = [
+            await client.closed_loop(_jobs(prompts, tokens), streams=1)
+            for tokens in (PROMPT_TOKENS, PAGE_SIZE)
+        ]
+    for answer in (*long, *short):
         if answer.error or len(answer.chunks) < 2:
             raise SystemExit(f"an answer is not what was asked for: {answer}")
-    return answers[POOL_PROMPTS:]
+    return long[POOL_PROMPTS:], short[POOL_PROMPTS:]
 
 
 def _watched_row(
-    num_chunks: int, path: str, handoffs: Sequence[Watched], plan: Plan
+    tokens: int, chunk_tokens: int, path: str, handoffs: Sequence[Watched]
 ) -> dict[str, Any]:
     return {
         "who": "a consumer without an engine",
         "path": path,
-        "chunks": num_chunks,
-        "kv_mib": round(plan.num_bytes / 2**20, 1),
+        "tokens": tokens,
+        "chunks": 1 if chunk_tokens < 0 else -(-tokens // chunk_tokens),
+        "kv_mib": round(tokens * KV_BYTES_PER_TOKEN / 2**20, 1),
         "admitted_to_first_token_ms": percentiles((h.first_token for h in handoffs), 1e3),
         "exposed_ms": percentiles((h.exposed for h in handoffs), 1e3),
     }
 
 
-def _seen_row(
-    mode: str, long: Sequence[Answer], short: Sequence[Answer], plan: Plan
-) -> dict[str, Any]:
+def _seen_row(mode: str, long: Sequence[Answer], short: Sequence[Answer]) -> dict[str, Any]:
     return {
         "who": f"clients, {mode}",
-        "chunks": plan.num_chunks,
         "ttft_ms": percentiles((a.chunks[0] - a.due for a in long), 1e3),
         "one_page_ttft_ms": percentiles((a.chunks[0] - a.due for a in short), 1e3),
         "second_token_ms": percentiles((a.gaps[0] for a in long), 1e3),
     }
 
 
-def _together(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+def _together(
+    by_consumer: Sequence[dict[str, Any]], by_clients: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Summarise the rows.
 
-    hidden_share: share of the reads of a whole prompt. Its upper limit is hidden_share_bound,
-    because no computation follows the last chunk. added: disaggregated minus colocated, medians.
+    hidden_share: share of the transfer of a whole prompt. Its bound is the same share if only the
+    last chunk is exposed. added: disaggregated minus colocated, medians.
     """
-    chunked, whole, colocated, disaggregated = rows
-    exposed, everything = chunked["exposed_ms"]["p50"], whole["exposed_ms"]["p50"]
-    added = {
-        name.replace("_ms", "_added_ms"): round(
-            disaggregated[name]["p50"] - colocated[name]["p50"], 1
-        )
-        for name in ("ttft_ms", "one_page_ttft_ms", "second_token_ms")
-    }
+    chunked, whole, last = (row["exposed_ms"]["p50"] for row in by_consumer)
+    colocated, disaggregated = by_clients
+    added = {name: disaggregated[name]["p50"] - colocated[name]["p50"] for name in ADDED}
+    num_gib = PROMPT_TOKENS * KV_BYTES_PER_TOKEN / 2**30
     return {
-        "hidden_share": round(1.0 - exposed / everything, 3),
-        "hidden_share_bound": round(1.0 - 1.0 / plan.num_chunks, 3),
-        "whole_read_gib_per_s": round(plan.num_bytes / 2**30 / (everything / 1e3), 2),
-        **added,
+        "hidden_share": round(1.0 - chunked / whole, 3),
+        "hidden_share_bound": round(1.0 - last / whole, 3),
+        "whole_read_gib_per_s": round(num_gib / (whole / 1e3), 2),
+        **{name.replace("_ms", "_added_ms"): round(more, 1) for name, more in added.items()},
     }

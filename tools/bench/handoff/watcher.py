@@ -34,6 +34,7 @@ from kvtransfer.ports import (
     GrantCommand,
     Ints,
     OpenCommand,
+    ProducerRate,
     ProducerUp,
     ReadsEndedEvent,
 )
@@ -104,10 +105,10 @@ class Watcher:
             match event:
                 case FirstTokenEvent():
                     token = event.token
-                case (
-                    HandoffAdmitted() | CompletedEvent() | ReadsEndedEvent()
-                ):  # the last one belongs to the previous hand-off
+                case HandoffAdmitted() | CompletedEvent() | ProducerRate():
                     pass
+                case ReadsEndedEvent():
+                    pass  # it belongs to the previous hand-off
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
         first_at = at[FirstTokenEvent]
