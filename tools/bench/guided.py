@@ -76,7 +76,6 @@ RECORD = {
     "required": ["identifier", "available", "condition", "dimensions"],
     "additionalProperties": False,
 }
-COLUMNS = "load streams drafts tokens_per_step:.2f tokens_per_s:.0f ratio:.2f least:.2f most:.2f"
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def main() -> None:
             for load in loads(Path(directory), options)
             for row in asyncio.run(_measured(load, options))
         ]
-    table(rows, COLUMNS)
+    table(rows)
     emit("guided", vars(options), rows)
 
 

@@ -29,11 +29,6 @@ from tools.bench.support.systems import System, as_up
 
 PROMPT_TOKENS, OUTPUT_TOKENS, WARM_UP_TOKENS = 128, 64, 8
 IMAGE_SIDE = 30  # in tokens
-COLUMNS = (
-    "system load requests failed tokens_per_s:.0f ttft_ms[p50]:.1f ttft_ms[p90]:.1f "
-    "ttft_ms[p99]:.1f itl_ms[p50]:.1f itl_ms[p90]:.1f itl_ms[p99]:.1f tokens_per_message:.2f "
-    "server_cpu_us_per_token:.0f client_cpu:.0%"
-)
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -52,7 +47,7 @@ async def measure(options: argparse.Namespace) -> None:
                 row, tokens = await _beside_images(system, options, rate)
             rows.append({"system": name, "load": f"{rate:g} images/s", **row})
             answers += [tokens] if rate else []
-    table(rows, COLUMNS)
+    table(rows)
     compared = list(zip(*answers, strict=False))
     if any(by_thread != by_node for by_thread, by_node in compared):
         raise SystemExit("the answers differ: no speed without proof")

@@ -58,10 +58,6 @@ ROUNDS = 4  # maximum rounds of the search for capacity
 STREAMS = 24  # of the first loop that looks for capacity
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 16
 GOALS = {"goodput": 0.85, "ttft": 2.0, "refusals": PROMPT_S, "normal": 2.0}
-COLUMNS = (
-    "load sent_per_s:.1f good_per_s:.1f ttft_ms[p50]:.0f ttft_ms[p99]:.0f refused:.0% "
-    "refusal_ms[p50]:.1f refusal_ms[p99]:.1f late failed node_cores:.2f"
-)
 
 
 def main() -> None:
@@ -84,7 +80,7 @@ async def _run(options: argparse.Namespace) -> None:
         async with serving(options.mode, model, FLAGS, router_flags=router_flags) as system:
             rows, normal_s = await _measure(system, options)
             by_nodes = await _refused_by_nodes(system)
-    table(rows, COLUMNS)
+    table(rows)
     goals = _goals(rows, normal_s)
     for name, value in goals.items():
         say(f"{name}: {value:.2f} (goal {GOALS[name]:g})")

@@ -54,10 +54,6 @@ CONTEXTS = {
     "256 x 1k + 131k": [1000] * 256 + [131_000],
     "128 x 1k + 128 x 4k": [1000, 4000] * 128,
 }
-STEP_COLUMNS = "sampling batch step_us:.0f p90_us:.0f tensors_us:.0f goal_us stretch_us"
-TENSOR_COLUMNS = (
-    "contexts tensors_us:.0f packing_us:.0f encoding_us:.0f least_encoding_us:.0f bytes"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +192,12 @@ def _median_us(seconds: Sequence[float]) -> float:
 def main() -> None:
     steps = parsed("scheduler", __doc__, ("--steps", 400, "steps of each kind")).steps
     rows = [measure(size, steps, greedy=greedy) for greedy in (True, False) for size in GOAL_US]
-    table(rows, STEP_COLUMNS)
+    table(rows)
     first, last = rows[0], rows[len(GOAL_US) - 1]
     growth = (last["step_us"] - first["step_us"]) / (last["batch"] - first["batch"])
     say(f"growth, greedy: {growth:.2f} us per request")
     contexts = [measure_tensors(name, steps) for name in CONTEXTS]
-    table(contexts, TENSOR_COLUMNS)
+    table(contexts)
     config = {"steps": steps, "page_size": PAGE_SIZE, "prompt_tokens": PROMPT_TOKENS}
     emit("scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3))
 

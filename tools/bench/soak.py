@@ -44,10 +44,6 @@ SHARE = 0.7  # of its rate, which then arrives
 NUM_DOCUMENTS, DOCUMENT_TOKENS, ANSWER_TOKENS = 16, 384, 16
 HOST_BYTES, FILE_BYTES = 32 << 20, 512 << 20
 GROWTH = {"rss_mib": (1.05, 8.0), "descriptors": (1.0, 2.0), "threads": (1.0, 2.0)}
-COLUMNS = (
-    "program rss_mib_before:.0f rss_mib_after:.0f descriptors_before:.0f descriptors_after:.0f "
-    "threads_before:.0f threads_after:.0f flat"
-)
 
 Sample = dict[str, dict[str, float]]  # the figures of GROWTH by process
 
@@ -149,7 +145,7 @@ def main() -> None:
         ("--pages", 160, "pages of 16 tokens on the device"),
     )
     load, rows, most = asyncio.run(measure(options.minutes, options.pages))
-    table(rows, COLUMNS)
+    table(rows)
     failed = [each for each in load.outcomes if each.output_tokens != ANSWER_TOKENS]
     flat = all(row["flat"] for row in rows)
     say(f"{load.begun} requests, {len(failed)} failed: {failed[:3]}")

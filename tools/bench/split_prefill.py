@@ -53,10 +53,6 @@ PAGE_SIZE = 16
 SMALL_CHUNK = 64
 WHOLE = {"mixed_chunk": False}
 LIMITS = (8.0, 4.0, 2.0, 1.0, 0.5)  # limits of split prefill, in undisturbed decode steps
-COLUMNS = (
-    "way itl_ms[p50]:.1f itl_ms[p99]:.1f p99_ratio:.2f p99_least:.2f p99_most:.2f prompt_s:.2f "
-    "throughput:.0% work:.0%"
-)
 
 
 class Times(NamedTuple):
@@ -184,7 +180,7 @@ def main() -> None:
                 say(f"round {number + 1}: {way}: {_said(found[way][-1])}")
     whole, *_ = found.values()
     rows = [_row(way, rounds, whole) for way, rounds in found.items()]
-    table(rows, COLUMNS)
+    table(rows)
     emit("split_prefill", vars(options), rows, step_ms=round(step_s * 1e3, 2))
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from tools.bench.cpu import figures, floor, in_process
-from tools.bench.cpu.figures import Figure, Table
+from tools.bench.cpu.figures import Figure, RoundTable
 from tools.bench.cpu.floor import Floor
-from tools.bench.cpu.systems_in_turns import LeftOut, Traffic, measured
+from tools.bench.cpu.systems_in_turns import LeftOut, StreamLoad, measured
 from tools.bench.support.models import QWEN3_450M
 
 FLOOR = Floor(2e9, 1e12)
@@ -66,9 +66,9 @@ def test_what_the_machine_gives_is_measured():
 
 
 def test_no_two_prompts_begin_alike_unless_their_traffic_says_so():
-    plain = Traffic("plain", 2, 4, 40, 1)
+    plain = StreamLoad("plain", 2, 4, 40, 1)
     assert len({job.prompt[:16] for seed in (1, 2) for job in plain.jobs(5000, seed)}) == 8
-    shared = Traffic("shared", 4, 4, 40, 1, num_prefixes=2, own_tokens=8)
+    shared = StreamLoad("shared", 4, 4, 40, 1, num_prefixes=2, own_tokens=8)
     jobs = [*shared.jobs(5000, 1), *shared.jobs(5000, 2)]
     assert {len(job.prompt) for job in jobs} == {40}
     assert len({job.prompt for job in jobs}) == 8
@@ -107,7 +107,7 @@ async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
 
     found = await measured(
         {name: lambda name=name: up(name) for name in "abc"},
-        [Traffic("load", 1, 1, 8, 1), Traffic("longer", 1, 1, 16, 1)],
+        [StreamLoad("load", 1, 1, 8, 1), StreamLoad("longer", 1, 1, 16, 1)],
         vocabulary=5000,
         rounds=2,
         floor=lambda: FLOOR,
@@ -122,7 +122,7 @@ async def test_systems_take_turns_and_one_that_cannot_be_measured_is_told():
 
 
 def test_medians_and_ranges_of_each_system_are_told():
-    table = Table()
+    table = RoundTable()
     for gap in (10.0, 30.0, 20.0):
         timed = {"ttft_ms": {"p50": 5.0}, "itl_ms": {"p50": gap}, "tokens_per_s": 8.0}
         table.rows.append({"system": "a", "load": "1 stream", "threads": 2, **timed})

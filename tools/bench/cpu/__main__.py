@@ -39,8 +39,8 @@ from tools.bench.cpu.figures import (
 )
 from tools.bench.cpu.floor import Floor
 from tools.bench.cpu.systems_in_turns import (
+    StreamLoad,
     Systems,
-    Traffic,
     baton,
     llama,
     measured,
@@ -66,7 +66,7 @@ Found = tuple[Measured, list[Figure]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BenchSizes:
     """The sizes of the models and loads."""
 
     name: str  # name of the large model
@@ -81,15 +81,15 @@ class Sizes:
     read_bytes: int
 
 
-FULL = Sizes("qwen3-450m", QWEN3_450M, 256, 32, (256, 2048), 64, 64, 2048, 16, 1 << 30)
-QUICK = Sizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
+FULL = BenchSizes("qwen3-450m", QWEN3_450M, 256, 32, (256, 2048), 64, 64, 2048, 16, 1 << 30)
+QUICK = BenchSizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Settings of all parts."""
 
-    sizes: Sizes
+    sizes: BenchSizes
     large: Path
     tiny: Path
     llama_python: str  # "": llama.cpp is left out
@@ -109,7 +109,9 @@ class Bench:
     def floor(self) -> Floor:
         return cpu_floor.measured(self.sizes.read_bytes, self.sizes.model)
 
-    async def measured(self, systems: Systems, *traffics: Traffic, vocabulary: int = 0) -> Measured:
+    async def measured(
+        self, systems: Systems, *traffics: StreamLoad, vocabulary: int = 0
+    ) -> Measured:
         """Measure systems of the large model, or of another vocabulary."""
         return await measured(
             systems,
@@ -134,7 +136,7 @@ class Bench:
 
 async def _one(bench: Bench) -> Found:
     load, sizes = "1 stream", bench.sizes
-    traffic = Traffic(load, 1, 1, sizes.prompt, sizes.output)
+    traffic = StreamLoad(load, 1, 1, sizes.prompt, sizes.output)
     found = await bench.measured(bench.all_systems(), traffic)
     least_ms = 1e3 * found.floor.step_s(weight_bytes(bench.large))
 
@@ -152,7 +154,7 @@ async def _one(bench: Bench) -> Found:
 
 async def _eight(bench: Bench) -> Found:
     load, sizes = "8 streams", bench.sizes
-    traffic = Traffic(load, 8, 8, sizes.prompt, sizes.output)
+    traffic = StreamLoad(load, 8, 8, sizes.prompt, sizes.output)
     found = await bench.measured(bench.all_systems(), traffic)
     return found, _rates(found, load, goal=1.8, goal_int8=2.0)
 
@@ -175,7 +177,7 @@ def _rate(found: Measured, load: str, system: str, peer: str, goal: float | None
 async def _first(bench: Bench) -> Found:
     sizes, systems = bench.sizes, dict(bench.all_systems())
     del systems[INT8], systems[LLAMA_Q8]
-    traffics = [Traffic(f"prompt of {tokens}", 1, 1, tokens, 1) for tokens in sizes.first]
+    traffics = [StreamLoad(f"prompt of {tokens}", 1, 1, tokens, 1) for tokens in sizes.first]
     found = await bench.measured(systems, *traffics)
     figures = []
     for tokens, traffic in zip(sizes.first, traffics, strict=True):
@@ -199,7 +201,7 @@ async def _tiny(bench: Bench) -> Found:
         COLOCATED: partial(baton, "colocated", bench.tiny),
         TRANSFORMERS: partial(transformers, bench.tiny, "float32", THREADS),
     }
-    traffic = Traffic(load, 16, 48, 128, bench.sizes.tiny_output)
+    traffic = StreamLoad(load, 16, 48, 128, bench.sizes.tiny_output)
     found = await bench.measured(systems, traffic, vocabulary=VOCABULARY_SIZE)
     for name in (DEFAULT, COLOCATED):
         if agreement(found.table, load, name, TRANSFORMERS) < 1.0:
@@ -219,8 +221,8 @@ async def _context(bench: Bench) -> Found:
     """
     sizes, own, output = bench.sizes, PAGE_TOKENS, 16
     streams = sizes.long_streams
-    short = Traffic(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
-    long = Traffic(
+    short = StreamLoad(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
+    long = StreamLoad(
         f"{streams} streams x {sizes.long_prompt}",
         *(streams, streams, sizes.long_prompt, output),
         num_prefixes=sizes.long_prefixes,
@@ -232,7 +234,7 @@ async def _context(bench: Bench) -> Found:
     systems: Systems = {COLOCATED: partial(baton, "colocated", bench.large, flags)}
     found = await bench.measured(systems, short, long)
 
-    def read_bytes(traffic: Traffic) -> int:
+    def read_bytes(traffic: StreamLoad) -> int:
         held = traffic.streams * (traffic.prompt_tokens + output // 2)
         each = cpu_floor.kv_bytes_per_token(sizes.model, torch.bfloat16.itemsize)
         return weight_bytes(bench.large) + held * each

@@ -58,7 +58,7 @@ class Figure:
 
 
 @dataclass(slots=True)
-class Table:
+class RoundTable:
     """Measurements in rounds: a row for each system, load and round."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Table:
 class Measured:
     """The measurements of one part of the benchmark."""
 
-    table: Table = field(default_factory=Table)
+    table: RoundTable = field(default_factory=RoundTable)
     floors: list[Floor] = field(default_factory=list)  # measured before each round
     left_out: dict[str, str] = field(default_factory=dict)  # reasons by system
 
@@ -126,7 +126,7 @@ def growth(
     return [grown / (read / read_before) for grown in ratios(times, before)]
 
 
-def agreement(table: Table, load: str, system: str, other: str) -> float:
+def agreement(table: RoundTable, load: str, system: str, other: str) -> float:
     """Return the share of responses whose tokens all equal another system's."""
     mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
     pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
@@ -138,7 +138,7 @@ def markdown(figures: Sequence[Figure]) -> str:
     return "\n".join([*lines, *(figure.line() for figure in figures)])
 
 
-def spreads(table: Table) -> str:
+def spreads(table: RoundTable) -> str:
     """Format the results of each system: medians, and in brackets the range over the rounds."""
     lines = [
         "| load | system | threads | tokens/s | first token, ms | gap, ms |",

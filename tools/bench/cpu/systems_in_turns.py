@@ -160,7 +160,7 @@ def _row(answers: Sequence[Answer]) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StreamLoad:
     """One load: `streams` callers, each with one request in flight, until all requests are done."""
 
     name: str
@@ -196,7 +196,7 @@ Systems = Mapping[str, Callable[[], AbstractAsyncContextManager[Contender]]]
 
 async def measured(
     systems: Systems,
-    traffics: Sequence[Traffic],
+    traffics: Sequence[StreamLoad],
     *,
     vocabulary: int,
     rounds: int,

@@ -21,15 +21,11 @@ from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from tools.bench.support.record import percentiles, say, table
 
 PAGE_BYTES = 64 << 10
-COLUMNS = (
-    "path pool_gib:g consumers made_ms[p50]:.1f made_ms[p90]:.1f ended_ms:.1f memory_kib:.0f "
-    "pinned_kib:.0f descriptors mappings"
-)
 _WAIT_S = 60.0
 _WARM_UP = 3
 
 
-class _Held(NamedTuple):
+class _ProcessResources(NamedTuple):
     """The resources of this process. Pages pinned by a network card are not counted twice."""
 
     memory_kib: float
@@ -38,7 +34,7 @@ class _Held(NamedTuple):
     mappings: float
 
     @classmethod
-    def now(cls) -> "_Held":
+    def now(cls) -> "_ProcessResources":
         status = Path("/proc/self/status").read_text()
         memory, pinned = (
             int(re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
@@ -59,17 +55,17 @@ def measure(pool_gib: float, consumers: int) -> tuple[list[dict[str, Any]], dict
         agents.prepare(consumer).result(_WAIT_S)
         agents.dismiss(consumer)
     agents.prepare(0).result(_WAIT_S)
-    before = _Held.now()
+    before = _ProcessResources.now()
     made_s = []
     for consumer in range(1, consumers):
         started = time.perf_counter()
         agents.prepare(consumer).result(_WAIT_S)
         made_s.append(time.perf_counter() - started)
-    held = zip(_Held.now(), before, strict=True)
+    held = zip(_ProcessResources.now(), before, strict=True)
     started = time.perf_counter()
     agents.close()
     ended_s = time.perf_counter() - started
-    of_each = _Held(*(round((now - then) / (consumers - 1), 1) for now, then in held))
+    of_each = _ProcessResources(*(round((now - then) / (consumers - 1), 1) for now, then in held))
     row = {
         "path": kind.name,
         "pool_gib": pool_gib,
@@ -78,7 +74,7 @@ def measure(pool_gib: float, consumers: int) -> tuple[list[dict[str, Any]], dict
         "ended_ms": round(1e3 * ended_s / consumers, 2),
         **of_each._asdict(),
     }
-    table([row], COLUMNS)
+    table([row])
     return [row], {}
 
 

@@ -41,20 +41,12 @@ MODEL: dict[str, Any] = {
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
 PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 2048, 256, 4
-POOL_PROMPTS = 3  # prompts that fit a pool, and warm-up prompts, which use all pages
+POOL_PROMPTS = 3  # prompts that fit a pool. As many tokens of warm-up prompts use all pages
 CACHE = CacheConfig(
     page_size=PAGE_SIZE, num_pages=POOL_PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 2), swap_pages=0
 )
 # Tokens of a prompt and of its chunks.
 CHUNKED, WHOLE, ONE_CHUNK = (PROMPT_TOKENS, CHUNK_TOKENS), (PROMPT_TOKENS, -1), (CHUNK_TOKENS, -1)
-WATCHED_COLUMNS = (
-    "who path tokens chunks kv_mib admitted_to_first_token_ms[p50]:.1f exposed_ms[p50]:.2f "
-    "exposed_ms[p90]:.2f"
-)
-SEEN_COLUMNS = (
-    "who ttft_ms[p50]:.1f ttft_ms[p90]:.1f one_page_ttft_ms[p50]:.1f one_page_ttft_ms[p90]:.1f "
-    "second_token_ms[p50]:.1f"
-)
 ADDED = ("ttft_ms", "one_page_ttft_ms", "second_token_ms")
 
 
@@ -77,17 +69,17 @@ async def _measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         raise SystemExit("the answers differ: no speed without proof")
     by_consumer = [_watched_row(*kind, *found) for kind, found in watched.items()]
     by_clients = [_seen_row(mode, long, short) for mode, (long, short) in seen.items()]
-    table(by_consumer, WATCHED_COLUMNS)
-    table(by_clients, SEEN_COLUMNS)
+    table(by_consumer)
+    table(by_clients)
     together = _together(by_consumer, by_clients)
     say(f"{together}")
     return [*by_consumer, *by_clients], together
 
 
 def _jobs(prompts: int, prompt_tokens: int) -> list[WorkloadRequest]:
-    """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
+    """Return the jobs, the same for every system. The last `prompts` count, others are warm-up."""
     return make_jobs(
-        prompts + POOL_PROMPTS,
+        prompts + POOL_PROMPTS * PROMPT_TOKENS // max(prompt_tokens, CHUNK_TOKENS),
         prompt_tokens=prompt_tokens,
         output_tokens=OUTPUT_TOKENS,
         vocabulary=VOCABULARY_SIZE,
@@ -118,7 +110,7 @@ async def _watch(
                 await watcher.take(np.array(job.prompt, np.int32))
                 for job in _jobs(prompts, prompt_tokens)
             ]
-            return watcher.producer.path, handoffs[POOL_PROMPTS:]
+            return watcher.producer.path, handoffs[-prompts:]
 
 
 async def _ask(model: Path, mode: Mode, prompts: int) -> tuple[list[Answer], list[Answer]]:
@@ -135,7 +127,7 @@ async def _ask(model: Path, mode: Mode, prompts: int) -> tuple[list[Answer], lis
     for answer in (*long, *short):
         if answer.error or len(answer.chunks) < 2:
             raise SystemExit(f"an answer is not what was asked for: {answer}")
-    return long[POOL_PROMPTS:], short[POOL_PROMPTS:]
+    return long[-prompts:], short[-prompts:]
 
 
 def _watched_row(

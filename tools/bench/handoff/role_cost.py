@@ -69,7 +69,6 @@ ADDRESS = "127.0.0.1:50100"
 TOKEN = 7
 WARM_UP = 50
 GOAL_US = 100.0
-COLUMNS = "side cache tokens descriptors cpu_us[p50]:.0f cpu_us[p90]:.0f cpu_us[p99]:.0f stages_us"
 _SCHEDULER = SchedulerConfig(max_running_requests=64)
 _BESIDE = "its first decode step, its end"  # shown, but not part of the hand-off
 
@@ -85,7 +84,7 @@ def measure(handoffs: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             stages, descriptors = run(core, _specs(handoffs + WARM_UP))
             core.pages.check()
             rows.append(_row(side, cache, stages, descriptors))
-    table(rows, COLUMNS)
+    table(rows)
     worst = {row["side"]: row["cpu_us"]["p50"] for row in rows if row["cache"] == "full"}
     own = round(worst["producer"] - worst["plain prefill"], 1)
     say(f"CPU us p50 with a full cache (goal {GOAL_US:g} per hand-off and side): {worst}")

@@ -40,10 +40,6 @@ from tools.bench.support.record import ROOT, emit, parsed, say, table
 from tools.bench.support.systems import cpu_seconds_of, free_addresses
 
 READY_S = 60.0
-COLUMNS = (
-    "load system us_per_request:.0f ratio:.2f us_per_token:.1f requests_per_s:.0f "
-    "tokens_per_s:.0f core:.0% failed"
-)
 LOADS = {
     "plain": Load("http", 1, stream=False),
     "plain, 1 client": Load("http", 1, stream=False, clients=1),
@@ -104,7 +100,7 @@ def main() -> None:
         for router in routers:
             _until_ready(router)
         rows = [row for load in options.loads for row in _measured(load, routers, clients, options)]
-    table(rows, COLUMNS)
+    table(rows)
     emit("router", vars(options), rows, goals=_goals(rows))
 
 

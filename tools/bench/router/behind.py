@@ -46,14 +46,14 @@ class Steps:
 
 
 @dataclass(slots=True)
-class _Response:
+class _ScriptedResponse:
     left: int  # tokens to generate
     interval: int  # tokens of a message, except the first one
     held: int = 0  # generated tokens that are not sent yet
     begun: bool = False
 
 
-class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer):
+class ScriptedDecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer):
     """A colocated decode node. Every token is TOKEN."""
 
     def __init__(self, steps: Steps) -> None:
@@ -63,7 +63,7 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
         return node_pb2.DescribeResponse(role="decode", instance_id=1, pids=[1], state="ready")
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
-        live: dict[int, _Response] = {}
+        live: dict[int, _ScriptedResponse] = {}
         news = asyncio.Event()
         loop = asyncio.get_running_loop()
         stepped, heartbeat_at = False, loop.time()
@@ -78,7 +78,9 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
             async for message in messages:
                 for submit in message.submits:
                     interval = max(submit.request.stream_interval, 1)
-                    live[submit.number] = _Response(submit.request.sampling.max_tokens, interval)
+                    live[submit.number] = _ScriptedResponse(
+                        submit.request.sampling.max_tokens, interval
+                    )
                     news.set()
                 for number in message.cancels:
                     live.pop(number, None)
@@ -106,7 +108,7 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
             reader.cancel()
 
 
-def _step(due: Mapping[int, _Response]) -> decode_pb2.Step:
+def _step(due: Mapping[int, _ScriptedResponse]) -> decode_pb2.Step:
     """Generate one token for each response. Returns a Step with all tokens that are sent now."""
     begun = [number for number, one in due.items() if not one.begun]
     tokens, ended = list[int](), list[int]()  # the response of each token
@@ -224,7 +226,7 @@ async def _main() -> None:
     steps = Steps()
     loop = asyncio.get_running_loop()
     server = rpc.make_server()
-    node = DecodeNode(steps)
+    node = ScriptedDecodeNode(steps)
     rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, node)
     rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node)
     ports = [rpc.bind(server, HOST, 0)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.simulation import lines, planning, real_clusters
-from tools.bench.support.record import emit, parsed
+from tools.bench.support.record import emit, parsed, table
 
 _Rows = list[dict[str, Any]]
 # The measurement of each part, which writes files to a directory, and the function that prints its
@@ -26,7 +26,7 @@ _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], 
     "planner": (lambda _, made: planning.compare_splits(made), planning.show_splits),
     "clocks": (
         lambda _, made: asyncio.run(real_clusters.compare_clocks(made)),
-        real_clusters.show_clocks,
+        table,
     ),
     "predictions": (
         lambda options, made: asyncio.run(

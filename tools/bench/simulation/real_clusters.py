@@ -31,8 +31,6 @@ from tools.bench.support.record import say, table
 from tools.bench.support.systems import System, as_up
 
 FIGURES = ("ttft_ms", "itl_ms", "tpot_ms")
-CLOCK_COLUMNS = "figure virtual:.2f real:.2f ratio:.3f"
-PREDICTION_COLUMNS = "figure simulated:.2f real:.2f ratio:.2f rounds load_average"
 GOALS = {"ttft_ms": 0.3, "tpot_ms": 0.2}  # of predictions: simulated over real, 1 +- goal
 
 _TP: Final = 2
@@ -80,10 +78,6 @@ async def compare_clocks(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-def show_clocks(rows: list[dict[str, Any]]) -> None:
-    table(rows, CLOCK_COLUMNS)
-
-
 async def compare_predictions(directory: Path, models: Path, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each figure."""
     model = kept(models, "qwen3-34m", torch.bfloat16, SMALL_MODEL)
@@ -111,7 +105,7 @@ async def compare_predictions(directory: Path, models: Path, rounds: int) -> lis
 
 
 def show_predictions(rows: list[dict[str, Any]]) -> None:
-    table(rows, PREDICTION_COLUMNS)
+    table(rows)
     for row in rows:
         if goal := GOALS.get(row["figure"]):
             say(f"{row['figure']}: simulated over real {row['ratio']:.2f} (goal 1 +- {goal:g})")

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,8 @@ def emit(
     print(json.dumps({**record, **more, "rows": rows}, default=str), flush=True)
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | str) -> None:
-    """Print rows for people.
-
-    Args:
-        columns: format of a row (as for str.format) by heading, or fields with their formats, whose
-            names are the headings, such as "load ttft_ms[p50]:.1f".
-    """
-    if isinstance(columns, str):
-        columns = {_heading(each): f"{{{each}}}" for each in columns.split()}
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print rows for people. `columns`: format of a row (as for str.format) by heading."""
     cells = [list(columns)]
     cells += [[form.format(**row) for form in columns.values()] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -75,8 +68,21 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | str) -
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def _heading(field: str) -> str:
-    return field.partition(":")[0].translate({ord("_"): " ", ord("["): " ", ord("]"): ""})
+def show(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print all fields of rows for people, under their names. Floats have four digits."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    cells = [{f"c{i}": row.get(name, "") for i, name in enumerate(names)} for row in flat]
+    table(cells, {name: f"{{c{i}}}" for i, name in enumerate(names)})
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a row, and those of the objects in it."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
