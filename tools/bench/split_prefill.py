@@ -186,7 +186,7 @@ def main() -> None:
 
 def _ways(step_s: float) -> dict[str, dict[str, Any]]:
     """Return the scheduler's settings of each way. The first one is the reference."""
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "whole chunks": WHOLE,
         "mixed chunks": {"mixed_chunk": True},
         f"mixed chunks of {SMALL_CHUNK}": {"chunked_prefill_tokens": SMALL_CHUNK},

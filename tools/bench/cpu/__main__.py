@@ -33,7 +33,6 @@ from tools.bench.cpu.figures import (
     agreement,
     best,
     growth,
-    markdown,
     ratios,
     spreads,
 )
@@ -54,7 +53,7 @@ from tools.bench.support.models import (
     kept,
     weight_bytes,
 )
-from tools.bench.support.record import ROOT, emit, parsed, say
+from tools.bench.support.record import ROOT, emit, parsed, say, table
 
 THREADS = (1, 2)  # numbers of threads tried for each peer
 DEFAULT, COLOCATED, INT8 = "Baton, default flags", "Baton, colocated", "Baton, colocated, int8"
@@ -311,12 +310,13 @@ async def _run(options: argparse.Namespace) -> None:
     for name in options.only:
         say(f"part {name}")
         found, new_figures = await PARTS[name](bench)
-        say(f"\n{spreads(found.table)}\n\n{markdown(new_figures)}\n")
+        table(spreads(found.table))
+        _show(new_figures)
         figures += new_figures
         floors += found.floors
         rows += [{"part": name, **row} for row in found.table.rows]
     if len(options.only) > 1:
-        say(f"{markdown(figures)}\n")
+        _show(figures)
     say(_noise(floors))
     for row in rows:
         del row["token_ids"]
@@ -327,6 +327,12 @@ async def _run(options: argparse.Namespace) -> None:
         figures=[figure.record() for figure in figures],
         floors=[[floor.read_bytes_per_s, floor.product_flops_per_s] for floor in floors],
     )
+
+
+def _show(figures: list[Figure]) -> None:
+    shown = ("what", "median", "worst", "goal", "reached", "note")
+    records = [figure.record() for figure in figures]
+    table([{name: record[name] for name in shown} for record in records])
 
 
 def _noise(floors: list[Floor]) -> str:

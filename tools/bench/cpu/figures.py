@@ -43,19 +43,6 @@ class Figure:
             "reached": self.reached,
         }
 
-    def line(self) -> str:
-        """Return the row of a Markdown table."""
-        sign = "<=" if self.better == "low" else ">="
-        goal = "" if self.goal is None else f"{sign} {self.goal:g}"
-        if not self.values:
-            return f"| {self.what} | not measured | | | {goal} | {self.note} |"
-        verdict = {True: "reached", False: "missed", None: ""}[self.reached]
-        words = ", ".join(filter(None, (verdict, self.note)))
-        return (
-            f"| {self.what} | {self.middle:.2f} | {self.worst:.2f} | {len(self.values)} | {goal} "
-            f"| {words} |"
-        )
-
 
 @dataclass(slots=True)
 class RoundTable:
@@ -133,26 +120,16 @@ def agreement(table: RoundTable, load: str, system: str, other: str) -> float:
     return float(sum(a == b for a, b in pairs)) / len(pairs)
 
 
-def markdown(figures: Sequence[Figure]) -> str:
-    lines = ["| figure | median | worst round | rounds | goal | |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *(figure.line() for figure in figures)])
-
-
-def spreads(table: RoundTable) -> str:
-    """Format the results of each system: medians, and in brackets the range over the rounds."""
-    lines = [
-        "| load | system | threads | tokens/s | first token, ms | gap, ms |",
-        "|---|---|---|---|---|---|",
-    ]
+def spreads(table: RoundTable) -> list[dict[str, Any]]:
+    """Return a row for each system: medians, and in brackets the range over the rounds."""
+    rows = []
     for load, system in dict.fromkeys((row["load"], row["system"]) for row in table.rows):
         threads = {row.get("threads", "its own") for row in table.of(system, load)}
-        cells = (
-            _spread(table.values(system, load, *keys))
-            for keys in (("tokens_per_s",), ("ttft_ms", "p50"), ("itl_ms", "p50"))
-        )
-        said = " or ".join(map(str, sorted(threads)))
-        lines.append(f"| {load} | {system} | {said} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        row = {"load": load, "system": system, "threads": " or ".join(map(str, sorted(threads)))}
+        for keys in (("tokens_per_s",), ("ttft_ms", "p50"), ("itl_ms", "p50")):
+            row[" ".join(keys)] = _spread(table.values(system, load, *keys))
+        rows.append(row)
+    return rows
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -2,15 +2,16 @@
 
 Two measurements use the same prompts, which consist of many chunks.
 
-Hidden share: a consumer without an engine (watcher.py) reads prompts from a real prefill node. The
+Hidden share: consumers without an engine (watcher.py) read prompts from two real prefill nodes. The
 first token is sent when the last chunk is computed. The time from then until all pages have landed
-and are confirmed is exposed. It is measured for prompts in many chunks, for the same prompts in one
-chunk, whose whole transfer is exposed, and for prompts as long as one chunk. The latter give the
-bound, because no computation follows the last chunk.
+and are confirmed is exposed. In turn, one node computes a prompt in chunks, the other one computes
+it in one chunk, whose whole transfer is exposed, and then a prompt as long as one chunk. The last
+one gives the bound, because no computation follows the last chunk.
 
 TTFT: clients of a colocated and of a disaggregated system send one prompt at a time.
 """
 
+import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,13 +42,10 @@ MODEL: dict[str, Any] = {
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
 PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 2048, 256, 4
-POOL_PROMPTS = 3  # prompts that fit a pool. As many tokens of warm-up prompts use all pages
+POOL_PROMPTS = 3  # prompts that fit a pool, and warm-up prompts, which use all pages
 CACHE = CacheConfig(
     page_size=PAGE_SIZE, num_pages=POOL_PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 2), swap_pages=0
 )
-# Tokens of a prompt and of its chunks.
-CHUNKED, WHOLE, ONE_CHUNK = (PROMPT_TOKENS, CHUNK_TOKENS), (PROMPT_TOKENS, -1), (CHUNK_TOKENS, -1)
-ADDED = ("ttft_ms", "one_page_ttft_ms", "second_token_ms")
 
 
 def measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -59,27 +57,29 @@ async def _measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
     with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as directory:
         model = make_checkpoint(Path(directory), **MODEL)
-        watched = {
-            kind: await _watch(model, *kind, prompts) for kind in (CHUNKED, WHOLE, ONE_CHUNK)
-        }
+        path, watched = await _watch(model, prompts)
         seen = {mode: await _ask(model, mode, prompts) for mode in modes}
     answers = [[answer.token_ids for answer in long] for long, _ in seen.values()]
-    first = [[handoff.token for handoff in watched[kind][1]] for kind in (CHUNKED, WHOLE)]
-    if answers[0] != answers[1] or any(one != [ids[0] for ids in answers[0]] for one in first):
+    first = [(chunked.token, whole.token) for chunked, whole, _ in watched]
+    if answers[0] != answers[1] or first != [(ids[0], ids[0]) for ids in answers[0]]:
         raise SystemExit("the answers differ: no speed without proof")
-    by_consumer = [_watched_row(*kind, *found) for kind, found in watched.items()]
+    kinds = ((PROMPT_TOKENS, CHUNK_TOKENS), (PROMPT_TOKENS, PROMPT_TOKENS), (CHUNK_TOKENS,) * 2)
+    by_consumer = [
+        _watched_row(path, *sizes, handoffs)
+        for sizes, handoffs in zip(kinds, zip(*watched, strict=True), strict=True)
+    ]
     by_clients = [_seen_row(mode, long, short) for mode, (long, short) in seen.items()]
     table(by_consumer)
     table(by_clients)
-    together = _together(by_consumer, by_clients)
+    together = _shares(watched) | _added(*by_clients)
     say(f"{together}")
     return [*by_consumer, *by_clients], together
 
 
 def _jobs(prompts: int, prompt_tokens: int) -> list[WorkloadRequest]:
-    """Return the jobs, the same for every system. The last `prompts` count, others are warm-up."""
+    """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
     return make_jobs(
-        prompts + POOL_PROMPTS * PROMPT_TOKENS // max(prompt_tokens, CHUNK_TOKENS),
+        prompts + POOL_PROMPTS,
         prompt_tokens=prompt_tokens,
         output_tokens=OUTPUT_TOKENS,
         vocabulary=VOCABULARY_SIZE,
@@ -98,19 +98,27 @@ def _flags(chunk_tokens: int) -> list[str]:
     ]
 
 
-async def _watch(
-    model: Path, prompt_tokens: int, chunk_tokens: int, prompts: int
-) -> tuple[str, list[Watched]]:
-    """Return the data path, and the times of each hand-off."""
-    say(f"hand-offs of {prompt_tokens} tokens in chunks of {chunk_tokens} ...")
+async def _watch(model: Path, prompts: int) -> tuple[str, list[tuple[Watched, Watched, Watched]]]:
+    """Return the data path, and the times of the hand-offs of each turn: in chunks, in one chunk,
+    and as long as one chunk.
+    """
+    say("hand-offs ...")
     engine = EngineConfig(model=str(model), device="cpu", dtype="float32", cache=CACHE)
-    async with prefilling(model, _flags(chunk_tokens)) as address:
-        async with watching(address, engine, TransferConfig()) as watcher:
-            handoffs = [
-                await watcher.take(np.array(job.prompt, np.int32))
-                for job in _jobs(prompts, prompt_tokens)
-            ]
-            return watcher.producer.path, handoffs[-prompts:]
+    turns = []
+    async with (
+        prefilling(model, _flags(CHUNK_TOKENS)) as in_chunks,
+        prefilling(model, _flags(-1)) as in_one_chunk,
+        watching(in_chunks, engine, TransferConfig()) as chunked,
+        watching(in_one_chunk, engine, TransferConfig()) as whole,
+    ):
+        for long, short in zip(
+            _jobs(prompts, PROMPT_TOKENS), _jobs(prompts, CHUNK_TOKENS), strict=True
+        ):
+            prompt, chunk = (np.array(job.prompt, np.int32) for job in (long, short))
+            turns.append(
+                (await chunked.take(prompt), await whole.take(prompt), await whole.take(chunk))
+            )
+        return whole.producer.path, turns[POOL_PROMPTS:]
 
 
 async def _ask(model: Path, mode: Mode, prompts: int) -> tuple[list[Answer], list[Answer]]:
@@ -127,17 +135,17 @@ async def _ask(model: Path, mode: Mode, prompts: int) -> tuple[list[Answer], lis
     for answer in (*long, *short):
         if answer.error or len(answer.chunks) < 2:
             raise SystemExit(f"an answer is not what was asked for: {answer}")
-    return long[-prompts:], short[-prompts:]
+    return long[POOL_PROMPTS:], short[POOL_PROMPTS:]
 
 
 def _watched_row(
-    tokens: int, chunk_tokens: int, path: str, handoffs: Sequence[Watched]
+    path: str, tokens: int, chunk_tokens: int, handoffs: Sequence[Watched]
 ) -> dict[str, Any]:
     return {
         "who": "a consumer without an engine",
         "path": path,
         "tokens": tokens,
-        "chunks": 1 if chunk_tokens < 0 else -(-tokens // chunk_tokens),
+        "chunks": tokens // chunk_tokens,
         "kv_mib": round(tokens * KV_BYTES_PER_TOKEN / 2**20, 1),
         "admitted_to_first_token_ms": percentiles((h.first_token for h in handoffs), 1e3),
         "exposed_ms": percentiles((h.exposed for h in handoffs), 1e3),
@@ -153,21 +161,27 @@ def _seen_row(mode: str, long: Sequence[Answer], short: Sequence[Answer]) -> dic
     }
 
 
-def _together(
-    by_consumer: Sequence[dict[str, Any]], by_clients: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """Summarise the rows.
+def _shares(turns: Sequence[tuple[Watched, Watched, Watched]]) -> dict[str, float]:
+    """Return medians over the turns.
 
     hidden_share: share of the transfer of a whole prompt. Its bound is the same share if only the
-    last chunk is exposed. added: disaggregated minus colocated, medians.
+    transfer of the last chunk is exposed.
     """
-    chunked, whole, last = (row["exposed_ms"]["p50"] for row in by_consumer)
-    colocated, disaggregated = by_clients
-    added = {name: disaggregated[name]["p50"] - colocated[name]["p50"] for name in ADDED}
-    num_gib = PROMPT_TOKENS * KV_BYTES_PER_TOKEN / 2**30
+    hidden = statistics.median(1 - chunked.exposed / whole.exposed for chunked, whole, _ in turns)
+    bound = statistics.median(1 - last.exposed / whole.exposed for _, whole, last in turns)
+    whole_s = statistics.median(whole.exposed for _, whole, _ in turns)
     return {
-        "hidden_share": round(1.0 - chunked / whole, 3),
-        "hidden_share_bound": round(1.0 - last / whole, 3),
-        "whole_read_gib_per_s": round(num_gib / (whole / 1e3), 2),
-        **{name.replace("_ms", "_added_ms"): round(more, 1) for name, more in added.items()},
+        "hidden_share": round(hidden, 3),
+        "hidden_share_bound": round(bound, 3),
+        "whole_read_gib_per_s": round(PROMPT_TOKENS * KV_BYTES_PER_TOKEN / 2**30 / whole_s, 2),
+    }
+
+
+def _added(colocated: dict[str, Any], disaggregated: dict[str, Any]) -> dict[str, float]:
+    """Return the medians of disaggregated minus those of colocated."""
+    return {
+        name.replace("_ms", "_added_ms"): round(
+            disaggregated[name]["p50"] - colocated[name]["p50"], 1
+        )
+        for name in ("ttft_ms", "one_page_ttft_ms", "second_token_ms")
     }
