@@ -35,7 +35,7 @@ from cli.demo import DIRECTORY
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Guide, Sampling
 from tools.bench.support.load import Answer, Client
-from tools.bench.support.record import emit, parsed, say, table
+from tools.bench.support.record import emit, parsed, say, show
 from tools.bench.support.systems import as_up
 from tools.demo import structured, tasks
 from tools.demo.tokenizer import CALL, CALL_END
@@ -114,7 +114,7 @@ def main() -> None:
             for load in loads(Path(directory), options)
             for row in asyncio.run(_measured(load, options))
         ]
-    table(rows)
+    show(rows)
     emit("guided", vars(options), rows)
 
 

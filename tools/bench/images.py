@@ -24,7 +24,7 @@ from PIL import Image as Picture
 from tests.support.vision import SIDE, make_vision_checkpoint
 from tools.bench.support.load import Client, cpu_row, make_jobs, summary
 from tools.bench.support.peer import shortened
-from tools.bench.support.record import emit, parsed, say, table
+from tools.bench.support.record import emit, parsed, say, show
 from tools.bench.support.systems import System, as_up
 
 PROMPT_TOKENS, OUTPUT_TOKENS, WARM_UP_TOKENS = 128, 64, 8
@@ -47,7 +47,7 @@ async def measure(options: argparse.Namespace) -> None:
                 row, tokens = await _beside_images(system, options, rate)
             rows.append({"system": name, "load": f"{rate:g} images/s", **row})
             answers += [tokens] if rate else []
-    table(rows)
+    show(rows)
     compared = list(zip(*answers, strict=False))
     if any(by_thread != by_node for by_thread, by_node in compared):
         raise SystemExit("the answers differ: no speed without proof")

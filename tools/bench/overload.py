@@ -33,7 +33,7 @@ from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import Lengths, Workload, WorkloadRequest
 from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.load import Client
-from tools.bench.support.record import emit, parsed, percentiles, say, table
+from tools.bench.support.record import emit, parsed, percentiles, say, show
 from tools.bench.support.systems import System, cpu_seconds_of, serving
 
 MODEL: dict[str, Any] = {  # slow enough that a core is free for the clients and the router
@@ -80,7 +80,7 @@ async def _run(options: argparse.Namespace) -> None:
         async with serving(options.mode, model, FLAGS, router_flags=router_flags) as system:
             rows, normal_s = await _measure(system, options)
             by_nodes = await _refused_by_nodes(system)
-    table(rows)
+    show(rows)
     goals = _goals(rows, normal_s)
     for name, value in goals.items():
         say(f"{name}: {value:.2f} (goal {GOALS[name]:g})")

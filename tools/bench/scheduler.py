@@ -40,7 +40,7 @@ from engine.runner.step import Step
 from engine.sampling.composition import every_feature
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
-from tools.bench.support.record import emit, parsed, say, table
+from tools.bench.support.record import emit, parsed, say, show
 
 GOAL_US = {1: 60, 64: 180, 256: 400, 1024: 1500}  # by batch size
 STRETCH_US = {1: 40, 64: 80, 256: 150, 1024: 400}
@@ -192,12 +192,12 @@ def _median_us(seconds: Sequence[float]) -> float:
 def main() -> None:
     steps = parsed("scheduler", __doc__, ("--steps", 400, "steps of each kind")).steps
     rows = [measure(size, steps, greedy=greedy) for greedy in (True, False) for size in GOAL_US]
-    table(rows)
+    show(rows)
     first, last = rows[0], rows[len(GOAL_US) - 1]
     growth = (last["step_us"] - first["step_us"]) / (last["batch"] - first["batch"])
     say(f"growth, greedy: {growth:.2f} us per request")
     contexts = [measure_tensors(name, steps) for name in CONTEXTS]
-    table(contexts)
+    show(contexts)
     config = {"steps": steps, "page_size": PAGE_SIZE, "prompt_tokens": PROMPT_TOKENS}
     emit("scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3))
 

@@ -26,7 +26,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import children_of
 from tools.bench.support.load import Client
 from tools.bench.support.models import QWEN3_450M
-from tools.bench.support.record import emit, parsed, say, table
+from tools.bench.support.record import emit, parsed, say, show
 from tools.bench.support.systems import System, serving
 
 MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of a millisecond
@@ -145,7 +145,7 @@ def main() -> None:
         ("--pages", 160, "pages of 16 tokens on the device"),
     )
     load, rows, most = asyncio.run(measure(options.minutes, options.pages))
-    table(rows)
+    show(rows)
     failed = [each for each in load.outcomes if each.output_tokens != ANSWER_TOKENS]
     flat = all(row["flat"] for row in rows)
     say(f"{load.begun} requests, {len(failed)} failed: {failed[:3]}")

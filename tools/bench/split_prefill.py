@@ -33,7 +33,7 @@ from engine.loop.step_clock import StepClock
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import make_checkpoint
-from tools.bench.support.record import emit, parsed, percentiles, say, table
+from tools.bench.support.record import emit, parsed, percentiles, say, show
 
 SIZES: dict[str, Any] = {  # 54 million parameters
     "vocab_size": 8192,
@@ -180,7 +180,7 @@ def main() -> None:
                 say(f"round {number + 1}: {way}: {_said(found[way][-1])}")
     whole, *_ = found.values()
     rows = [_row(way, rounds, whole) for way, rounds in found.items()]
-    table(rows)
+    show(rows)
     emit("split_prefill", vars(options), rows, step_ms=round(step_s * 1e3, 2))
 
 

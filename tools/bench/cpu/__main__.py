@@ -53,7 +53,7 @@ from tools.bench.support.models import (
     kept,
     weight_bytes,
 )
-from tools.bench.support.record import ROOT, emit, parsed, say, table
+from tools.bench.support.record import ROOT, emit, parsed, say, show
 
 THREADS = (1, 2)  # numbers of threads tried for each peer
 DEFAULT, COLOCATED, INT8 = "Baton, default flags", "Baton, colocated", "Baton, colocated, int8"
@@ -310,13 +310,13 @@ async def _run(options: argparse.Namespace) -> None:
     for name in options.only:
         say(f"part {name}")
         found, new_figures = await PARTS[name](bench)
-        table(spreads(found.table))
-        _show(new_figures)
+        show(spreads(found.table))
+        _show_figures(new_figures)
         figures += new_figures
         floors += found.floors
         rows += [{"part": name, **row} for row in found.table.rows]
     if len(options.only) > 1:
-        _show(figures)
+        _show_figures(figures)
     say(_noise(floors))
     for row in rows:
         del row["token_ids"]
@@ -329,10 +329,10 @@ async def _run(options: argparse.Namespace) -> None:
     )
 
 
-def _show(figures: list[Figure]) -> None:
+def _show_figures(figures: list[Figure]) -> None:
     shown = ("what", "median", "worst", "goal", "reached", "note")
     records = [figure.record() for figure in figures]
-    table([{name: record[name] for name in shown} for record in records])
+    show([{name: record[name] for name in shown} for record in records])
 
 
 def _noise(floors: list[Floor]) -> str:

@@ -18,7 +18,7 @@ from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.nixl.agent import NixlHostMemory, NixlMemory
 from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlListener
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from tools.bench.support.record import percentiles, say, table
+from tools.bench.support.record import percentiles, say, show
 
 PAGE_BYTES = 64 << 10
 _WAIT_S = 60.0
@@ -74,7 +74,7 @@ def measure(pool_gib: float, consumers: int) -> tuple[list[dict[str, Any]], dict
         "ended_ms": round(1e3 * ended_s / consumers, 2),
         **of_each._asdict(),
     }
-    table([row])
+    show([row])
     return [row], {}
 
 

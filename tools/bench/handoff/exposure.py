@@ -25,7 +25,7 @@ from common.config import CacheConfig, EngineConfig, TransferConfig
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tools.bench.handoff.watcher import Watched, watching
 from tools.bench.support.load import Answer, Client, make_jobs
-from tools.bench.support.record import percentiles, say, table
+from tools.bench.support.record import percentiles, say, show
 from tools.bench.support.systems import Mode, prefilling, serving
 
 # 64 KiB of KV per token and little compute, so that the transfer takes long.
@@ -69,8 +69,8 @@ async def _measure(prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         for sizes, handoffs in zip(kinds, zip(*watched, strict=True), strict=True)
     ]
     by_clients = [_seen_row(mode, long, short) for mode, (long, short) in seen.items()]
-    table(by_consumer)
-    table(by_clients)
+    show(by_consumer)
+    show(by_clients)
     together = _shares(watched) | _added(*by_clients)
     say(f"{together}")
     return [*by_consumer, *by_clients], together

@@ -58,7 +58,7 @@ from node.sharing.prefixes import PrefixSharing
 from prefill_node import engine as prefill_engine
 from prefill_node.engine import PrefillRole
 from simulation.node.parts import NoAdapters, NoGrammars, SimOperations, UnsharedWeights
-from tools.bench.support.record import percentiles, say, table
+from tools.bench.support.record import percentiles, say, show
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 1024
@@ -84,7 +84,7 @@ def measure(handoffs: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             stages, descriptors = run(core, _specs(handoffs + WARM_UP))
             core.pages.check()
             rows.append(_row(side, cache, stages, descriptors))
-    table(rows)
+    show(rows)
     worst = {row["side"]: row["cpu_us"]["p50"] for row in rows if row["cache"] == "full"}
     own = round(worst["producer"] - worst["plain prefill"], 1)
     say(f"CPU us p50 with a full cache (goal {GOAL_US:g} per hand-off and side): {worst}")

@@ -36,7 +36,7 @@ from tests.api.models import byte_level_tokenizer
 from tests.support.cluster import children_of
 from tools.bench.router import peers
 from tools.bench.router.clients import MODEL, SENTENCE, Load
-from tools.bench.support.record import ROOT, emit, parsed, say, table
+from tools.bench.support.record import ROOT, emit, parsed, say, show
 from tools.bench.support.systems import cpu_seconds_of, free_addresses
 
 READY_S = 60.0
@@ -100,7 +100,7 @@ def main() -> None:
         for router in routers:
             _until_ready(router)
         rows = [row for load in options.loads for row in _measured(load, routers, clients, options)]
-    table(rows)
+    show(rows)
     emit("router", vars(options), rows, goals=_goals(rows))
 
 

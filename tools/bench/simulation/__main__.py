@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.simulation import lines, planning, real_clusters
-from tools.bench.support.record import emit, parsed, table
+from tools.bench.support.record import emit, parsed, show
 
 _Rows = list[dict[str, Any]]
 # The measurement of each part, which writes files to a directory, and the function that prints its
@@ -26,7 +26,7 @@ _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], 
     "planner": (lambda _, made: planning.compare_splits(made), planning.show_splits),
     "clocks": (
         lambda _, made: asyncio.run(real_clusters.compare_clocks(made)),
-        table,
+        show,
     ),
     "predictions": (
         lambda options, made: asyncio.run(
@@ -34,7 +34,7 @@ _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], 
         ),
         real_clusters.show_predictions,
     ),
-    "lines": (lambda _, made: lines.measure(made), lines.show),
+    "lines": (lambda _, made: lines.measure(made), lines.show_lines),
 }
 
 
@@ -48,9 +48,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as made:
         for part in options.parts:
-            measure, show = _PARTS[part]
+            measure, say_result = _PARTS[part]
             rows = list(measure(options, Path(made)))
-            show(rows)
+            say_result(rows)
             emit(f"simulation {part}", vars(options), rows)
 
 

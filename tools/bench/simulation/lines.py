@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from simulation.virtual.process import environment
-from tools.bench.support.record import ROOT, say, table
+from tools.bench.support.record import ROOT, say, show
 
 PARTS = (
     "router/cluster",
@@ -83,8 +83,8 @@ def measure(directory: Path) -> list[dict[str, Any]]:
     return [{**row, "share": row["executed"] / row["lines"]} for row in rows]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table(rows)
+def show_lines(rows: list[dict[str, Any]]) -> None:
+    show(rows)
     say("Goal: 60 % of all.")
 
 

@@ -12,7 +12,7 @@ from simulation.plan import Hardware, LatencyTargets, Traffic, make_plan
 from simulation.verification import verify
 from simulation.virtual.scenario import ClusterSpec, LatencyLimits, LoadSpec, PlannerSpec, Scenario
 from tools.bench.simulation.real_clusters import simulate
-from tools.bench.support.record import say, table
+from tools.bench.support.record import say, show
 
 _NUM_LAYOUTS = 3  # run of each plan. The best of each kind are always included
 _LIMIT_S = 300.0  # for each plan
@@ -82,7 +82,7 @@ def compare_plans() -> Iterator[dict[str, Any]]:
 
 
 def show_plans(rows: list[dict[str, Any]]) -> None:
-    table([{name: row[name] for name in row if name != "layouts"} for row in rows])
+    show([{name: row[name] for name in row if name != "layouts"} for row in rows])
     agreeing = sum(row["agree"] != "no" for row in rows)
     say(f"Closed form and virtual time agree in {agreeing} of {len(rows)} loads (goal: 8 of 10).")
 
@@ -144,7 +144,7 @@ def _split(name: str, prefill: int, planner: PlannerSpec | None, trace: Path) ->
 
 
 def show_splits(rows: list[dict[str, Any]]) -> None:
-    table(rows)
+    show(rows)
     *fixed, planned = rows
     best = max(fixed, key=lambda row: row["goodput"])
     ratio = planned["goodput"] / best["goodput"]

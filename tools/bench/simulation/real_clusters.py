@@ -27,7 +27,7 @@ from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import Arrival, ClusterSpec, LoadSpec, Scenario
 from tools.bench.support.load import Client, summary
 from tools.bench.support.models import QWEN3_450M, kept
-from tools.bench.support.record import say, table
+from tools.bench.support.record import say, show
 from tools.bench.support.systems import System, as_up
 
 FIGURES = ("ttft_ms", "itl_ms", "tpot_ms")
@@ -105,7 +105,7 @@ async def compare_predictions(directory: Path, models: Path, rounds: int) -> lis
 
 
 def show_predictions(rows: list[dict[str, Any]]) -> None:
-    table(rows)
+    show(rows)
     for row in rows:
         if goal := GOALS.get(row["figure"]):
             say(f"{row['figure']}: simulated over real {row['ratio']:.2f} (goal 1 +- {goal:g})")

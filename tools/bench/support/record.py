@@ -59,36 +59,30 @@ def emit(
     print(json.dumps({**record, **more, "rows": rows}, default=str), flush=True)
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> None:
-    """Print rows for people.
-
-    Args:
-        columns: format of a row (as for str.format) by heading. None: the fields of the rows, whose
-            names are the headings, and floats in four digits.
-    """
-    if columns is None:
-        flat = [dict(_flat(row)) for row in rows]
-        names = list(dict.fromkeys(name for row in flat for name in row))
-        cells = [names, *([_cell(row.get(name, "")) for name in names] for row in flat)]
-    else:
-        cells = [list(columns)]
-        cells += [[form.format(**row) for form in columns.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print rows for people. `columns`: format of a row (as for str.format) by heading."""
+    cells = [list(columns)]
+    cells += [[form.format(**row) for form in columns.values()] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def show(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print all fields of rows for people, under their names. Floats have four digits."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    cells = [{f"c{i}": row.get(name, "") for i, name in enumerate(names)} for row in flat]
+    table(cells, {name: f"{{c{i}}}" for i, name in enumerate(names)})
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the fields of a row, and those of the objects in it."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name} ")
         else:
-            yield f"{prefix}{name}", value
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+            yield f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
