@@ -9,19 +9,19 @@ message of the decode node, and one event of each streaming HTTP response. Print
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import httptools
 import uvloop
+from aiohttp import web
 
 from common import limits, rpc
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from tools.bench.router.clients import MODEL
 
 HOST = "127.0.0.1"
-NUM_WORKERS = 3  # HTTP servers: colocated, prefill, decode
+NUM_SERVERS = 3  # HTTP servers: colocated, prefill, decode
 STEP_S = 0.01
 TOKEN = 42
 _WORD = "x"  # the text of one token
@@ -30,10 +30,10 @@ _HEARTBEAT_S = 1.0  # as in real nodes. Without heartbeats a router considers th
 
 
 class Steps:
-    """A timer that calls all waiting callbacks every STEP_S seconds."""
+    """The steps that all responses share, every STEP_S seconds."""
 
     def __init__(self) -> None:
-        self.wanted_by: set[Callable[[], None]] = set()
+        self._begun = asyncio.Event()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -41,8 +41,12 @@ class Steps:
         while True:
             next_at = max(next_at + STEP_S, loop.time())
             await asyncio.sleep(next_at - loop.time())
-            for step in tuple(self.wanted_by):
-                step()
+            begun, self._begun = self._begun, asyncio.Event()
+            begun.set()
+
+    async def next(self) -> None:
+        """Wait for the next step."""
+        await self._begun.wait()
 
 
 @dataclass(slots=True)
@@ -68,11 +72,13 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeS
         loop = asyncio.get_running_loop()
         stepped, heartbeat_at = False, loop.time()
 
-        def step() -> None:
+        async def stepping() -> None:
             nonlocal stepped
-            stepped = bool(live)
-            if stepped or loop.time() >= heartbeat_at:
-                news.set()
+            while True:
+                await self._steps.next()
+                stepped = bool(live)
+                if stepped or loop.time() >= heartbeat_at:
+                    news.set()
 
         async def reading() -> None:
             async for message in messages:
@@ -87,8 +93,7 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeS
 
         status = decode_pb2.Status(state="ready", serves_alone=True)
         await context.write(decode_pb2.FromNode(status=status, protocol_version=limits.VERSION))
-        reader = asyncio.create_task(reading())
-        self._steps.wanted_by.add(step)
+        tasks = [asyncio.create_task(each) for each in (reading(), stepping())]
         try:
             while True:
                 await news.wait()
@@ -104,8 +109,8 @@ class ScriptedDecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeS
                 if made.request:
                     await context.write(decode_pb2.FromNode(step=made))
         finally:
-            self._steps.wanted_by.remove(step)
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 def _step(due: Mapping[int, _ScriptedResponse]) -> decode_pb2.Step:
@@ -132,73 +137,46 @@ def _step(due: Mapping[int, _ScriptedResponse]) -> decode_pb2.Step:
     )
 
 
-class Worker(asyncio.Protocol):
-    """One connection of an HTTP server that responds as an OpenAI server would."""
+class OpenAiServer:
+    """An HTTP server that responds as an OpenAI server would."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._parser = httptools.HttpRequestParser(self)
-        self._url = b""
-        self._body: list[bytes] = []
-        self._left = 0  # remaining events of the streaming response
-        self._transport: asyncio.Transport
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    async def listen(self) -> int:
+        """Start. Returns the port."""
+        application = web.Application()
+        application.router.add_post("/v1/completions", self._completion)
+        models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        application.router.add_get("/v1/models", _always(models))
+        # Health checks and server properties that routers request.
+        application.router.add_route("*", "/{path:.*}", _always({"status": "ok"}))
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, HOST, 0).start()
+        return int(runner.addresses[0][1])
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:  # a router that probes for gRPC
-            self._transport.close()
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        tokens = int(asked.get("max_tokens") or 1)
+        if not asked.get("stream"):
+            return web.json_response(_answer(asked, _WORD * tokens, "length"))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for left in reversed(range(tokens)):
+            content = _answer({}, _WORD, None if left else "length")
+            event = b"data: " + json.dumps(content).encode() + b"\n\n"
+            await response.write(event if left else event + b"data: [DONE]\n\n")
+            if left:
+                await self._steps.next()
+        return response
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._steps.wanted_by.discard(self._event)
 
-    def on_url(self, url: bytes) -> None:
-        self._url = url
-        self._body = []
+def _always(content: object) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def reply(request: web.Request) -> web.Response:
+        return web.json_response(content)
 
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        path = self._url.decode().partition("?")[0]
-        if path.endswith("completions"):
-            self._answer(json.loads(b"".join(self._body)))
-        elif path == "/v1/models":
-            self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-        else:  # health checks and server properties that routers request
-            self._reply({"status": "ok"})
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        tokens = int(request.get("max_tokens") or 1)
-        if not request.get("stream"):
-            self._reply(_answer(request, _WORD * tokens, "length"))
-            return
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-            b"transfer-encoding: chunked\r\n\r\n"
-        )
-        self._left = tokens
-        self._event()
-        if self._left:
-            self._steps.wanted_by.add(self._event)
-
-    def _event(self) -> None:
-        self._left -= 1
-        content = _answer({}, _WORD, None if self._left else "length")
-        event = b"data: " + json.dumps(content).encode() + b"\n\n"
-        if not self._left:
-            self._steps.wanted_by.discard(self._event)
-            event += b"data: [DONE]\n\n"
-        end = b"" if self._left else b"0\r\n\r\n"
-        self._transport.write(b"%x\r\n%b\r\n%b" % (len(event), event, end))
-
-    def _reply(self, content: object) -> None:
-        body = json.dumps(content).encode()
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self._transport.write(head % len(body) + body)
+    return reply
 
 
 def _answer(request: dict[str, Any], text: str, finish_reason: str | None) -> dict[str, Any]:
@@ -224,15 +202,13 @@ def _answer(request: dict[str, Any], text: str, finish_reason: str | None) -> di
 
 async def _main() -> None:
     steps = Steps()
-    loop = asyncio.get_running_loop()
     server = rpc.make_server()
     node = ScriptedDecodeNode(steps)
     rpc.add_service(server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, node)
     rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, node)
     ports = [rpc.bind(server, HOST, 0)]
     await server.start()
-    workers = [await loop.create_server(lambda: Worker(steps), HOST, 0) for _ in range(NUM_WORKERS)]
-    ports += [worker.sockets[0].getsockname()[1] for worker in workers]
+    ports += [await OpenAiServer(steps).listen() for _ in range(NUM_SERVERS)]
     print(json.dumps([f"{HOST}:{port}" for port in ports]), flush=True)
     await steps.run()
 
