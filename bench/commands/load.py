@@ -39,6 +39,7 @@ class Point:
     x: float
     rate: float | None = None
     streams: int | None = None
+    times: Sequence[float] = ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +121,7 @@ class LoadCommand:
                     jobs, concurrency=point.streams, requests=count, duration_s=last
                 )
                 return
-            due = poisson(point.rate, seed) if point.rate is not None else _trace_times(self._work)
+            due = poisson(point.rate, seed) if point.rate is not None else point.times
             times = until(due, count=count, duration_s=last)
             await load.open_loop(jobs, times, max_in_flight=options.max_in_flight)
 
@@ -156,13 +157,8 @@ def _points(options: argparse.Namespace, work: Workload | WorkloadTrace) -> list
     if options.concurrency:
         return [Point(f"{n} streams", float(n), streams=n) for n in options.concurrency]
     if isinstance(work, WorkloadTrace):
-        return [Point(f"times of {work.name}", 1.0)]
+        return [Point(f"times of {work.name}", 1.0, times=work.times())]
     raise InvalidInput("the arrivals are missing: set --rate R or --concurrency N")
-
-
-def _trace_times(work: Workload | WorkloadTrace) -> Sequence[float]:
-    assert isinstance(work, WorkloadTrace)  # checked by _points
-    return work.times()
 
 
 def _fields(text: str) -> dict[str, Any]:
