@@ -3,8 +3,7 @@
 import argparse
 import gc
 import sys
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
 import uvloop
 
@@ -21,7 +20,11 @@ COMMANDS = {
     "steps": (steps, "time single engine steps, for `baton plan` and simulated nodes"),
     "break-even": (break_even, "find the prompt length from which disaggregation pays"),
 }
-
+_REPORTING: Mapping[str, Callable[[argparse.Namespace], BenchCommand]] = {
+    "load": load.LoadCommand,
+    "compare": compare.CompareCommand,
+    "break-even": break_even.BreakEvenCommand,
+}
 # Nodes whose flags a command accepts.
 _NODES: Mapping[str, Sequence[type[NodeConfig]]] = {
     "compare": (PrefillConfig, DecodeConfig),
@@ -49,41 +52,28 @@ def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.Config
     return parser, parsers
 
 
-def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
-    """Parse the command line of a command with a report. Exits if a flag is invalid."""
-    options = _options(arguments)
-    return _command(options), options
+def parse(arguments: Sequence[str]) -> tuple[BenchCommand | None, argparse.Namespace]:
+    """Parse the command line. Exits if an option is invalid.
 
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of any command. Exits if a flag is invalid."""
+    Returns:
+        The command, or None for `steps`, which has no report, and the options.
+    """
     parser, parsers = _parsers()
-    options, rest = parser.parse_known_args(arguments)
-    options.node_flags = rest
-    records = _NODES.get(options.command, ())
-    parsers[options.command].reject_unknown_flags(rest, *records)
-    return cast(argparse.Namespace, options)
-
-
-def _command(options: argparse.Namespace) -> BenchCommand:
-    rest = options.node_flags
+    options, options.node_flags = parser.parse_known_args(arguments)
+    nodes = _NODES.get(options.command, ())
+    parsers[options.command].reject_unknown_flags(options.node_flags, *nodes)
+    if options.command == "steps":
+        return None, options
     try:
-        match options.command:
-            case "compare":
-                return compare.CompareCommand(options, rest)
-            case "break-even":
-                return break_even.BreakEvenCommand(options, rest)
-            case _:
-                return load.LoadCommand(options)
+        return _REPORTING[options.command](options), options
     except InvalidInput as error:
         settings.wrong(f"{PROGRAM} {options.command}", str(error))
 
 
 def main() -> int:
-    options = _options(sys.argv[1:])
-    if options.command == "steps":
-        return steps.run(options, options.node_flags)
-    command = _command(options)
+    command, options = parse(sys.argv[1:])
+    if command is None:
+        return steps.run(options)
     gc.freeze()  # avoids garbage collection pauses of the client during measurements
     return uvloop.run(run(command, options))
 

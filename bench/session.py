@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from bench.summary import Objectives, RunWarning, summary, warnings
 from bench.traffic.load import Ask, LoadGenerator, LoadRun
+from bench.traffic.workload import WorkloadRequest
 
 
 class ProgressView:
@@ -95,6 +96,25 @@ class Session:
             self.measured.append(MeasuredRun(system, point, x, repeat, load.run))
             async with load.measuring():
                 await drive(load)
+
+    async def rehearse(
+        self,
+        what: str,
+        ask: Ask,
+        jobs: Iterator[WorkloadRequest],
+        *,
+        concurrency: int,
+        requests: int | None = None,
+        duration_s: float | None = None,
+    ) -> LoadRun:
+        """Run a closed loop to warm up or to calibrate. The report does not contain it."""
+        with self.show.doing(what, requests) as tick:
+            load = LoadGenerator(ask, lambda _: tick())
+            async with load.measuring():
+                await load.closed_loop(
+                    jobs, concurrency=concurrency, requests=requests, duration_s=duration_s
+                )
+        return load.run
 
     def warnings(self) -> list[str]:
         """Return the worst warning of each kind, with the number of others."""

@@ -32,10 +32,13 @@ def random_request(
     num_tokens: int,
     vocabulary: int,
     max_tokens: int = 1 << 20,
+    temperature: float = 0.0,
 ) -> Request:
-    """Return a greedy request of random tokens, which by default practically never ends."""
+    """Return a request of random tokens, by default greedy and practically without end."""
     ids = random.integers(_FIRST_TOKEN, vocabulary, num_tokens, dtype=np.int32)
-    sampling = SamplingParams(max_tokens=max_tokens, seed=key, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, seed=key, temperature=temperature, ignore_eos=True
+    )
     spec = RequestSpec(token_ids=ids.tobytes(), sampling=sampling)
     return Request.of(spec, key=key, deadline=_FAR, arrived=0.0, origin=(1, key))
 

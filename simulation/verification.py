@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,30 +140,19 @@ def _ranked(found: Sequence[Verified], band: float) -> tuple[Verified, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _LayoutTest:
-    """The runs of one layout.
+    """The runs of one layout. `directory`: for its files, does not exist yet."""
 
-    Args:
-        directory: directory for its files, which does not exist yet.
-    """
-
-    def __init__(
-        self,
-        cluster: Hardware,
-        traffic: Traffic,
-        objectives: LatencyTargets,
-        candidate: Candidate,
-        directory: Path,
-    ) -> None:
-        self._cluster = cluster
-        self._traffic = traffic
-        self._objectives = objectives
-        self._candidate = candidate
-        self._directory = directory
+    cluster: Hardware
+    traffic: Traffic
+    objectives: LatencyTargets
+    candidate: Candidate
+    directory: Path
 
     def verified(self, deadline: float) -> Verified:
         """Search for the highest rate until `deadline`, in time.monotonic()."""
-        self._directory.mkdir()
+        self.directory.mkdir()
         runs: list[Run] = []
         try:
             for rate in self._rates(runs):
@@ -172,14 +162,14 @@ class _LayoutTest:
         else:
             capacity = self._capacity(runs)
         runs.sort(key=lambda each: each.rate)
-        return Verified(self._candidate, capacity, tuple(runs))
+        return Verified(self.candidate, capacity, tuple(runs))
 
     def _rates(self, runs: Sequence[Run]) -> Iterator[float]:
         """Yield the rate of the next run, which the caller appends to `runs`.
 
         Ends when one of the last two runs is within the limits and the other is not.
         """
-        rate = self._candidate.capacity
+        rate = self.candidate.capacity
         yield rate
         goes_up = self._within(runs[0])
         while len(runs) < _MOST_RUNS and self._within(runs[-1]) is goes_up:
@@ -187,7 +177,7 @@ class _LayoutTest:
             yield rate
 
     def _within(self, run: Run) -> bool:
-        return run.use(self._objectives) <= 1
+        return run.use(self.objectives) <= 1
 
     def _capacity(self, runs: Sequence[Run]) -> float:
         """Return the rate at which the limits are reached, interpolated between two runs."""
@@ -199,17 +189,17 @@ class _LayoutTest:
         if not beyond:
             return low.rate
         high = min(beyond, key=lambda each: each.rate)
-        below, above = low.use(self._objectives), high.use(self._objectives)
+        below, above = low.use(self.objectives), high.use(self.objectives)
         return low.rate + (high.rate - low.rate) * (1 - below) / (above - below)
 
     def _run(self, rate: float, left_s: float) -> Run:
         """Run the layout at one rate. Raises TimeoutExpired, or ValueError if the run failed."""
-        file = self._directory / "sim.yaml"
+        file = self.directory / "sim.yaml"
         file.write_bytes(msgspec.json.encode(self._scenario(rate)))
         done = subprocess.run(
             command(str(file)),
             # A run that is ended leaves its temporary files there.
-            env={**environment(), "TMPDIR": str(self._directory)},
+            env={**environment(), "TMPDIR": str(self.directory)},
             capture_output=True,
             text=True,
             timeout=max(left_s, 0.0),
@@ -217,7 +207,7 @@ class _LayoutTest:
         if done.returncode:
             broken = msgspec.json.decode(done.stdout)["violations"] if done.stdout else []
             reason = "; ".join(broken) or done.stderr.strip()
-            raise ValueError(f"{self._candidate.layout.name} in virtual time: {reason}")
+            raise ValueError(f"{self.candidate.layout.name} in virtual time: {reason}")
         report = msgspec.json.decode(done.stdout)
         failed = 1 - (report["right"] + report["wrong"]) / report["requests"]
         return Run(rate, report["ttft"]["p90"], report["tpot"]["p90"], failed)
@@ -228,10 +218,10 @@ class _LayoutTest:
         The first requests fill the cluster, and the last ones keep it full. Each group has as many
         requests as run at the same time, by Little's law.
         """
-        layout, slots = self._candidate.layout, self._candidate.slots
+        layout, slots = self.candidate.layout, self.candidate.slots
         running = math.ceil(slots * layout.decode)
         counted = max(_LEAST_COUNTED, running // 2)
-        trace = self._directory / "trace.jsonl"
+        trace = self.directory / "trace.jsonl"
         trace.write_bytes(b"\n".join(self._trace(rate, 2 * running + counted)))
         options: dict[str, Any] = {}
         if layout.chunk:
@@ -241,12 +231,12 @@ class _LayoutTest:
         nodes = {"prefill": layout.prefill, "decode": layout.decode}
         return {
             "cluster": {
-                "gpu": self._cluster.gpu,
-                "model": self._cluster.model,
+                "gpu": self.cluster.gpu,
+                "model": self.cluster.model,
                 **({"colocated": layout.decode} if layout.chunk else nodes),
                 "prefill_tp": 1 if layout.chunk else layout.prefill_tp,
                 "decode_tp": layout.decode_tp,
-                "path": self._cluster.path,
+                "path": self.cluster.path,
                 "options": options,
             },
             "load": {"trace": str(trace), "warm_up": running, "cool_down": running},
@@ -257,5 +247,5 @@ class _LayoutTest:
         rng, at = random.Random(_SEED), 0.0
         for _ in range(requests):
             at += rng.expovariate(rate)
-            lengths = rng.choice(self._traffic.requests)
+            lengths = rng.choice(self.traffic.requests)
             yield msgspec.json.encode(TraceLine(lengths.input, lengths.output, 1e3 * at))

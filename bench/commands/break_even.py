@@ -5,23 +5,15 @@ import asyncio
 from dataclasses import replace
 from statistics import median
 
-from bench.commands.break_even_report import FLAG, LOCAL, BreakEvenSetting, findings
-from bench.commands.command import (
-    CommandInfo,
-    Findings,
-    add_common_options,
-    numbers,
-    positive,
-)
+from bench.commands.break_even_report import FLAG, LOCAL, findings
+from bench.commands.command import Findings, add_common_options, numbers, positive, share
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
     ComparedPair,
     SystemsReady,
     add_pair_flags,
-    check_context,
     seed_of,
-    warm_up,
 )
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
@@ -37,14 +29,14 @@ _UNLOADED_PROBES = 3
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_pair_flags(parser, repeats=4)
+    add_pair_flags(parser)
     lengths = f"prompt lengths of probes ({','.join(map(str, LENGTHS))}, up to the context length)"
     count = positive(int)
     add_options(
         parser,
         ("--prompt-tokens", numbers(int, MOST), None, "N,N,...", lengths),
         ("--duration", positive(float), 8.0, "S", f"seconds of {MIN_PROBES} or more probes (8)"),
-        ("--load", _share, 0.25, "SHARE", "share of the nodes' time for prefill of probes (0.25)"),
+        ("--load", share, 0.25, "SHARE", "share of the nodes' time for prefill of probes (0.25)"),
         ("--streams", count, 8, "N", "other streams that generate meanwhile (8)"),
         ("--stream-prompt-tokens", count, 32, "N", "prompt length of other streams (32)"),
         ("--stream-output-tokens", count, 64, "N", "response length of other streams (64)"),
@@ -56,12 +48,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class BreakEvenCommand:
     name = "break-even"
 
-    def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Check the options. Raises InvalidInput."""
         if FLAG in options.disaggregated_flags or FLAG in options.colocated_flags:
             raise InvalidInput(f"{FLAG} cannot be set: this command finds its value")
         self._options = options
-        pair = self._pair = ComparedPair("baton bench break-even", options, node_flags)
+        pair = self._pair = ComparedPair("baton bench break-even", options)
         remote, own = pair.disaggregated, pair.disaggregated.decode_flags
         self._remote = replace(remote, decode_flags=(*own, f"{FLAG}=0"))
         self._local = replace(remote, name=LOCAL, decode_flags=(*own, f"{FLAG}={MOST}"))
@@ -77,8 +69,8 @@ class BreakEvenCommand:
     async def measure(self, session: Session) -> None:
         async def block(ready: SystemsReady, repeats: list[int]) -> None:
             self._lengths = self._lengths or self._default_lengths(ready)
-            check_context(ready, max(self._others.largest, self._probes(self._lengths[-1]).largest))
-            await warm_up(session, ready, self._others, self._options.streams)
+            longest = self._probes(self._lengths[-1])
+            await self._pair.warm_up(session, ready, self._others, self._options.streams, longest)
             if not self._rates:
                 await self._calibrate(session, ready)
             for repeat in repeats:
@@ -87,16 +79,14 @@ class BreakEvenCommand:
 
         await self._pair.each(session, (self._pair.colocated, self._remote, self._local), block)
 
-    def findings(self, session: Session, about: CommandInfo) -> Findings:
-        setting = BreakEvenSetting(
-            colocated=self._pair.colocated,
-            remote=self._remote,
-            local=self._local,
-            lengths=tuple(self._lengths),
-            rates=dict(self._rates),
+    def findings(self, session: Session) -> Findings:
+        return findings(
+            session,
+            (self._pair.colocated, self._remote, self._local),
+            lengths=self._lengths,
+            rates=self._rates,
             shared_cores=self._pair.shared_cores,
         )
-        return findings(session, about, setting)
 
     def _default_lengths(self, ready: SystemsReady) -> list[int]:
         most = (ready.context_tokens or MOST) - self._options.probe_output_tokens
@@ -114,18 +104,17 @@ class BreakEvenCommand:
         At that rate, their prefills take the share --load of all nodes' time, as measured on the
         otherwise idle first system. Every system then receives the same probes at the same times.
         """
-        with session.show.doing(f"{ready.system.name}, to calibrate", len(self._lengths)) as tick:
-            for length in self._lengths:
-                load = LoadGenerator(ready.client.ask)
-                jobs = self._probes(length).jobs(WARM_UP_SEED + length)
-                async with load.measuring():
-                    await load.closed_loop(jobs, concurrency=1, requests=_UNLOADED_PROBES)
-                ttfts = [o.ttft for o in load.run.outcomes if o.ttft is not None and not o.error]
-                if not ttfts:
-                    raise UnusableRun(f"no prompt of {length} tokens was completed")
-                rate = self._options.load * self._pair.num_nodes / max(median(ttfts), 1e-6)
-                self._rates[length] = min(MAX_RATE, round(rate, 4))
-                tick()
+        for length in self._lengths:
+            what = f"{ready.system.name}, probes of {length} tokens to calibrate"
+            jobs = self._probes(length).jobs(WARM_UP_SEED + length)
+            run = await session.rehearse(
+                what, ready.client.ask, jobs, concurrency=1, requests=_UNLOADED_PROBES
+            )
+            ttfts = [o.ttft for o in run.outcomes if o.ttft is not None and not o.error]
+            if not ttfts:
+                raise UnusableRun(f"no prompt of {length} tokens was completed")
+            rate = self._options.load * self._pair.num_nodes / max(median(ttfts), 1e-6)
+            self._rates[length] = min(MAX_RATE, round(rate, 4))
 
     async def _one(self, session: Session, ready: SystemsReady, repeat: int, length: int) -> None:
         options = self._options
@@ -160,10 +149,3 @@ class BreakEvenCommand:
             x=float(length),
             repeat=repeat,
         )
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 < share < 1:
-        raise InvalidInput(f"{text} is invalid: expected a number between 0 and 1")
-    return share

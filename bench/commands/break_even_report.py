@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bench import comparison, summary
-from bench.commands.command import CommandInfo, Findings
+from bench.commands.command import Findings
 from bench.comparison import GOODPUT, Comparison, Grid, Metric, Pair, Value, shown, shown_ratio
 from bench.report.page import ReportPage, ReportTable
 from bench.session import MeasuredRun, Session
@@ -38,16 +38,6 @@ DEFINITIONS = {
     **comparison.DEFINITIONS,
     **summary.DEFINITIONS,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BreakEvenSetting:
-    colocated: ComparedSystem
-    remote: ComparedSystem  # disaggregated. Every prompt is handed off
-    local: ComparedSystem  # the same nodes. No prompt is handed off
-    lengths: Sequence[int]
-    rates: Mapping[int, float]
-    shared_cores: int | None = None  # cores of all nodes. None: they have CUDA devices
 
 
 def _of(one: MeasuredRun, group: str) -> list[RequestOutcome]:
@@ -152,45 +142,55 @@ class BreakEvenResult:
         return int(self.found.below or 0) if self.lengths else None
 
 
-def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) -> Findings:
+def findings(
+    session: Session,
+    systems: tuple[ComparedSystem, ComparedSystem, ComparedSystem],
+    *,
+    lengths: Sequence[int],
+    rates: Mapping[int, float],
+    shared_cores: int | None = None,
+) -> Findings:
+    """Return the report of a session.
+
+    Args:
+        systems: colocated; disaggregated, with every prompt handed off; the same nodes, with no
+            prompt handed off.
+        rates: probes per second by their length.
+        shared_cores: cores of all nodes. None: they have CUDA devices.
+    """
+    colocated, remote, without_handoff = systems
     grid = Grid(session, (*METRICS, UNDISTURBED))
-    systems = (setting.colocated, setting.remote, setting.local)
-    pairs = [(setting.remote, setting.colocated), (setting.remote, setting.local)]
-    view = Comparison(
-        grid, systems, pairs, [float(x) for x in setting.lengths], "prompt tokens", log_x=True
-    )
+    pairs = [(remote, colocated), (remote, without_handoff)]
+    xs = [float(length) for length in lengths]
+    view = Comparison(grid, systems, pairs, xs, "prompt tokens", log_x=True)
     criterion = GOODPUT if session.objectives.limits else TTFT
     by = [criterion, *(metric for metric in (TTFT, ITL) if metric is not criterion)]
     pays, local = (
-        [BreakEvenResult.of(grid, metric, setting.lengths, pair) for metric in by] for pair in pairs
+        [BreakEvenResult.of(grid, metric, lengths, pair) for metric in by] for pair in pairs
     )
     lead = f"Disaggregation pays, by {criterion.name}: {pays[0].sentence()}."
     measured = [metric for metric in METRICS if view.has(metric)]
     page = ReportPage(
         title="Baton bench: from which prompt length disaggregation pays",
-        lead=[lead, *_shared_cores(view, setting), _advice(local)],
+        lead=[lead, *_shared_cores(view, shared_cores), _advice(local)],
         headline=_headline(pays, local),
-        warnings=session.warnings(),
         plots=[
             *(view.plot(metric) for metric in measured),
             *(view.ratio_plot(r.metric, r.pair, r.found.at) for r in [*pays, *local] if view.xs),
         ],
-        tables=[view.table(metric, (0, *setting.lengths)) for metric in measured],
+        tables=[view.table(metric, (0, *lengths)) for metric in measured],
         definitions=DEFINITIONS,
         configuration={
-            **about.configuration,
-            "colocated system": setting.colocated.shape,
-            "disaggregated system": setting.remote.shape,
-            "probes a second": {str(length): rate for length, rate in setting.rates.items()},
+            "colocated system": colocated.shape,
+            "disaggregated system": remote.shape,
+            "probes a second": {str(length): rate for length, rate in rates.items()},
         },
-        machine=about.machine,
-        made=about.made,
     )
     record = {
         "criterion": criterion.key,
         "break_even": pays[0].record(),
         "others": [one.record() for one in pays[1:]],
-        "shared_cores": setting.shared_cores,
+        "shared_cores": shared_cores,
         "local_prefill_max_tokens": {
             "advice": local[0].advice(),
             "advice_by": {one.metric.key: one.advice() for one in local},
@@ -198,7 +198,7 @@ def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) ->
         },
         "rows": [
             {"prompt_tokens": length, **{m.key: view.row(m, length) for m in METRICS}}
-            for length in setting.lengths
+            for length in lengths
         ],
     }
     return Findings(page, record)
@@ -215,15 +215,15 @@ def _advice(local: Sequence[BreakEvenResult]) -> str:
     return f"Advice for decode nodes: {'; '.join(texts) or 'none, too little was measured'}."
 
 
-def _shared_cores(view: Comparison, setting: BreakEvenSetting) -> list[str]:
+def _shared_cores(view: Comparison, cores: int | None) -> list[str]:
     """Return the warning that prefill and decode nodes share the same cores."""
-    if setting.shared_cores is None:
+    if cores is None:
         return []
     cost = view.ratio(UNDISTURBED, view.pairs[0], 0)
     gap = f"Without probes, the ITL is {shown_ratio(cost)} times that of the colocated system. "
     return [
-        f"Prefill and decode share the {setting.shared_cores} cores of this machine: a prompt "
-        "takes cores from running responses, and every engine is one more process. "
+        f"Prefill and decode share the {cores} cores of this machine: a prompt takes cores from "
+        "running responses, and every engine is one more process. "
         f"{gap if cost else ''}This result does not apply to nodes with their own cores or devices."
         " On this machine alone, `baton up --prefill 0` is one engine with all cores."
     ]

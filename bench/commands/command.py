@@ -6,6 +6,7 @@ An interrupted or failed session reports the measurements so far.
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import time
@@ -28,19 +29,10 @@ _OUTPUTS = ("html", "json")  # not part of the configuration: these do not affec
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of a session, as a page and as a machine-readable summary."""
+    """Results of a session: a page, without facts about the run, and a machine-readable summary."""
 
     page: ReportPage
     summary: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CommandInfo:
-    """Facts at the end of every page."""
-
-    configuration: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    made: str
 
 
 class BenchCommand(Protocol):
@@ -51,7 +43,7 @@ class BenchCommand(Protocol):
         """Fill the session with measurements. May be cancelled, and leaves nothing running."""
         ...
 
-    def findings(self, session: Session, about: CommandInfo) -> Findings:
+    def findings(self, session: Session) -> Findings:
         """Return the findings of a session, which may have ended early."""
         ...
 
@@ -67,6 +59,13 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
 
     read.__name__ = kind.__name__  # argparse puts it into its message
     return read
+
+
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1:
+        raise InvalidInput(f"{text} is invalid: expected a number between 0 and 1")
+    return number
 
 
 def not_negative(text: str) -> int:
@@ -99,6 +98,20 @@ def output_file(text: str) -> Path:
     return file
 
 
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    text = "directory or hub id of the model"
+    parser.add_argument("--model", required=True, metavar="DIR", help=text)
+
+
+def check_context(limit: int | None, tokens: int) -> None:
+    """Check that `tokens` fit a model's context, if it is known. Raises InvalidInput."""
+    if limit is not None and tokens > limit:
+        raise InvalidInput(
+            f"the model accepts {limit} tokens of prompt and response together, and this load "
+            f"would send up to {tokens}"
+        )
+
+
 def add_common_options(parser: argparse.ArgumentParser, command: str) -> None:
     html, limits = f"baton-bench-{command}.html", "in seconds, such as ttft=0.5,itl=0.05"
     add_options(
@@ -125,8 +138,15 @@ async def run(command: BenchCommand, options: argparse.Namespace) -> int:
         show.say(f"baton bench {command.name}: {session.notes[0]}", style="red")
         if not session.measured:
             return code
-    about = CommandInfo(_configuration(options), facts, begun)
-    _report(command, session, options, about, complete=code == 0)
+    found = command.findings(session)
+    page = dataclasses.replace(
+        found.page,
+        configuration={**_configuration(options), **found.page.configuration},
+        warnings=session.warnings(),
+        machine=facts,
+        made=begun,
+    )
+    _report(command.name, session, options, Findings(page, found.summary), complete=code == 0)
     if code == 0 and not any(o.error == "" for one in session.measured for o in one.run.outcomes):
         return EXIT_FAILED
     return code
@@ -156,32 +176,30 @@ async def _measure(command: BenchCommand, session: Session) -> int:
 
 
 def _report(
-    command: BenchCommand,
-    session: Session,
-    options: argparse.Namespace,
-    about: CommandInfo,
-    *,
-    complete: bool,
+    name: str, session: Session, options: argparse.Namespace, found: Findings, *, complete: bool
 ) -> None:
-    findings = command.findings(session, about)
-    page, warnings = findings.page, session.warnings()
+    page, show = found.page, session.show
     for text in [*page.lead, *(page.headline.lines() if page.headline else ())]:
-        session.show.say(text)
-    for warning in warnings:
-        session.show.say(warning, style="yellow")
+        show.say(text)
+    for warning in page.warnings:
+        show.say(warning, style="yellow")
     write(page, options.html)
-    session.show.say(f"report: {options.html}")
+    show.say(f"report: {options.html}")
     line = {
-        "bench": command.name,
+        "bench": name,
         "complete": complete,
         "report": str(options.html),
-        "summary": findings.summary,
-        "warnings": warnings,
+        "summary": found.summary,
+        "warnings": page.warnings,
     }
     if options.json is not None:
-        facts = {"configuration": about.configuration, "machine": about.machine, "made": about.made}
+        facts = {
+            "configuration": _configuration(options),
+            "machine": page.machine,
+            "made": page.made,
+        }
         options.json.write_text(json.dumps({**line, **facts, "runs": list(session.records())}))
-        session.show.say(f"raw numbers: {options.json}")
+        show.say(f"raw numbers: {options.json}")
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(line), flush=True)
 

@@ -2,23 +2,15 @@
 
 import argparse
 
-from bench.commands.command import (
-    CommandInfo,
-    Findings,
-    add_common_options,
-    numbers,
-    positive,
-)
-from bench.commands.compare_report import CompareSetting, findings
+from bench.commands.command import Findings, add_common_options, numbers, positive
+from bench.commands.compare_report import findings
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
     ComparedPair,
     SystemsReady,
     add_pair_flags,
-    check_context,
     seed_of,
-    warm_up,
 )
 from bench.session import Session
 from bench.summary import Objectives, latencies
@@ -35,7 +27,8 @@ _RATES = "Poisson arrivals a second (0.3, 0.6 and 0.9 of the colocated capacity)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_pair_flags(parser, repeats=4)
+    lengths = Lengths.parse
+    add_pair_flags(parser)
     add_options(
         parser,
         ("--rate", numbers(float), None, "R,R,...", _RATES),
@@ -43,20 +36,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_options(
         parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
-        (
-            "--prompt-tokens",
-            Lengths.parse,
-            Lengths.parse(PROMPTS),
-            "LENGTH",
-            f"prompt lengths ({PROMPTS})",
-        ),
-        (
-            "--output-tokens",
-            Lengths.parse,
-            Lengths.parse(OUTPUT),
-            "LENGTH",
-            f"output lengths ({OUTPUT})",
-        ),
+        ("--prompt-tokens", lengths, lengths(PROMPTS), "LENGTH", f"prompt lengths ({PROMPTS})"),
+        ("--output-tokens", lengths, lengths(OUTPUT), "LENGTH", f"output lengths ({OUTPUT})"),
         ("--long-tokens", positive(int), 1024, "N", "shortest prompt that counts as long (1024)"),
     )
     add_common_options(parser, "compare")
@@ -65,21 +46,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class CompareCommand:
     name = "compare"
 
-    def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Check the options. Raises InvalidInput."""
         self._options = options
         self._work = Workload(
             options.prompt_tokens, options.output_tokens, long_tokens=options.long_tokens
         )
-        self._pair = ComparedPair("baton bench compare", options, node_flags)
+        self._pair = ComparedPair("baton bench compare", options)
         self._rates: list[float] = list(options.rate or ())
         self._capacity: float | None = None
         self.objectives = options.goodput or Objectives()
 
     async def measure(self, session: Session) -> None:
         async def block(ready: SystemsReady, repeats: list[int]) -> None:
-            check_context(ready, self._work.largest)
-            await warm_up(session, ready, self._work, STREAMS_PER_NODE)
+            await self._pair.warm_up(session, ready, self._work, STREAMS_PER_NODE)
             if not self._rates or not session.objectives.limits:
                 await self._calibrate(session, ready)
             for repeat in repeats:
@@ -88,15 +68,14 @@ class CompareCommand:
 
         await self._pair.each(session, (self._pair.colocated, self._pair.disaggregated), block)
 
-    def findings(self, session: Session, about: CommandInfo) -> Findings:
-        setting = CompareSetting(
-            colocated=self._pair.colocated,
-            disaggregated=self._pair.disaggregated,
-            rates=tuple(self._rates),
+    def findings(self, session: Session) -> Findings:
+        return findings(
+            session,
+            (self._pair.colocated, self._pair.disaggregated),
+            rates=self._rates,
             capacity=self._capacity,
             objectives_given=self._options.goodput is not None,
         )
-        return findings(session, about, setting)
 
     async def _calibrate(self, session: Session, ready: SystemsReady) -> None:
         """Measure the colocated system's throughput and the latency of a single request.
@@ -120,12 +99,11 @@ class CompareCommand:
     async def _closed_loop(
         self, session: Session, ready: SystemsReady, streams: int, seed: int
     ) -> LoadRun:
-        with session.show.doing(f"{ready.system.name}, {streams} streams to calibrate") as tick:
-            load = LoadGenerator(ready.client.ask, lambda _: tick())
-            async with load.measuring():
-                jobs, last = self._work.jobs(seed), self._options.duration / 2
-                await load.closed_loop(jobs, concurrency=streams, duration_s=last)
-        return load.run
+        what = f"{ready.system.name}, {streams} streams to calibrate"
+        jobs, last_s = self._work.jobs(seed), self._options.duration / 2
+        return await session.rehearse(
+            what, ready.client.ask, jobs, concurrency=streams, duration_s=last_s
+        )
 
     async def _one(
         self, session: Session, ready: SystemsReady, repeat: int, number: int, rate: float

@@ -1,11 +1,10 @@
 """The page and the summary of `baton bench compare`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bench import comparison, summary
-from bench.commands.command import CommandInfo, Findings
+from bench.commands.command import Findings
 from bench.comparison import GOODPUT, MISSING, Comparison, Grid, Metric, percentile, shown
 from bench.report.page import ReportPage, ReportTable
 from bench.session import MeasuredRun, Session
@@ -18,15 +17,6 @@ DEFINITIONS = {
     **comparison.DEFINITIONS,
     **summary.DEFINITIONS,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class CompareSetting:
-    colocated: ComparedSystem
-    disaggregated: ComparedSystem
-    rates: Sequence[float]
-    capacity: float | None  # requests/s of the colocated system, if measured
-    objectives_given: bool
 
 
 def _under_long(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
@@ -61,41 +51,48 @@ METRICS = (
 HEADLINE = (UNDER_LONG, TTFT, TOKENS, GOODPUT)
 
 
-def findings(session: Session, about: CommandInfo, setting: CompareSetting) -> Findings:
+def findings(
+    session: Session,
+    systems: tuple[ComparedSystem, ComparedSystem],
+    *,
+    rates: Sequence[float],
+    capacity: float | None,
+    objectives_given: bool,
+) -> Findings:
+    """Return the report of a session.
+
+    Args:
+        systems: the colocated and the disaggregated one.
+        capacity: requests/s of the colocated system, if measured.
+    """
     grid = Grid(session, METRICS)
-    systems = (setting.colocated, setting.disaggregated)
     view = Comparison(grid, systems, [systems[::-1]], grid.xs, "offered requests/s")
     limits = ", ".join(f"{kind} {1e3 * v:.3g} ms" for kind, v in session.objectives.limits.items())
     derived = " (3 x the p99 of one request at a time, colocated)"
-    configuration = {
-        **about.configuration,
-        **{f"{system.name} system": system.shape for system in systems},
-        "rates": list(setting.rates),
-        "capacity": setting.capacity and f"{setting.capacity:.3g} requests/s, closed loop",
-        "objectives": limits + ("" if setting.objectives_given else derived),
-    }
+    measured = [metric for metric in METRICS if view.has(metric)]
     page = ReportPage(
         title="Baton bench: colocated or disaggregated",
         lead=[_verdict(view, rate) for rate in grid.xs] or ["No run was completed."],
         headline=_headline(view) if grid.xs else None,
-        warnings=session.warnings(),
-        plots=[view.plot(metric) for metric in METRICS if view.has(metric)],
-        tables=[view.table(metric, grid.xs) for metric in METRICS if view.has(metric)],
+        plots=[view.plot(metric) for metric in measured],
+        tables=[view.table(metric, grid.xs) for metric in measured],
         definitions=DEFINITIONS,
-        configuration=configuration,
-        machine=about.machine,
-        made=about.made,
+        configuration={
+            **{f"{system.name} system": system.shape for system in systems},
+            "rates": list(rates),
+            "capacity": capacity and f"{capacity:.3g} requests/s, closed loop",
+            "objectives": limits + ("" if objectives_given else derived),
+        },
     )
-    rows = [
-        {"rate": rate, **{metric.key: view.row(metric, rate) for metric in METRICS}}
-        for rate in grid.xs
-    ]
-    summary_record = {
-        "rows": rows,
+    record = {
+        "rows": [
+            {"rate": rate, **{metric.key: view.row(metric, rate) for metric in METRICS}}
+            for rate in grid.xs
+        ],
         "objectives": dict(session.objectives.limits),
-        "capacity_requests_per_s": setting.capacity and round(setting.capacity, 3),
+        "capacity_requests_per_s": capacity and round(capacity, 3),
     }
-    return Findings(page, summary_record)
+    return Findings(page, record)
 
 
 def _verdict(view: Comparison, rate: float) -> str:
@@ -115,14 +112,9 @@ def _headline(view: Comparison) -> ReportTable:
         for metric in HEADLINE:
             spreads = [view.grid.spread(metric, system.name, rate) for system in view.systems]
             one = view.ratio(metric, view.pairs[0], rate)
-            rows.append(
-                (
-                    f"{rate:g} requests/s: {metric.label}",
-                    *(shown(spread.middle) for spread in spreads),
-                    comparison.shown_ratio(one),
-                    metric.verdict(one) if one else MISSING,
-                )
-            )
+            cells = (*(shown(each.middle) for each in spreads), comparison.shown_ratio(one))
+            verdict = metric.verdict(one) if one else MISSING
+            rows.append((f"{rate:g} requests/s: {metric.label}", *cells, verdict))
     decided = frozenset(i for i, row in enumerate(rows) if row[-1] in ("better", "worse"))
     columns = ("", "colocated", "disaggregated", "ratio", "disaggregated is")
     return ReportTable("In short", columns, rows, emphasis=decided)

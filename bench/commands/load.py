@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.commands.command import (
-    CommandInfo,
     Findings,
     add_common_options,
+    check_context,
     not_negative,
     numbers,
     positive,
@@ -39,6 +39,7 @@ class Point:
     x: float
     rate: float | None = None
     streams: int | None = None
+    times: Sequence[float] = ()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("arrivals", "One of --concurrency and --rate, or --trace."),
         ("--concurrency", numbers(int), None, "N,N,...", "callers of a closed loop. One run each"),
         ("--rate", numbers(float), None, "R,R,...", "Poisson arrivals a second. One run each"),
-        (
-            "--max-in-flight",
-            positive(int),
-            1024,
-            "N",
-            "maximum concurrent requests of --rate (1024)",
-        ),
+        ("--max-in-flight", positive(int), 1024, "N", "concurrent requests of --rate (1024)"),
         ("--requests", positive(int), None, "N", f"requests of each run ({DEFAULT_REQUESTS})"),
         ("--duration", positive(float), None, "S", "seconds of each run, instead of --requests"),
         ("--warm-up", not_negative, 8, "N", "requests before the first run (8)"),
@@ -99,13 +94,12 @@ class LoadCommand:
         )
         try:
             model = await client.choose_model(options.model)
-            if model.max_model_len is not None and self._work.largest > model.max_model_len:
-                raise InvalidInput(
-                    f"{model.id} accepts {model.max_model_len} tokens of prompt and response "
-                    f"together, and this load would send up to {self._work.largest}"
+            check_context(model.max_model_len, self._work.largest)
+            if requests := options.warm_up:  # with prompts that do not occur in any run
+                jobs = self._work.jobs(options.seed + len(self._points))
+                await session.rehearse(
+                    "warm-up", client.ask, jobs, concurrency=WARM_UP_STREAMS, requests=requests
                 )
-            if options.warm_up:
-                await self._warm_up(session, client)
             done = session.show.plan("load", len(self._points))
             for index, point in enumerate(self._points):
                 await self._one(session, client, point, options.seed + index)
@@ -113,17 +107,8 @@ class LoadCommand:
         finally:
             await client.close()
 
-    def findings(self, session: Session, about: CommandInfo) -> Findings:
-        return findings(session, about, open_loop=self._points[0].streams is None)
-
-    async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
-        """Send warm-up requests. Their prompts do not occur in any run."""
-        requests = self._options.warm_up
-        with session.show.doing("warm-up", requests) as tick:
-            load = LoadGenerator(client.ask, lambda _: tick())
-            jobs = self._work.jobs(self._options.seed + len(self._points))
-            async with load.measuring():
-                await load.closed_loop(jobs, concurrency=WARM_UP_STREAMS, requests=requests)
+    def findings(self, session: Session) -> Findings:
+        return findings(session, open_loop=self._points[0].streams is None)
 
     async def _one(self, session: Session, client: OpenAiClient, point: Point, seed: int) -> None:
         options, count = self._options, self._num_requests()
@@ -136,7 +121,7 @@ class LoadCommand:
                     jobs, concurrency=point.streams, requests=count, duration_s=last
                 )
                 return
-            due = poisson(point.rate, seed) if point.rate is not None else _trace_times(self._work)
+            due = poisson(point.rate, seed) if point.rate is not None else point.times
             times = until(due, count=count, duration_s=last)
             await load.open_loop(jobs, times, max_in_flight=options.max_in_flight)
 
@@ -172,13 +157,8 @@ def _points(options: argparse.Namespace, work: Workload | WorkloadTrace) -> list
     if options.concurrency:
         return [Point(f"{n} streams", float(n), streams=n) for n in options.concurrency]
     if isinstance(work, WorkloadTrace):
-        return [Point(f"times of {work.name}", 1.0)]
+        return [Point(f"times of {work.name}", 1.0, times=work.times())]
     raise InvalidInput("the arrivals are missing: set --rate R or --concurrency N")
-
-
-def _trace_times(work: Workload | WorkloadTrace) -> Sequence[float]:
-    assert isinstance(work, WorkloadTrace)  # checked by _points
-    return work.times()
 
 
 def _fields(text: str) -> dict[str, Any]:

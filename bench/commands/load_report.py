@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.commands.command import CommandInfo, Findings
+from bench.commands.command import Findings
 from bench.comparison import MISSING, number_or_nan, shown
 from bench.report.page import ReportPage, ReportTable
 from bench.report.svg import Plot, Series
@@ -21,7 +21,7 @@ Stats = dict[str, Any]
 Runs = Sequence[tuple[MeasuredRun, Stats]]
 
 
-def findings(session: Session, about: CommandInfo, *, open_loop: bool) -> Findings:
+def findings(session: Session, *, open_loop: bool) -> Findings:
     """Return the report of a session.
 
     Args:
@@ -32,13 +32,9 @@ def findings(session: Session, about: CommandInfo, *, open_loop: bool) -> Findin
         title="Baton bench: load",
         lead=[_verdict(runs)],
         headline=_table("In short", _HEADLINE, runs) if runs else None,
-        warnings=session.warnings(),
         plots=[*_curves(runs, open_loop), *_distributions(runs)],
         tables=[_table("Throughput", _THROUGHPUT, runs), *_latency_tables(runs)],
         definitions=DEFINITIONS,
-        configuration=about.configuration,
-        machine=about.machine,
-        made=about.made,
     )
     rows = [
         {"point": one.point, "x": one.x, **{key: stats[key] for key in _SUMMARY_KEYS}}

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.commands.command import positive
+from bench.commands.command import add_model_flag, check_context, positive
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
 from bench.systems import ComparedSystem, Machine, abba
-from bench.traffic.load import LoadGenerator
 from bench.traffic.openai_client import OpenAiClient
 from bench.traffic.workload import Workload
 from cli.local import plan
@@ -38,22 +37,19 @@ class SystemsReady:
     context_tokens: int | None  # context length of the model, if the server reports it
 
 
-Block = Callable[
-    [SystemsReady, list[int]], Awaitable[None]
-]  # called with a system and the repeats to run on it
+# Called with a system and the repeats to run on it.
+Block = Callable[[SystemsReady, list[int]], Awaitable[None]]
 
 
-def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="directory or hub id of the model"
-    )
+def add_pair_flags(parser: argparse.ArgumentParser) -> None:
+    add_model_flag(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     count = positive(int)
     add_options(
         parser,
         ("--prefill", count, 1, "P", "prefill nodes of the disaggregated system (1)"),
         ("--decode", count, 1, "D", "its decode nodes (1); the colocated system has P + D nodes"),
-        ("--repeats", count, repeats, "N", f"repeats, systems in turns: A B B A ... ({repeats})"),
+        ("--repeats", count, 4, "N", "repeats, systems in turns: A B B A ... (4)"),
         ("--colocated-flags", str, "", "'FLAGS'", "flags for nodes of the colocated system"),
         ("--disaggregated-flags", str, "", "'FLAGS'", "flags for decode nodes of the other system"),
         ("--start-timeout", positive(float), 900.0, "S", "seconds to start a system (900)"),
@@ -67,11 +63,8 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
 class ComparedPair:
     """The systems to compare for one model on this machine, started one at a time."""
 
-    def __init__(self, program: str, options: argparse.Namespace, node_flags: list[str]) -> None:
+    def __init__(self, program: str, options: argparse.Namespace) -> None:
         """Check the options and the nodes' flags.
-
-        Args:
-            node_flags: flags for every node of every system.
 
         Raises:
             InvalidInput: an option is invalid. Exits if a node would reject its flags.
@@ -82,11 +75,11 @@ class ComparedPair:
             name: tuple(_split(name, getattr(options, f"{name}_flags")))
             for name in (COLOCATED, DISAGGREGATED)
         }
-        settings.read(PrefillConfig, program, [f"--model={self._model}", *node_flags])
+        for_all = tuple(options.node_flags)  # flags for every node of every system
+        settings.read(PrefillConfig, program, [f"--model={self._model}", *for_all])
         for flags in own.values():
-            settings.read(DecodeConfig, program, [f"--model={self._model}", *node_flags, *flags])
+            settings.read(DecodeConfig, program, [f"--model={self._model}", *for_all, *flags])
         self.num_nodes = options.prefill + options.decode
-        for_all = tuple(node_flags)
         self.colocated = ComparedSystem(COLOCATED, 0, self.num_nodes, for_all, own[COLOCATED])
         self.disaggregated = ComparedSystem(
             DISAGGREGATED, options.prefill, options.decode, for_all, own[DISAGGREGATED]
@@ -118,6 +111,29 @@ class ComparedPair:
                     await block(ready, repeats)
                 done()
 
+    async def warm_up(
+        self,
+        session: Session,
+        ready: SystemsReady,
+        work: Workload,
+        requests: int,
+        *longer: Workload,
+    ) -> None:
+        """Send warm-up requests of `work`.
+
+        Raises:
+            InvalidInput: the model's context is too short for `work` or `longer`.
+            UnusableRun: all requests failed.
+        """
+        check_context(ready.context_tokens, max(each.largest for each in (work, *longer)))
+        name, jobs = ready.system.name, work.jobs(WARM_UP_SEED)
+        run = await session.rehearse(
+            f"{name}, warm-up", ready.client.ask, jobs, concurrency=4, requests=requests
+        )
+        if all(outcome.error for outcome in run.outcomes):
+            first = run.outcomes[0]
+            raise UnusableRun(f"{name}: every request failed: {first.error}: {first.detail}")
+
     @asynccontextmanager
     async def _ready(
         self, session: Session, machine: Machine, system: ComparedSystem
@@ -136,28 +152,6 @@ class ComparedPair:
                     session.notes.append(f"{system.name}: {serving.failure}\n{note}")
                     for one in session.measured[begun:]:
                         one.run.ended = None
-
-
-async def warm_up(session: Session, ready: SystemsReady, work: Workload, requests: int) -> None:
-    """Send warm-up requests. Raises UnusableRun if all of them failed."""
-    with session.show.doing(f"{ready.system.name}, warm-up", requests) as tick:
-        load = LoadGenerator(ready.client.ask, lambda _: tick())
-        async with load.measuring():
-            await load.closed_loop(work.jobs(WARM_UP_SEED), concurrency=4, requests=requests)
-    if all(outcome.error for outcome in load.run.outcomes):
-        first = load.run.outcomes[0]
-        raise UnusableRun(
-            f"{ready.system.name}: every request failed: {first.error}: {first.detail}"
-        )
-
-
-def check_context(ready: SystemsReady, tokens: int) -> None:
-    """Check that `tokens` fit the model's context. Raises InvalidInput."""
-    if ready.context_tokens is not None and tokens > ready.context_tokens:
-        raise InvalidInput(
-            f"the model accepts {ready.context_tokens} tokens of prompt and response together, "
-            f"and this load would send up to {tokens}"
-        )
 
 
 def seed_of(seed: int, repeat: int, point: int) -> int:

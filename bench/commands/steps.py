@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.commands.command import EXIT_USAGE, numbers, output_file, positive
+from bench.commands.command import EXIT_USAGE, add_model_flag, numbers, output_file, positive
 from bench.facts import cpu_name, gpu_names
 from bench.session import ProgressView
 from common import settings
@@ -31,9 +31,7 @@ _MAX = 1 << 20
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="directory or hub id of the model"
-    )
+    add_model_flag(parser)
     add_options(
         parser,
         ("--rows", numbers(int, _MAX), _ROWS, "N,N,...", "rows of decode steps (1,2,4,...,256)"),
@@ -50,9 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, node_flags: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Time the steps and write the file. Returns the exit code."""
-    flags = [f"--model={options.model}", *node_flags]
+    flags = [f"--model={options.model}", *options.node_flags]
     config = settings.read(DecodeConfig, PROGRAM, flags).engine
 
     from bench.steps import StepTimer  # imported late: torch takes seconds

@@ -1,7 +1,7 @@
 """The content of a report, and the template that renders it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,13 @@ class ReportPage:
     title: str
     lead: Sequence[str]  # the result, in a sentence or two
     headline: ReportTable | None  # the numbers behind it
-    warnings: Sequence[str]  # caveats of the result
     plots: Sequence[Plot]
     tables: Sequence[ReportTable]
     definitions: Mapping[str, str]
-    configuration: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    made: str  # date and time as text
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()  # caveats of the result
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    made: str = ""  # date and time as text
 
 
 def html(page: ReportPage) -> str:

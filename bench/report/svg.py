@@ -27,7 +27,6 @@ class Series:
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     colour: int = 0
-    dashed: bool = False
     marks: bool = True
 
 
@@ -162,8 +161,7 @@ def _line(series: Series, across: _Axis, up: _Axis, aside: float) -> list[str]:
     if not points:
         return []
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in points)
-    dashes = " dashed" if series.dashed else ""
-    parts = [f'<path class="line {colour}{dashes}" d="M{path}"/>']
+    parts = [f'<path class="line {colour}" d="M{path}"/>']
     for x, low, high in zip(series.xs, series.low, series.high, strict=False):
         if across.has(x) and low is not None and high is not None and up.has(high):
             place = across(x) + aside

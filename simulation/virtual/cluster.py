@@ -89,7 +89,7 @@ class Response:
 
 
 class VirtualNode:
-    """A node as a separate host on the network. See FaultyNode.
+    """A node as a separate host on the network.
 
     Attributes:
         role: current role.
@@ -185,7 +185,7 @@ class VirtualNode:
 
 
 class VirtualCluster:
-    """A running cluster, which `running` makes. See FaultyCluster and OperatedCluster.
+    """A running cluster, which `running` makes.
 
     Attributes:
         nodes: nodes by the names of Scenario.nodes.

@@ -5,12 +5,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Meta
 
 from simulation.node.link import HEALTHY, Wire
+
+if TYPE_CHECKING:
+    from simulation.virtual.cluster import VirtualCluster
 
 ROUTER = "router"
 At = Annotated[float, Meta(ge=0, le=1e6)]
@@ -91,32 +94,6 @@ class Wires:
                 each.reset()
 
 
-class FaultyNode(Protocol):
-    """A node that can fail."""
-
-    async def kill(self) -> None: ...
-
-    def restart(self) -> None: ...
-
-    async def freeze(self, seconds: float) -> None: ...
-
-    async def slow(self, factor: float, seconds: float) -> None: ...
-
-
-class FaultyCluster(Protocol):
-    """A cluster whose parts can fail.
-
-    Attributes:
-        wires: network between its nodes and the router.
-    """
-
-    @property
-    def nodes(self) -> Mapping[str, FaultyNode]: ...
-
-    @property
-    def wires(self) -> Wires: ...
-
-
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A mapping in the scenario file. Unknown keys are rejected by name."""
 
@@ -132,7 +109,7 @@ class Fault(Protocol):
     @property
     def at(self) -> float: ...
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         """Cause the fault, and wait until it ends."""
         ...
 
@@ -148,7 +125,7 @@ class Kill(Record, frozen=True):
     at: At
     restart_s: Seconds | None = None
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         node = cluster.nodes[self.kill]
         await node.kill()
         if self.restart_s is not None:
@@ -165,7 +142,7 @@ class Freeze(Record, frozen=True):
     at: At
     seconds: Seconds
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         await cluster.nodes[self.freeze].freeze(self.seconds)
 
 
@@ -177,7 +154,7 @@ class SlowDevice(Record, frozen=True):
     at: At
     seconds: Seconds
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         await cluster.nodes[self.slow_device].slow(self.factor, self.seconds)
 
 
@@ -188,7 +165,7 @@ class Cut(Record, frozen=True):
     at: At
     seconds: Seconds
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         await cluster.wires.fail(_both(self.cut), Wire(is_cut=True), self.seconds)
 
 
@@ -199,7 +176,7 @@ class HalfOpen(Record, frozen=True):
     at: At
     seconds: Seconds
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         await cluster.wires.fail((self.half_open,), Wire(is_silent=True), self.seconds)
 
 
@@ -211,7 +188,7 @@ class SlowLink(Record, frozen=True):
     at: At
     seconds: Seconds
 
-    async def strike(self, cluster: FaultyCluster) -> None:
+    async def strike(self, cluster: "VirtualCluster") -> None:
         await cluster.wires.fail(_both(self.slow_link), Wire(factor=self.factor), self.seconds)
 
 

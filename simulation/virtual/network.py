@@ -7,7 +7,8 @@ which common/rpc/services.py makes of all methods. Faults of Wires delay, hold o
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -330,7 +331,7 @@ class MemoryCall:
             raise asyncio.InvalidStateError("RPC already finished.")
         if self._half_closed:
             raise asyncio.InvalidStateError("RPC is half closed after calling done_writing.")
-        with _Cancelling(self):
+        with _cancelling(self):
             await self._connection.to_server.room()
         if self.done():
             await self._raise_for_status()
@@ -344,7 +345,7 @@ class MemoryCall:
     async def read(self) -> Any:
         if self._cancelled:
             raise asyncio.CancelledError
-        with _Cancelling(self):
+        with _cancelling(self):
             data = await self._connection.to_client.next()
         if data is None:
             await self._raise_for_status()
@@ -373,18 +374,14 @@ class MemoryCall:
             )
 
 
-class _Cancelling:
-    """A context that cancels the call if its task is cancelled inside, like grpc.aio."""
-
-    def __init__(self, call: MemoryCall) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is asyncio.CancelledError:
-            self._call.cancel()
+@contextmanager
+def _cancelling(call: MemoryCall) -> Iterator[None]:
+    """Cancel the call if its task is cancelled inside, like grpc.aio."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 class MemoryChannel(CallingChannel):

@@ -1,13 +1,16 @@
 """Operators' commands in a scenario: role changes, drains, migrations and pauses."""
 
 import asyncio
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
 
 from common.errors import ConfigError
 from simulation.virtual.faults import At, Record, Seconds, target
+
+if TYPE_CHECKING:
+    from simulation.virtual.cluster import VirtualCluster
 
 Role = Literal["prefill", "decode"]
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -18,20 +21,6 @@ _REFUSALS = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
-
-
-class OperatedCluster(Protocol):
-    """A cluster that executes commands on nodes. Raises AioRpcError if it rejects one."""
-
-    async def set_role(self, node: str, role: str) -> None: ...
-
-    async def drain(self, node: str) -> None: ...
-
-    async def migrate(self, node: str) -> None: ...
-
-    async def pause(self, node: str, mode: str) -> None: ...
-
-    async def resume(self, node: str) -> None: ...
 
 
 @runtime_checkable  # a scenario is checked when it is read
@@ -49,7 +38,7 @@ class TimedCommand(Protocol):
     @property
     def optional(self) -> bool: ...
 
-    async def command(self, cluster: OperatedCluster) -> None:
+    async def command(self, cluster: "VirtualCluster") -> None:
         """Send the command, and wait for its end. Raises AioRpcError if the cluster rejects it."""
         ...
 
@@ -62,7 +51,7 @@ class SetRole(Record, frozen=True):
     at: At
     optional: bool = False
 
-    async def command(self, cluster: OperatedCluster) -> None:
+    async def command(self, cluster: "VirtualCluster") -> None:
         await cluster.set_role(self.set_role, self.role)
 
 
@@ -73,7 +62,7 @@ class Drain(Record, frozen=True):
     at: At
     optional: bool = False
 
-    async def command(self, cluster: OperatedCluster) -> None:
+    async def command(self, cluster: "VirtualCluster") -> None:
         await cluster.drain(self.drain)
 
 
@@ -84,7 +73,7 @@ class Migrate(Record, frozen=True):
     at: At
     optional: bool = False
 
-    async def command(self, cluster: OperatedCluster) -> None:
+    async def command(self, cluster: "VirtualCluster") -> None:
         await cluster.migrate(self.migrate)
 
 
@@ -97,7 +86,7 @@ class Pause(Record, frozen=True):
     seconds: Seconds
     optional: bool = False
 
-    async def command(self, cluster: OperatedCluster) -> None:
+    async def command(self, cluster: "VirtualCluster") -> None:
         try:
             await cluster.pause(self.pause, self.mode)
             await asyncio.sleep(self.seconds)
@@ -119,7 +108,7 @@ def node_of(operation: TimedCommand) -> str:
     return name
 
 
-async def carry_out(operation: TimedCommand, cluster: OperatedCluster) -> None:
+async def carry_out(operation: TimedCommand, cluster: "VirtualCluster") -> None:
     """Execute a command, and wait for its end.
 
     Raises:

@@ -3,7 +3,6 @@
 import pytest
 
 from bench.commands import break_even_report, compare_report
-from bench.commands.command import CommandInfo
 from bench.report.page import write
 from bench.session import MeasuredRun, ProgressView, Session
 from bench.summary import Objectives
@@ -11,8 +10,7 @@ from bench.systems import ComparedSystem
 from bench.traffic.load import LoadRun, RequestOutcome
 from tests.bench.pages import Page
 
-ABOUT = CommandInfo({"seed": 1}, {"cpu": "test"}, "now")
-COLOCATED, REMOTE, LOCAL = (
+SYSTEMS = COLOCATED, REMOTE, LOCAL = (
     ComparedSystem("colocated", 0, 2),
     ComparedSystem("disaggregated", 1, 1),
     ComparedSystem("local", 1, 1),
@@ -63,10 +61,10 @@ def _break_even(
             if gap is not None:
                 alone = _outcome("background", 0.0, 0.01, [gap(arm.name)] * 20)
                 _add(session, arm.name, 0, repeat, [alone])
-    setting = break_even_report.BreakEvenSetting(
-        COLOCATED, REMOTE, LOCAL, lengths, dict.fromkeys(lengths, 2.0), shared_cores
+    rates = dict.fromkeys(lengths, 2.0)
+    return break_even_report.findings(
+        session, SYSTEMS, lengths=lengths, rates=rates, shared_cores=shared_cores
     )
-    return break_even_report.findings(session, ABOUT, setting)
 
 
 def _hop(system, length, repeat):
@@ -151,12 +149,10 @@ def test_an_interrupted_break_even_uses_the_results_that_all_systems_have():
         for length, ttft in ((64, 0.2 if arm is REMOTE else 0.1), (128, 0.1)):
             complete = length == 64 or arm is COLOCATED
             _add(session, arm.name, length, 0, [_outcome("probe", 0.0, ttft)], complete)
-    setting = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (64, 128), {})
-    found = break_even_report.findings(session, ABOUT, setting)
+    found = break_even_report.findings(session, SYSTEMS, lengths=(64, 128), rates={})
     assert "never in the range of 64 to 64 tokens" in found.page.lead[0]
     assert found.summary["local_prefill_max_tokens"]["advice"] is None
-    nothing = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (), {})
-    assert break_even_report.findings(_session(), ABOUT, nothing).page.lead
+    assert break_even_report.findings(_session(), SYSTEMS, lengths=(), rates={}).page.lead
 
 
 def _compared(slow_itl, repeats=3):
@@ -169,8 +165,9 @@ def _compared(slow_itl, repeats=3):
             short = _outcome("", 0.0, 0.1, [0.01, 0.01, slow, 0.01])
             long = _outcome("long", 0.13, 0.03, [0.01])
             _add(session, arm.name, 2.0, repeat, [short, long])
-    setting = compare_report.CompareSetting(COLOCATED, REMOTE, (2.0,), None, True)
-    return compare_report.findings(session, ABOUT, setting)
+    return compare_report.findings(
+        session, (COLOCATED, REMOTE), rates=(2.0,), capacity=None, objectives_given=True
+    )
 
 
 def test_a_comparison_says_better_if_repeats_agree(tmp_path):

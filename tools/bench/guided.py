@@ -35,7 +35,7 @@ from cli.demo import DIRECTORY
 from protos.router_pb2 import GenerateRequest
 from protos.sampling_pb2 import Guide, Sampling
 from tools.bench.support.load import Answer, Client
-from tools.bench.support.record import emit, say, table
+from tools.bench.support.record import emit, parsed, say, show
 from tools.bench.support.systems import as_up
 from tools.demo import structured, tasks
 from tools.demo.tokenizer import CALL, CALL_END
@@ -58,6 +58,7 @@ RANDOM_SIZES = {  # 100 million parameters
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
+INTEGER = {"type": "integer"}
 RECORD = {
     "type": "object",
     "properties": {
@@ -75,21 +76,11 @@ RECORD = {
     "required": ["identifier", "available", "condition", "dimensions"],
     "additionalProperties": False,
 }
-COLUMNS = {
-    "load": "{load}",
-    "streams": "{streams}",
-    "drafts": "{drafts}",
-    "tokens of a step": "{tokens_per_step:.2f}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "ratio": "{ratio:.2f}",
-    "from": "{least:.2f}",
-    "to": "{most:.2f}",
-}
 
 
 @dataclass(frozen=True)
-class Load:
-    """Requests for one model."""
+class DraftedLoad:
+    """Requests for one model, and the flags of the systems that receive them, by their drafts."""
 
     name: str
     model: Path
@@ -98,14 +89,24 @@ class Load:
 
 
 @dataclass
-class Measured:
+class DraftedRounds:
+    """The figures of one system: tokens/s by round, tokens of messages, and responses."""
+
     tokens_per_s: list[float] = field(default_factory=list)
-    messages: list[int] = field(default_factory=list)  # tokens of each message except the first
-    responses: list[list[int]] = field(default_factory=list)
+    messages: list[int] = field(default_factory=list)  # without the first of each response
+    responses: list[list[int]] = field(default_factory=list)  # of the last round
 
 
 def main() -> None:
-    options = _options()
+    options = parsed(
+        "guided",
+        __doc__,
+        ("--draft-models", False, "measure draft models"),
+        ("--noise", 0.3, "noise of a draft model, in standard deviations of its weights"),
+        ("--rounds", 5, "rounds"),
+        ("--requests", 12, "requests of each load in a round"),
+        ("--streams", 1, "requests at a time"),
+    )
     with tempfile.TemporaryDirectory() as directory:
         loads = _drafted_loads if options.draft_models else _loads
         rows = [
@@ -113,54 +114,46 @@ def main() -> None:
             for load in loads(Path(directory), options)
             for row in asyncio.run(_measured(load, options))
         ]
-    table(rows, COLUMNS)
+    show(rows)
     emit("guided", vars(options), rows)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.guided", description=__doc__)
-    parser.add_argument("--draft-models", action="store_true", help="measure draft models")
-    parser.add_argument("--noise", type=float, default=0.3, help="of a draft model (0.3)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=12, help="of each load in a round (12)")
-    parser.add_argument("--streams", type=int, default=1, help="requests at a time (1)")
-    return parser.parse_args()
+def _loads(directory: Path, options: argparse.Namespace) -> Iterator[DraftedLoad]:
+    answer = {"type": "object", "properties": {"answer": INTEGER}, "required": ["answer"]}
+    guide = Guide(json_schema=json.dumps(answer))
+    asked = [_guided(text, guide) for text in _sums(options.requests)]
+    yield DraftedLoad("demo model, JSON", DIRECTORY, asked)
+    random, guide = Random(4), Guide(structural_tag=json.dumps(_call_form()))
+    calls = (structured.called("tools add", *structured.sums(random)) for _ in asked)
+    asked = [_guided(call.prompt, guide) for call in calls]
+    yield DraftedLoad("demo model, tool call", DIRECTORY, asked)
+    guide, sampled = Guide(json_schema=json.dumps(RECORD)), {"max_tokens": 200, "temperature": 1.0}
+    asked = [_guided(f"record {n}", guide, seed=n, **sampled) for n in range(options.requests)]
+    yield DraftedLoad("random weights, schema", _random_model(directory / "random"), asked)
 
 
-def _loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
-    random, count = Random(3), options.requests
-    sums = [(tasks.number(random), tasks.number(random)) for _ in range(count)]
-    answer = {"type": "object", "properties": {"answer": {"type": "integer"}}}
-    guide = Guide(json_schema=json.dumps({**answer, "required": ["answer"]}))
-    asked = [_greedy(structured.sum_as_json(a, b).prompt, guide) for a, b in sums]
-    yield Load("demo model, JSON", DIRECTORY, asked)
-    calls = [structured.sums(random) for _ in range(count)]
-    guide = Guide(structural_tag=json.dumps(_call_form()))
-    asked = [_greedy(structured.called("tools add", a, b).prompt, guide) for a, b in calls]
-    yield Load("demo model, tool call", DIRECTORY, asked)
-    model = _random_model(directory / "random")
-    guide = Guide(json_schema=json.dumps(RECORD))
-    sampling = [
-        Sampling(max_tokens=200, temperature=1.0, seed=n, guide=guide) for n in range(count)
-    ]
-    asked = [GenerateRequest(text=f"record {n}", sampling=each) for n, each in enumerate(sampling)]
-    yield Load("random weights, schema", model, asked)
-
-
-def _drafted_loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
-    random = Random(3)
+def _drafted_loads(directory: Path, options: argparse.Namespace) -> Iterator[DraftedLoad]:
     asked = [
-        GenerateRequest(
-            text=structured.sum_as_json(tasks.number(random), tasks.number(random)).prompt,
-            sampling=Sampling(max_tokens=100, temperature=n % 2, seed=n, ignore_eos=True),
-        )
-        for n in range(options.requests)
+        _guided(text, None, temperature=n % 2, seed=n, ignore_eos=True)
+        for n, text in enumerate(_sums(options.requests))
     ]
     deep = _deep_model(directory / "deep")
     noisy = _noisy_model(directory / "noisy", options.noise)
-    yield Load("the model itself", DIRECTORY, asked, _draft_model(DIRECTORY))
-    yield Load("1/8 of the model", deep, asked, _draft_model(DIRECTORY))
-    yield Load("1/8 of the model, noisy", deep, asked, _draft_model(noisy))
+    yield DraftedLoad("the model itself", DIRECTORY, asked, _draft_model(DIRECTORY))
+    yield DraftedLoad("1/8 of the model", deep, asked, _draft_model(DIRECTORY))
+    yield DraftedLoad("1/8 of the model, noisy", deep, asked, _draft_model(noisy))
+
+
+def _sums(count: int) -> list[str]:
+    random = Random(3)
+    sums = ((tasks.number(random), tasks.number(random)) for _ in range(count))
+    return [structured.sum_as_json(a, b).prompt for a, b in sums]
+
+
+def _guided(text: str, guide: Guide | None, **sampling: Any) -> GenerateRequest:
+    """Return a request, by default greedy and of 100 tokens."""
+    sampled = {"max_tokens": 100, "temperature": 0.0, **sampling}
+    return GenerateRequest(text=text, sampling=Sampling(guide=guide, **sampled))
 
 
 def _draft_model(directory: Path) -> dict[str, tuple[str, ...]]:
@@ -171,7 +164,6 @@ def _draft_model(directory: Path) -> dict[str, tuple[str, ...]]:
 
 def _deep_model(directory: Path) -> Path:
     """Write the demo model with seven layers that add nothing after each of its layers."""
-    config = json.loads((DIRECTORY / "config.json").read_text())
     tensors, deep = load_file(DIRECTORY / _TENSORS), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         found = re.fullmatch(r"(model\.layers\.)(\d+)(\..*)", name)
@@ -180,27 +172,26 @@ def _deep_model(directory: Path) -> Path:
                 name = f"{found[1]}{8 * int(found[2]) + number}{found[3]}"
             idle = number and name.endswith(("o_proj.weight", "down_proj.weight"))
             deep[name] = torch.zeros_like(tensor) if idle else tensor.clone()
-    config["num_hidden_layers"] *= 8
-    config["layer_types"] *= 8
-    return _written(directory, config, deep)
+    return _written(directory, deep, num_layers=8)
 
 
 def _noisy_model(directory: Path, noise: float) -> Path:
     """Write the demo model with noise in its matrices, in multiples of their standard deviation."""
     torch.manual_seed(0)
-    config = json.loads((DIRECTORY / "config.json").read_text())
-    tensors = {
-        name: tensor + noise * tensor.std() * torch.randn_like(tensor)
-        if tensor.dim() > 1
-        else tensor
-        for name, tensor in load_file(DIRECTORY / _TENSORS).items()
-    }
-    return _written(directory, config, tensors)
+    tensors = load_file(DIRECTORY / _TENSORS)
+    for tensor in tensors.values():
+        if tensor.dim() > 1:
+            tensor += noise * tensor.std() * torch.randn_like(tensor)
+    return _written(directory, tensors)
 
 
-def _written(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+def _written(directory: Path, tensors: dict[str, torch.Tensor], num_layers: int = 1) -> Path:
+    """Write the demo model with other tensors. `num_layers`: in place of each of its layers."""
     shutil.copytree(DIRECTORY, directory, ignore=lambda *_: [_TENSORS])
     save_file(tensors, directory / _TENSORS, {"format": "pt"})
+    config = json.loads((DIRECTORY / "config.json").read_text())
+    config["num_hidden_layers"] *= num_layers
+    config["layer_types"] *= num_layers
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -218,39 +209,37 @@ def _random_model(directory: Path) -> Path:
     return directory
 
 
-def _greedy(prompt: str, guide: Guide) -> GenerateRequest:
-    return GenerateRequest(
-        text=prompt, sampling=Sampling(max_tokens=100, temperature=0.0, guide=guide)
-    )
-
-
 def _call_form() -> dict[str, Any]:
-    integers = {name: {"type": "integer"} for name in ("a", "b")}
-    arguments = {"type": "object", "properties": integers, "required": ["a", "b"]}
+    """Return the structural tag of a call of the tool with two integers."""
+    arguments = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
     call = {
         "type": "object",
-        "properties": {"name": {"const": structured.TOOL}, "arguments": arguments},
+        "properties": {
+            "name": {"const": structured.TOOL},
+            "arguments": {**arguments, "required": ["a", "b"]},
+        },
         "required": ["name", "arguments"],
     }
     content = {"type": "json_schema", "json_schema": call}
-    ends = {"begin": f"{CALL}\n", "end": f"\n{CALL_END}"}
-    return {"type": "structural_tag", "format": {"type": "tag", "content": content, **ends}}
+    tag = {"type": "tag", "begin": f"{CALL}\n", "content": content, "end": f"\n{CALL_END}"}
+    return {"type": "structural_tag", "format": tag}
 
 
-async def _measured(load: Load, options: argparse.Namespace) -> list[dict[str, Any]]:
+async def _measured(load: DraftedLoad, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the load on all systems in turns. Returns a row for each system."""
     say(f"{load.name} ...")
-    found = {name: Measured() for name in load.drafts}
+    found = {name: DraftedRounds() for name in load.drafts}
     async with contextlib.AsyncExitStack() as exits:
-        targets = {}
+        clients = {}
         for name, flags in load.drafts.items():
             flags = ("--engine.dtype", "float32", *flags)
             system = await exits.enter_async_context(as_up("colocated", load.model, flags))
-            targets[name] = system.target
-        for target in targets.values():  # compiles the grammar, and warms up
-            await _round(target, load.requests, options.streams, Measured())
+            clients[name] = await exits.enter_async_context(Client(system.target))
+        for client in clients.values():  # compiles the grammar, and warms up
+            await _round(client, load.requests, options.streams, DraftedRounds())
         for turn in range(options.rounds):
             for name in [*load.drafts][:: 1 if turn % 2 else -1]:
-                await _round(targets[name], load.requests, options.streams, found[name])
+                await _round(clients[name], load.requests, options.streams, found[name])
     plain = found["none"]
     rows = []
     for name, measured in found.items():
@@ -274,22 +263,20 @@ async def _measured(load: Load, options: argparse.Namespace) -> list[dict[str, A
 
 
 async def _round(
-    target: str, requests: Sequence[GenerateRequest], streams: int, measured: Measured
+    client: Client, requests: Sequence[GenerateRequest], streams: int, measured: DraftedRounds
 ) -> None:
     """Run all requests once, `streams` at a time."""
-    waiting, answers = list(enumerate(requests)), dict[int, Answer]()
-    async with Client(target) as client:
+    limit = asyncio.Semaphore(streams)
 
-        async def stream() -> None:
-            while waiting:
-                number, request = waiting.pop(0)
-                answers[number] = await client.generate(request)
-                measured.messages += answers[number].chunk_tokens[1:]
+    async def one(request: GenerateRequest) -> Answer:
+        async with limit:
+            return await client.generate(request)
 
-        began = time.perf_counter()
-        await asyncio.gather(*(stream() for _ in range(streams)))
-        took_s = time.perf_counter() - began
-    measured.responses = [answers[number].token_ids for number in range(len(requests))]
+    began = time.perf_counter()
+    answers = await asyncio.gather(*map(one, requests))
+    took_s = time.perf_counter() - began
+    measured.messages += [n for answer in answers for n in answer.chunk_tokens[1:]]
+    measured.responses = [answer.token_ids for answer in answers]
     measured.tokens_per_s.append(sum(map(len, measured.responses)) / took_s)
 
 

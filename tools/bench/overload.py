@@ -33,7 +33,7 @@ from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import Lengths, Workload, WorkloadRequest
 from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.load import Client
-from tools.bench.support.record import emit, percentiles, say, table
+from tools.bench.support.record import emit, parsed, percentiles, say, show
 from tools.bench.support.systems import System, cpu_seconds_of, serving
 
 MODEL: dict[str, Any] = {  # slow enough that a core is free for the clients and the router
@@ -45,6 +45,7 @@ MODEL: dict[str, Any] = {  # slow enough that a core is free for the clients and
     "head_dim": 32,
     "max_position_embeddings": 8192,
 }
+FLAGS = ("--device=cpu", "--dtype=float32")
 CLASSES = {"short": 6.0, "usual": 12.0, "long": 24.0}  # budgets in seconds
 PATIENT = "patient"
 BUDGETS_S = {**CLASSES, PATIENT: 600.0}
@@ -54,72 +55,42 @@ PROMPT_S = 0.05  # time limit of a rejection
 REFUSED = "RESOURCE_EXHAUSTED"
 MORE = 1.05  # factor of throughput that justifies more callers
 ROUNDS = 4  # maximum rounds of the search for capacity
+STREAMS = 24  # of the first loop that looks for capacity
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 16
 GOALS = {"goodput": 0.85, "ttft": 2.0, "refusals": PROMPT_S, "normal": 2.0}
-COLUMNS = {
-    "load": "{load}",
-    "sent/s": "{sent_per_s:.1f}",
-    "in time/s": "{good_per_s:.1f}",
-    "TTFT ms p50": "{ttft_ms[p50]:.0f}",
-    "p99": "{ttft_ms[p99]:.0f}",
-    "refused": "{refused:.0%}",
-    "rejected in ms p50": "{refusal_ms[p50]:.1f}",
-    "p99 ": "{refusal_ms[p99]:.1f}",
-    "late": "{late}",
-    "failed": "{failed}",
-    "node cores": "{node_cores:.2f}",
-}
 
 
 def main() -> None:
-    uvloop.run(_run(_options()))
+    options = parsed(
+        "overload",
+        __doc__,
+        ("--mode", "disaggregated", "disaggregated | colocated"),
+        ("--router-flags", "", "more flags of the router, in one string"),
+        ("--times", 5.0, "overload, relative to the capacity"),
+        ("--seconds", 20.0, "seconds of each load"),
+        ("--seed", 1, "seed of prompts and arrivals"),
+    )
+    uvloop.run(_run(options))
 
 
 async def _run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as made:
-        model = Path(options.model or made)
-        if not options.model:
-            make_checkpoint(model, **MODEL)
-        flags = [f"--device={options.device}", "--dtype=float32"]
+        model = make_checkpoint(Path(made), **MODEL)
         router_flags = shlex.split(options.router_flags)
-        async with serving(options.mode, model, flags, router_flags=router_flags) as system:
+        async with serving(options.mode, model, FLAGS, router_flags=router_flags) as system:
             rows, normal_s = await _measure(system, options)
             by_nodes = await _refused_by_nodes(system)
-    table(rows, COLUMNS)
-    met = _goals(rows, normal_s)
-    for name, (value, goal) in met.items():
-        say(f"{name}: {value:.2f} (goal {goal:g})")
-    per_core = [row["good_per_s"] / row["node_cores"] for row in (rows[0], rows[2])]
-    share = per_core[1] / per_core[0]
-    say(f"answers in time for each second of the nodes' CPU, against capacity: {share:.2f}")
-    say(
-        f"the router waited {rows[2]['router_waited_s']:.1f} s for a core in the overload and after"
-    )
+    show(rows)
+    goals = _goals(rows, normal_s)
+    for name, value in goals.items():
+        say(f"{name}: {value:.2f} (goal {GOALS[name]:g})")
+    capacity, _, over = (row["good_per_s"] / row["node_cores"] for row in rows[:3])
+    per_cpu = over / capacity
+    say(f"answers in time for each second of the nodes' CPU, against capacity: {per_cpu:.2f}")
+    waited_s = rows[2]["router_waited_s"]
+    say(f"the router waited {waited_s:.1f} s for a core in the overload and after")
     say(f"refused by nodes, where the router had let them pass: {by_nodes}")
-    goals = {name: round(value, 3) for name, (value, _) in met.items()}
     emit("overload", vars(options), rows, goals=goals, refused_by_nodes=by_nodes)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.overload", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--mode", choices=("disaggregated", "colocated"), default="disaggregated")
-    parser.add_argument(
-        "--model", help="checkpoint directory; default: a tiny one made on the spot"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu | cuda:N")
-    parser.add_argument(
-        "--router-flags", default="", help="more flags of the router, in one string"
-    )
-    parser.add_argument("--times", type=float, default=5.0, help="capacity, of the overload")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument(
-        "--streams", type=int, default=24, help="of the first loop that looks for capacity"
-    )
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
 
 
 async def _measure(
@@ -131,21 +102,22 @@ async def _measure(
     """
     seconds, seed = options.seconds, options.seed
     async with Client(system.target, BUDGETS_S) as caller:
-        patient, jobs = _jobs(options, (PATIENT,)), _jobs(options, SHARES)
+        patient, jobs = _jobs(seed + 1, (PATIENT,)), _jobs(seed + len(SHARES), SHARES)
         pids = [pid for node in await system.nodes() for pid in node.pids]
-        found = await _capacity(caller, patient, options.streams, seconds / 2, pids)
+        found = await _capacity(caller, patient, seconds / 2, pids)
         rate = found["good_per_s"]
-        cores = asyncio.create_task(_cores(pids, seconds))
-        usual = await _open(caller, jobs, _arrivals(rate, seed, 0, seconds))
-        at_capacity = _row("1 x", usual, 0, seconds, await cores)
+        usual, (usual_cores,) = await _open(
+            caller, jobs, _arrivals(rate, seed, 0, seconds), pids, seconds
+        )
         over = _arrivals(options.times * rate, seed + 1, 0, seconds)
         after = _arrivals(rate / 2, seed + 2, seconds, seconds / 2)
         waited_s = -_waited_s(system)
-        then = asyncio.create_task(_cores_then(pids, seconds, seconds / 2))
-        outcomes = await _open(caller, jobs, chain(over, after))
+        outcomes, (over_cores, after_cores) = await _open(
+            caller, jobs, chain(over, after), pids, seconds, seconds / 2
+        )
         waited_s += _waited_s(system)
+    at_capacity = _row("1 x", usual, 0, seconds, usual_cores)
     load = f"{options.times:g} x"
-    over_cores, after_cores = await then
     whole = _row(load, outcomes, 0, seconds, over_cores)
     rows = [found, at_capacity, whole | {"router_waited_s": waited_s}]
     for name in CLASSES:
@@ -157,10 +129,10 @@ async def _measure(
     return rows, max([0.0, *odd])
 
 
-def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[WorkloadRequest]:
-    prompt, output = Lengths.fixed(options.prompt_tokens), Lengths.fixed(options.output_tokens)
-    jobs = Workload(prompt, output).jobs(options.seed + len(groups))  # distinct by load
-    return (dataclasses.replace(job, group=group) for job, group in zip(jobs, cycle(groups)))
+def _jobs(seed: int, groups: Sequence[str]) -> Iterator[WorkloadRequest]:
+    work = Workload(Lengths.fixed(PROMPT_TOKENS), Lengths.fixed(OUTPUT_TOKENS))
+    jobs = zip(work.jobs(seed), cycle(groups))
+    return (dataclasses.replace(job, group=group) for job, group in jobs)
 
 
 def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterator[float]:
@@ -170,11 +142,7 @@ def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterato
 
 
 async def _capacity(
-    caller: Client,
-    jobs: Iterator[WorkloadRequest],
-    callers: int,
-    seconds: float,
-    pids: Sequence[int],
+    caller: Client, jobs: Iterator[WorkloadRequest], seconds: float, pids: Sequence[int]
 ) -> dict[str, Any]:
     """Return the row of the closed loop with the most responses.
 
@@ -182,6 +150,7 @@ async def _capacity(
     responses are late and come all together.
     """
     best: dict[str, Any] = {}
+    callers = STREAMS
     for _ in range(ROUNDS):
         load = LoadGenerator(caller.ask)
         cores = asyncio.create_task(_cores(pids, 1.5 * seconds))
@@ -189,7 +158,8 @@ async def _capacity(
             async with load.measuring(), asyncio.timeout(1.5 * seconds):
                 await load.closed_loop(jobs, concurrency=callers)
         outcomes = load.run.outcomes
-        row = _row(f"{callers} callers", outcomes, seconds / 2, 1.5 * seconds, await cores)
+        (used,) = await cores
+        row = _row(f"{callers} callers", outcomes, seconds / 2, 1.5 * seconds, used)
         say(f"{row['load']}: {row['good_per_s']:.2f} answers/s")
         if best and row["good_per_s"] < MORE * best["good_per_s"]:
             break
@@ -198,12 +168,18 @@ async def _capacity(
 
 
 async def _open(
-    caller: Client, jobs: Iterator[WorkloadRequest], due: Iterator[float]
-) -> list[RequestOutcome]:
+    caller: Client,
+    jobs: Iterator[WorkloadRequest],
+    due: Iterator[float],
+    pids: Sequence[int],
+    *seconds: float,
+) -> tuple[list[RequestOutcome], list[float]]:
+    """Run an open loop. Returns its outcomes, and the nodes' cores in consecutive intervals."""
+    cores = asyncio.create_task(_cores(pids, *seconds))
     load = LoadGenerator(caller.ask)
     async with load.measuring():
         await load.open_loop(jobs, due, max_in_flight=100_000)
-    return load.run.outcomes
+    return load.run.outcomes, await cores
 
 
 def _row(
@@ -234,17 +210,14 @@ def _row(
     }
 
 
-async def _cores(pids: Sequence[int], seconds: float) -> float:
-    """Return the cores that the nodes use in the next `seconds` seconds."""
-    before = sum(map(cpu_seconds_of, pids))
-    await asyncio.sleep(seconds)
-    return (sum(map(cpu_seconds_of, pids)) - before) / seconds
-
-
-async def _cores_then(
-    pids: Sequence[int], seconds: float, then_seconds: float
-) -> tuple[float, float]:
-    return await _cores(pids, seconds), await _cores(pids, then_seconds)
+async def _cores(pids: Sequence[int], *intervals_s: float) -> list[float]:
+    """Return the cores that the nodes use in each of the next intervals."""
+    used = []
+    for seconds in intervals_s:
+        before = sum(map(cpu_seconds_of, pids))
+        await asyncio.sleep(seconds)
+        used.append((sum(map(cpu_seconds_of, pids)) - before) / seconds)
+    return used
 
 
 def _waited_s(system: System) -> float:
@@ -261,14 +234,16 @@ async def _refused_by_nodes(system: System) -> dict[str, int]:
     }
 
 
-def _goals(rows: Sequence[dict[str, Any]], normal_s: float) -> dict[str, tuple[float, float]]:
+def _goals(rows: Sequence[dict[str, Any]], normal_s: float) -> dict[str, float]:
+    """Return the figures that have a goal, see GOALS."""
     found, usual, over = rows[:3]
-    return {
-        "goodput": (over["good_per_s"] / found["good_per_s"], GOALS["goodput"]),
-        "ttft": (over["ttft_ms"]["p99"] / usual["ttft_ms"]["p99"], GOALS["ttft"]),
-        "refusals": (over["refusal_ms"]["p99"] / 1e3, GOALS["refusals"]),
-        "normal": (normal_s, GOALS["normal"]),
+    figures = {
+        "goodput": over["good_per_s"] / found["good_per_s"],
+        "ttft": over["ttft_ms"]["p99"] / usual["ttft_ms"]["p99"],
+        "refusals": over["refusal_ms"]["p99"] / 1e3,
+        "normal": normal_s,
     }
+    return {name: round(figure, 3) for name, figure in figures.items()}
 
 
 if __name__ == "__main__":

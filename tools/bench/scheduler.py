@@ -12,26 +12,24 @@ For comparison: vLLM 0.33's scheduler alone (schedule and update_from_output) ne
 request, 1850 us at 64, 6600 us at 256, and 39000 us at 1024 requests on such a machine.
 """
 
-import argparse
 import gc
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from bench.steps import SchedulingRole, random_request
 from common.config import EngineConfig, SchedulerConfig
 from common.page_tables import PageTables
-from common.request import RequestSpec
-from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import no_adapters
-from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
+from engine.batch.batch import BatchResult, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.batch.forward import BatchBuilder
 from engine.batch.limits import RequestLimits
-from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes, upload
 from engine.core import CoreShape, EngineCore
@@ -40,11 +38,11 @@ from engine.runner.launch_message import encode
 from engine.runner.runner import StepBuilder
 from engine.runner.step import Step
 from engine.sampling.composition import every_feature
+from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
-from tools.bench.support import record
+from tools.bench.support.record import emit, parsed, say, show
 
-BATCH_SIZES = (1, 64, 256, 1024)
-GOAL_US = {1: 60, 64: 180, 256: 400, 1024: 1500}
+GOAL_US = {1: 60, 64: 180, 256: 400, 1024: 1500}  # by batch size
 STRETCH_US = {1: 40, 64: 80, 256: 150, 1024: 400}
 PAGE_SIZE = 16
 PROMPT_TOKENS = 128
@@ -85,69 +83,25 @@ class _NullRunner:
         return _NullLaunched(batch)
 
 
-@dataclass(eq=False)
-class _BenchRole:
-    """An engine role that only schedules."""
+class _CountingRole(SchedulingRole):
+    num_tokens = 0
 
-    scheduler: Scheduler
-    num_tokens: int = 0
-    inbox: list[Request] = field(default_factory=list)
-
-    def poll(self) -> None:
-        while self.inbox:
-            self.scheduler.add(self.inbox.pop())
-        self.scheduler.expire()
-
-    def next_batch(self) -> ScheduleBatch | None:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        self.num_tokens += len(self.scheduler.finish(batch, result).tokens)
-
-    def idle(self) -> None:
-        raise AssertionError("there is work")
+    def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
+        self.num_tokens += len(outcome.tokens)
 
 
 def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     """Return microseconds of thread CPU time per decode step of `batch_size` requests."""
     length = PROMPT_TOKENS + steps + WARM_UP + 10
-    num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
-    config = SchedulerConfig(  # decoding starts after all prompts are computed
-        max_running_requests=batch_size, max_queued_requests=batch_size, mixed_chunk=False
-    )
-    tables = PageTables(PAGE_SIZE)
-    core = EngineCore.make(
-        EngineConfig(model="none", scheduler=config),
-        CoreShape(tables, length, num_pages),
-        RequestLimits(length, VOCABULARY, tables, num_pages, eos_token_ids=(EOS,)),
-    )
-    scheduler = Scheduler(config, core, lambda request, pages: None)
-    features = every_feature(core.table, VOCABULARY, (EOS,), torch.device("meta"))
-    builder = StepBuilder(core.table, features, no_adapters(core.table))
-    role, runner = _BenchRole(scheduler), _NullRunner(builder)
-    rng = np.random.default_rng(0)
+    role, runner = _node(batch_size, length)
+    rng, temperature = np.random.default_rng(0), 0.0 if greedy else 1.0
     for key in range(batch_size):
         # Different lengths, so that the usual number of requests needs a page in each step.
-        num_tokens = PROMPT_TOKENS - key % PAGE_SIZE
-        role.inbox.append(
-            Request.of(
-                RequestSpec(
-                    token_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32).tobytes(),
-                    sampling=SamplingParams(
-                        max_tokens=length, seed=key, temperature=0.0 if greedy else 1.0
-                    ),
-                ),
-                key=key,
-                deadline=time.monotonic() + 3600,
-                arrived=0.0,
-                origin=(1, key),
-            )
-        )
+        tokens = PROMPT_TOKENS - key % PAGE_SIZE
+        role.scheduler.add(random_request(key, rng, tokens, VOCABULARY, length, temperature))
     loop = EventLoop(role, runner)
-    in_flight = None
-    while len(in_flight.batch.slots if in_flight else ()) < batch_size or (
-        scheduler.queues()["waiting"] or in_flight is None
-    ):
+    in_flight: LaunchedBatch | None = None
+    while in_flight is None or len(in_flight.batch.slots) < batch_size:
         in_flight = loop.step(in_flight)
     for _ in range(WARM_UP):
         in_flight = loop.step(in_flight)
@@ -166,27 +120,44 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     return {
         "sampling": "greedy" if greedy else "random",
         "batch": batch_size,
-        "step_us": round(statistics.median(durations) * 1e6, 1),
+        "step_us": _median_us(durations),
         "p90_us": round(statistics.quantiles(durations, n=10)[-1] * 1e6, 1),
-        "tensors_us": round(statistics.median(building) * 1e6, 1),
+        "tensors_us": _median_us(building),
         "goal_us": GOAL_US[batch_size],
         "stretch_us": STRETCH_US[batch_size],
     }
 
 
+def _node(batch_size: int, length: int) -> tuple[_CountingRole, _NullRunner]:
+    """Return a node for requests of `length` tokens that decodes when all prompts are computed."""
+    num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
+    config = SchedulerConfig(
+        max_running_requests=batch_size, max_queued_requests=batch_size, mixed_chunk=False
+    )
+    tables = PageTables(PAGE_SIZE)
+    core = EngineCore.make(
+        EngineConfig(model="none", scheduler=config),
+        CoreShape(tables, length, num_pages),
+        RequestLimits(length, VOCABULARY, tables, num_pages, eos_token_ids=(EOS,)),
+    )
+    features = every_feature(core.table, VOCABULARY, (EOS,), torch.device("meta"))
+    builder = StepBuilder(core.table, features, no_adapters(core.table))
+    scheduler = Scheduler(config, core, lambda request, pages: None)
+    return _CountingRole(scheduler), _NullRunner(builder)
+
+
 def measure_tensors(name: str, steps: int) -> dict[str, Any]:
     """Return microseconds of CPU time for the tensors of a decode step."""
     ends = np.array(CONTEXTS[name], np.int32)
-    table = SlotTable(len(ends), int(ends.max()), PAGE_SIZE)
-    pages = np.arange(table.page_table.size, dtype=np.int32)
-    table.page_table[:] = pages.reshape(table.page_table.shape)
-    table.known[:] = ends
-    builder = BatchBuilder(table)
-    slots = np.arange(len(ends), dtype=np.int32)
+    slots = SlotTable(len(ends), int(ends.max()), PAGE_SIZE)
+    pages = np.arange(slots.page_table.size, dtype=np.int32)
+    slots.page_table[:] = pages.reshape(slots.page_table.shape)
+    slots.known[:] = ends
+    builder = BatchBuilder(slots)
     batch = ScheduleBatch(
         step=1,
         mode=ForwardMode.DECODE,
-        slots=slots,
+        slots=np.arange(len(ends), dtype=np.int32),
         starts=ends - 1,
         ends=ends,
         samples=np.ones(len(ends), np.bool_),
@@ -206,50 +177,29 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
         building.append(built - began)
     return {
         "contexts": name,
-        "tensors_us": round(statistics.median(building) * 1e6, 1),
-        "packing_us": round(statistics.median(packing) * 1e6, 1),
-        "encoding_us": round(statistics.median(encoding) * 1e6, 1),
+        "tensors_us": _median_us(building),
+        "packing_us": _median_us(packing),
+        "encoding_us": _median_us(encoding),
         "least_encoding_us": round(min(encoding) * 1e6, 1),
         "bytes": num_bytes,
     }
 
 
+def _median_us(seconds: Sequence[float]) -> float:
+    return round(statistics.median(seconds) * 1e6, 1)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    steps = parser.parse_args().steps
-    rows = [
-        measure(batch_size, steps, greedy=greedy)
-        for greedy in (True, False)
-        for batch_size in BATCH_SIZES
-    ]
-    columns = {
-        "sampling": "{sampling}",
-        "batch": "{batch}",
-        "us/step": "{step_us:.0f}",
-        "p90": "{p90_us:.0f}",
-        "of it tensors": "{tensors_us:.0f}",
-        "goal": "{goal_us}",
-        "stretch": "{stretch_us}",
-    }
-    record.table(rows, columns)
-    first, last = rows[0], rows[len(BATCH_SIZES) - 1]
+    steps = parsed("scheduler", __doc__, ("--steps", 400, "steps of each kind")).steps
+    rows = [measure(size, steps, greedy=greedy) for greedy in (True, False) for size in GOAL_US]
+    show(rows)
+    first, last = rows[0], rows[len(GOAL_US) - 1]
     growth = (last["step_us"] - first["step_us"]) / (last["batch"] - first["batch"])
-    record.say(f"growth, greedy: {growth:.2f} us per request")
+    say(f"growth, greedy: {growth:.2f} us per request")
     contexts = [measure_tensors(name, steps) for name in CONTEXTS]
-    columns = {
-        "contexts": "{contexts}",
-        "us of tensors": "{tensors_us:.0f}",
-        "of packing": "{packing_us:.0f}",
-        "of encoding": "{encoding_us:.0f}",
-        "least": "{least_encoding_us:.0f}",
-        "bytes to the device": "{bytes}",
-    }
-    record.table(contexts, columns)
+    show(contexts)
     config = {"steps": steps, "page_size": PAGE_SIZE, "prompt_tokens": PROMPT_TOKENS}
-    record.emit(
-        "scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3)
-    )
+    emit("scheduler", config, rows, contexts=contexts, growth_us_per_request=round(growth, 3))
 
 
 if __name__ == "__main__":

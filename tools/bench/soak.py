@@ -1,32 +1,33 @@
 """Check for leaks: memory, descriptors and threads of each process under a steady load with tiers.
 
-    python -m tools.bench.soak [--minutes 30] [--share 0.7] [--opening 384] [--pages 160]
+    python -m tools.bench.soak [--minutes 30] [--pages 160]
 
 A router, a prefill node and a decode node run on this machine's cores, with random weights of
 Qwen3's shape. Their page pools and their host memory are too small for the requested documents.
-Files are the tier below. First the bench measures the throughput with `--clients` clients in a
-closed loop. Then `--share` of that rate arrives as a Poisson process for `--minutes`. The first
-quarter is left out, because caches and allocators fill.
+Files are the tier below. First the bench measures the throughput of a closed loop. Then a share of
+that rate arrives as a Poisson process for `--minutes`. The first quarter is left out, because
+caches and allocators fill.
 
 A figure is flat if its median grows by no more than this from the second quarter to the last: a
 twentieth and 8 MiB for memory, 2 for descriptors and for threads.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
+from bench.traffic.workload import WorkloadRequest
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, children_of
-from tools.bench.support import record
+from tests.support.cluster import children_of
+from tools.bench.support.load import Client
 from tools.bench.support.models import QWEN3_450M
+from tools.bench.support.record import emit, parsed, say, show
+from tools.bench.support.systems import System, serving
 
 MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of a millisecond
     "hidden_size": 512,
@@ -38,50 +39,26 @@ MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third of
 }
 SAMPLE_S = 5.0
 CALIBRATION_S = 30.0
+CLIENTS = 8  # of the closed loop
+SHARE = 0.7  # of its rate, which then arrives
+NUM_DOCUMENTS, DOCUMENT_TOKENS, ANSWER_TOKENS = 16, 384, 16
+HOST_BYTES, FILE_BYTES = 32 << 20, 512 << 20
 GROWTH = {"rss_mib": (1.05, 8.0), "descriptors": (1.0, 2.0), "threads": (1.0, 2.0)}
 
-
-@dataclass(slots=True)
-class _Load:
-    cluster: Cluster
-    documents: Sequence[Sequence[int]]
-    draw: Random
-    answer: int
-    num_done: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    async def one(self) -> None:
-        """Ask a question about one of the documents. Only the length of the response matters."""
-        document = self.draw.choice(self.documents)
-        prompt = [*document, *self.draw.choices(range(2, 250), k=self.draw.randrange(8, 64))]
-        try:
-            answer = await self.cluster.generate(prompt, max_tokens=self.answer, ignore_eos=True)
-            if len(answer.token_ids) != self.answer:
-                self.failures.append(f"an answer has {len(answer.token_ids)} tokens")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run says so
-            self.failures.append(repr(error))
-        self.num_done += 1
-
-    async def without_pause(self, seconds: float, clients: int) -> float:
-        """Run a closed loop. Returns the responses per second."""
-        began, before = time.monotonic(), self.num_done
-
-        async def client() -> None:
-            while time.monotonic() - began < seconds:
-                await self.one()
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-        return (self.num_done - before) / (time.monotonic() - began)
-
-    async def steadily(self, rate: float, until: float) -> None:
-        async with asyncio.TaskGroup() as asked:
-            while time.monotonic() < until:
-                asked.create_task(self.one())
-                await asyncio.sleep(self.draw.expovariate(rate))
+Sample = dict[str, dict[str, float]]  # the figures of GROWTH by process
 
 
-def _sample(programs: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    return {name: _of_process(Path(f"/proc/{pid}")) for name, pid in programs.items()}
+def _questions() -> Iterator[WorkloadRequest]:
+    """Yield questions about one of the documents. Only the length of the responses matters."""
+    draw = Random(11)
+    documents = [draw.choices(range(2, 250), k=DOCUMENT_TOKENS) for _ in range(NUM_DOCUMENTS)]
+    while True:
+        question = draw.choices(range(2, 250), k=draw.randrange(8, 64))
+        yield WorkloadRequest((*draw.choice(documents), *question), ANSWER_TOKENS)
+
+
+def _sample(pids: Mapping[str, int]) -> Sample:
+    return {name: _of_process(Path(f"/proc/{pid}")) for name, pid in pids.items()}
 
 
 def _of_process(place: Path) -> dict[str, float]:
@@ -93,48 +70,57 @@ def _of_process(place: Path) -> dict[str, float]:
     }
 
 
-def _programs(cluster: Cluster) -> dict[str, int]:
+async def _pids(system: System) -> dict[str, int]:
     """Return the pid of every process by name."""
-    named = {"router": cluster.router_pid}
-    for at, pid in enumerate(children_of(cluster.router_pid)):
+    named = {"router": system.router_pid}
+    for at, pid in enumerate(children_of(system.router_pid)):
         named[f"router's {at}"] = pid
-    for node in cluster.nodes:
-        named[node.program.name] = node.child.pid
-        for pid in children_of(node.child.pid):
-            named[f"{node.program.name}'s engine"] = pid
+    for node in await system.nodes():
+        named |= {f"{node.role} process {at}": pid for at, pid in enumerate(node.pids)}
     return named
 
 
-async def measure(options: argparse.Namespace) -> tuple[_Load, list[dict[str, Any]], float]:
-    draw = Random(11)
-    documents = [draw.choices(range(2, 250), k=options.opening) for _ in range(options.documents)]
-    samples: list[dict[str, dict[str, float]]] = []
+async def measure(minutes: float, pages: int) -> tuple[LoadRun, list[dict[str, Any]], float]:
+    """Return the steady load, the row of each process, and the rate of the closed loop."""
     with tempfile.TemporaryDirectory(prefix="baton-soak-") as directory:
         flags = (
-            f"--engine.cache.num-pages={options.pages}",
+            "--device=cpu",
+            "--dtype=float32",
+            f"--engine.cache.num-pages={pages}",
             "--engine.threads=1",
-            f"--engine.offload.cpu-bytes={options.host_mib << 20}",
+            f"--engine.offload.cpu-bytes={HOST_BYTES}",
             f"--engine.offload.disk-dir={directory}/pages",
-            f"--engine.offload.disk-bytes={options.file_mib << 20}",
+            f"--engine.offload.disk-bytes={FILE_BYTES}",
         )
         model = make_checkpoint(Path(directory) / "model", **MODEL)
-        async with Cluster(model, Path(directory) / "logs", node_flags=flags) as cluster:
-            load = _Load(cluster, documents, draw, options.answer)
-            most = await load.without_pause(CALIBRATION_S, options.clients)
-            record.say(f"{most:.2f} requests a second without a pause")
-            programs, until = _programs(cluster), time.monotonic() + 60 * options.minutes
+        router_flags = ("--max-queue-fraction=1",)  # no request is rejected for a long queue
+        async with (
+            serving("disaggregated", model, flags, router_flags=router_flags) as system,
+            Client(system.target) as client,
+        ):
+            questions = _questions()
+            closed, steady = LoadGenerator(client.ask), LoadGenerator(client.ask)
+            async with closed.measuring():
+                await closed.closed_loop(questions, concurrency=CLIENTS, duration_s=CALIBRATION_S)
+            most = len(closed.run.outcomes) / closed.run.wall_s
+            say(f"{most:.2f} requests a second without a pause")
+            arrivals = until(poisson(SHARE * most, 1), count=None, duration_s=60 * minutes)
+            samples, pids = list[Sample](), await _pids(system)
+            watching = asyncio.create_task(_watch(pids, samples))
+            async with steady.measuring():
+                await steady.open_loop(questions, arrivals, max_in_flight=1024)
+            watching.cancel()
+            samples.append(_sample(pids))
+    return steady.run, _rows(samples), most
 
-            async def watch() -> None:
-                while time.monotonic() < until:
-                    samples.append(_sample(programs))
-                    await asyncio.sleep(SAMPLE_S)
 
-            await asyncio.gather(load.steadily(options.share * most, until), watch())
-            samples.append(_sample(programs))
-    return load, _rows(samples), most
+async def _watch(pids: Mapping[str, int], samples: list[Sample]) -> None:
+    while True:
+        samples.append(_sample(pids))
+        await asyncio.sleep(SAMPLE_S)
 
 
-def _rows(samples: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
+def _rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return each process's medians in the second and the last quarter, and if they are flat."""
     quarter = max(1, len(samples) // 4)
     rows = []
@@ -152,36 +138,20 @@ def _rows(samples: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--share", type=float, default=0.7, help="of what they can")
-    parser.add_argument("--clients", type=int, default=8, help="while that is found out")
-    parser.add_argument("--documents", type=int, default=16)
-    parser.add_argument("--opening", type=int, default=384, help="tokens of a document")
-    parser.add_argument("--answer", type=int, default=16, help="tokens")
-    parser.add_argument("--pages", type=int, default=160, help="of 16 tokens, on the device")
-    parser.add_argument("--host-mib", type=int, default=32)
-    parser.add_argument("--file-mib", type=int, default=512)
-    options = parser.parse_args()
-    load, rows, most = asyncio.run(measure(options))
-    columns = {"": "{program}", "MiB": "{rss_mib_before:.0f}", "at last": "{rss_mib_after:.0f}"}
-    columns |= {"descriptors": "{descriptors_before:.0f}", "then": "{descriptors_after:.0f}"}
-    columns |= {"threads": "{threads_before:.0f}", "later": "{threads_after:.0f}", "flat": "{flat}"}
-    record.table(rows, columns)
-    record.say(f"{load.num_done} requests, {len(load.failures)} failed: {load.failures[:3]}")
-    flat = all(row["flat"] for row in rows)
-    record.emit(
+    options = parsed(
         "soak",
-        vars(options),
-        rows,
-        rate=round(most, 2),
-        requests=load.num_done,
-        failed=len(load.failures),
-        flat=flat,
+        __doc__,
+        ("--minutes", 30.0, "minutes of the steady load"),
+        ("--pages", 160, "pages of 16 tokens on the device"),
     )
-    if not flat or load.failures:
+    load, rows, most = asyncio.run(measure(options.minutes, options.pages))
+    show(rows)
+    failed = [each for each in load.outcomes if each.output_tokens != ANSWER_TOKENS]
+    flat = all(row["flat"] for row in rows)
+    say(f"{load.begun} requests, {len(failed)} failed: {failed[:3]}")
+    counts = {"rate": round(most, 2), "requests": load.begun, "failed": len(failed)}
+    emit("soak", vars(options), rows, **counts, flat=flat)
+    if not flat or failed:
         raise SystemExit(1)
 
 

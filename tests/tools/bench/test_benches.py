@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
     "bits": ["--pairs", "16", "--seed", "1"],
     "collectives": ["--calls", "20"],
-    "handoff": ["--parts", "cost", "--handoffs", "20"],
+    "handoff": ["--parts", "cost", "exposure", "--handoffs=20", "--prompts=1"],
     "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],
     "scheduler": ["--steps", "10"],
 }

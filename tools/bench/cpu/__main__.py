@@ -13,33 +13,38 @@ bandwidth, which is measured between the rounds.
 """
 
 import argparse
-import shlex
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import uvloop
 
 from common.config import Quantize
 from tests.support.checkpoints import VOCABULARY_SIZE
-from tools.bench.cpu import delta_net, weight_forms
 from tools.bench.cpu import floor as cpu_floor
-from tools.bench.cpu.contenders import baton, llama, transformers
+from tools.bench.cpu import in_process
 from tools.bench.cpu.figures import (
     Figure,
-    Table,
+    Measured,
     agreement,
     best,
     growth,
-    markdown,
     ratios,
     spreads,
 )
 from tools.bench.cpu.floor import Floor
-from tools.bench.cpu.rounds import Measured, Systems, Traffic, measured
+from tools.bench.cpu.systems_in_turns import (
+    StreamLoad,
+    Systems,
+    baton,
+    llama,
+    measured,
+    transformers,
+)
 from tools.bench.support.models import (
     QWEN3_450M,
     QWEN3_SMALL,
@@ -48,17 +53,19 @@ from tools.bench.support.models import (
     kept,
     weight_bytes,
 )
-from tools.bench.support.record import ROOT, emit, say
+from tools.bench.support.record import ROOT, emit, parsed, say, show
 
 THREADS = (1, 2)  # numbers of threads tried for each peer
 DEFAULT, COLOCATED, INT8 = "Baton, default flags", "Baton, colocated", "Baton, colocated, int8"
 TRANSFORMERS, LLAMA, LLAMA_Q8 = "transformers", "llama.cpp bf16", "llama.cpp Q8_0"
 GAP, RATE, FIRST = ("itl_ms", "p50"), ("tokens_per_s",), ("ttft_ms", "p50")
 PAGE_TOKENS = 16
+Key = TypeVar("Key")
+Found = tuple[Measured, list[Figure]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BenchSizes:
     """The sizes of the models and loads."""
 
     name: str  # name of the large model
@@ -73,50 +80,63 @@ class Sizes:
     read_bytes: int
 
 
-FULL = Sizes("qwen3-450m", QWEN3_450M, 256, 32, (256, 2048), 64, 64, 2048, 16, 1 << 30)
-QUICK = Sizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
+FULL = BenchSizes("qwen3-450m", QWEN3_450M, 256, 32, (256, 2048), 64, 64, 2048, 16, 1 << 30)
+QUICK = BenchSizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Settings of all parts."""
 
-    sizes: Sizes
+    sizes: BenchSizes
     large: Path
     tiny: Path
-    flags: tuple[str, ...]  # flags for all of Baton's nodes
-    llama_python: str | None
+    llama_python: str  # "": llama.cpp is left out
     rounds: int
-    seed: int
 
     def all_systems(self) -> Systems:
+        int8 = ["--engine.quantize=int8"]
         return {
-            DEFAULT: partial(baton, "disaggregated", self.large, self.flags),
-            COLOCATED: partial(baton, "colocated", self.large, self.flags),
-            INT8: partial(baton, "colocated", self.large, (*self.flags, "--engine.quantize=int8")),
+            DEFAULT: partial(baton, "disaggregated", self.large),
+            COLOCATED: partial(baton, "colocated", self.large),
+            INT8: partial(baton, "colocated", self.large, int8),
             TRANSFORMERS: partial(transformers, self.large, "bfloat16", THREADS),
             LLAMA: partial(llama, self.llama_python, self.large, "bf16", THREADS),
             LLAMA_Q8: partial(llama, self.llama_python, self.large, "q8_0", THREADS),
         }
 
-    async def measured(self, systems: Systems, *traffics: Traffic, vocabulary: int) -> Measured:
+    def floor(self) -> Floor:
+        return cpu_floor.measured(self.sizes.read_bytes, self.sizes.model)
+
+    async def measured(
+        self, systems: Systems, *traffics: StreamLoad, vocabulary: int = 0
+    ) -> Measured:
+        """Measure systems of the large model, or of another vocabulary."""
         return await measured(
             systems,
             traffics,
-            vocabulary=vocabulary,
+            vocabulary=vocabulary or self.sizes.model["vocab_size"],
             rounds=self.rounds,
-            seed=self.seed,
-            floor=partial(cpu_floor.measured, self.sizes.read_bytes, self.sizes.model),
+            floor=self.floor,
         )
 
+    def in_process(
+        self, one_round: Callable[[], Iterable[tuple[Key, float]]]
+    ) -> tuple[Measured, dict[Key, list[float]]]:
+        """Measure in this process. Returns the value of each round by key."""
+        found, values = Measured(), defaultdict[Key, list[float]](list)
+        for number in range(1, self.rounds + 1):
+            say(f"  round {number} of {self.rounds}")
+            found.floors.append(self.floor())
+            for key, value in one_round():
+                values[key].append(value)
+        return found, values
 
-Part = Callable[[Bench], Awaitable[tuple[Measured, list[Figure]]]]
 
-
-async def _one(bench: Bench) -> tuple[Measured, list[Figure]]:
+async def _one(bench: Bench) -> Found:
     load, sizes = "1 stream", bench.sizes
-    traffic = Traffic(load, 1, 1, sizes.prompt, sizes.output)
-    found = await bench.measured(bench.all_systems(), traffic, vocabulary=sizes.model["vocab_size"])
+    traffic = StreamLoad(load, 1, 1, sizes.prompt, sizes.output)
+    found = await bench.measured(bench.all_systems(), traffic)
     least_ms = 1e3 * found.floor.step_s(weight_bytes(bench.large))
 
     def in_floors(system: str) -> list[float]:
@@ -131,33 +151,33 @@ async def _one(bench: Bench) -> tuple[Measured, list[Figure]]:
     ]
 
 
-async def _eight(bench: Bench) -> tuple[Measured, list[Figure]]:
+async def _eight(bench: Bench) -> Found:
     load, sizes = "8 streams", bench.sizes
-    traffic = Traffic(load, 8, 8, sizes.prompt, sizes.output)
-    found = await bench.measured(bench.all_systems(), traffic, vocabulary=sizes.model["vocab_size"])
+    traffic = StreamLoad(load, 8, 8, sizes.prompt, sizes.output)
+    found = await bench.measured(bench.all_systems(), traffic)
     return found, _rates(found, load, goal=1.8, goal_int8=2.0)
 
 
 def _rates(found: Measured, load: str, *, goal: float, goal_int8: float) -> list[Figure]:
-    def against(system: str, peer: str, goal: float | None = None) -> Figure:
-        values = found.table.values
-        compared = ratios(values(system, load, *RATE), values(peer, load, *RATE))
-        what = f"tokens/s, {load}: {system} / {peer}"
-        return found.figure(what, compared, "high", goal, of=[system, peer])
-
     return [
-        against(COLOCATED, LLAMA, goal),
-        against(DEFAULT, LLAMA),
-        against(COLOCATED, TRANSFORMERS),
-        against(INT8, LLAMA_Q8, goal_int8),
+        _rate(found, load, COLOCATED, LLAMA, goal),
+        _rate(found, load, DEFAULT, LLAMA),
+        _rate(found, load, COLOCATED, TRANSFORMERS),
+        _rate(found, load, INT8, LLAMA_Q8, goal_int8),
     ]
 
 
-async def _first(bench: Bench) -> tuple[Measured, list[Figure]]:
+def _rate(found: Measured, load: str, system: str, peer: str, goal: float | None = None) -> Figure:
+    ours, theirs = (found.table.values(name, load, *RATE) for name in (system, peer))
+    what = f"tokens/s, {load}: {system} / {peer}"
+    return found.figure(what, ratios(ours, theirs), "high", goal, of=[system, peer])
+
+
+async def _first(bench: Bench) -> Found:
     sizes, systems = bench.sizes, dict(bench.all_systems())
     del systems[INT8], systems[LLAMA_Q8]
-    traffics = [Traffic(f"prompt of {tokens}", 1, 1, tokens, 1) for tokens in sizes.first]
-    found = await bench.measured(systems, *traffics, vocabulary=sizes.model["vocab_size"])
+    traffics = [StreamLoad(f"prompt of {tokens}", 1, 1, tokens, 1) for tokens in sizes.first]
+    found = await bench.measured(systems, *traffics)
     figures = []
     for tokens, traffic in zip(sizes.first, traffics, strict=True):
         times = {name: found.table.values(name, traffic.name, *FIRST) for name in systems}
@@ -165,8 +185,7 @@ async def _first(bench: Bench) -> tuple[Measured, list[Figure]]:
         for name, goal in ((COLOCATED, 1.0), (DEFAULT, None)):
             what = f"first token, {traffic.name}: time of the better peer / {name}"
             figures.append(found.figure(what, ratios(peers, times[name]), "high", goal, of=[LLAMA]))
-        flops = cpu_floor.product_flops(sizes.model, tokens)
-        least_ms = 1e3 * found.floor.product_s(flops)
+        least_ms = 1e3 * found.floor.product_s(cpu_floor.product_flops(sizes.model, tokens))
         shares = [least_ms / took for took in times[COLOCATED]]
         goal = 0.85 if tokens == sizes.first[0] else None
         what = f"prefill, {traffic.name}, products alone as a share of oneDNN's bf16 rate"
@@ -174,31 +193,25 @@ async def _first(bench: Bench) -> tuple[Measured, list[Figure]]:
     return found, figures
 
 
-async def _tiny(bench: Bench) -> tuple[Measured, list[Figure]]:
+async def _tiny(bench: Bench) -> Found:
     load = "tiny model, 16 streams"
     systems: Systems = {
-        DEFAULT: partial(baton, "disaggregated", bench.tiny, bench.flags),
-        COLOCATED: partial(baton, "colocated", bench.tiny, bench.flags),
+        DEFAULT: partial(baton, "disaggregated", bench.tiny),
+        COLOCATED: partial(baton, "colocated", bench.tiny),
         TRANSFORMERS: partial(transformers, bench.tiny, "float32", THREADS),
     }
-    traffic = Traffic(load, 16, 48, 128, bench.sizes.tiny_output)
+    traffic = StreamLoad(load, 16, 48, 128, bench.sizes.tiny_output)
     found = await bench.measured(systems, traffic, vocabulary=VOCABULARY_SIZE)
-    rates = {name: found.table.values(name, load, *RATE) for name in systems}
     for name in (DEFAULT, COLOCATED):
         if agreement(found.table, load, name, TRANSFORMERS) < 1.0:
             raise SystemExit(f"{name} and transformers answer differently: no speed without proof")
     return found, [
-        found.figure(
-            f"tokens/s, {load}: {name} / transformers",
-            ratios(rates[name], rates[TRANSFORMERS]),
-            "high",
-            goal,
-        )
-        for name, goal in ((DEFAULT, 3.0), (COLOCATED, None))
+        _rate(found, load, DEFAULT, TRANSFORMERS, 3.0),
+        _rate(found, load, COLOCATED, TRANSFORMERS),
     ]
 
 
-async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
+async def _context(bench: Bench) -> Found:
     """Measure decoding with long contexts.
 
     The requests share prefixes, because the KV of separate prompts would fill the memory and take a
@@ -206,23 +219,21 @@ async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
     not from a CPU cache.
     """
     sizes, own, output = bench.sizes, PAGE_TOKENS, 16
-    short = Traffic(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
-    long = Traffic(
-        f"{sizes.long_streams} streams x {sizes.long_prompt}",
-        sizes.long_streams,
-        sizes.long_streams,
-        sizes.long_prompt,
-        output,
-        sizes.long_prefixes,
-        own,
+    streams = sizes.long_streams
+    short = StreamLoad(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
+    long = StreamLoad(
+        f"{streams} streams x {sizes.long_prompt}",
+        *(streams, streams, sizes.long_prompt, output),
+        num_prefixes=sizes.long_prefixes,
+        own_tokens=own,
     )
-    tokens = long.num_prefixes * long.prompt_tokens + long.streams * 2 * (own + output)
+    tokens = long.num_prefixes * long.prompt_tokens + streams * 2 * (own + output)
     pages = 64 + (tokens + 2 * 8 * (sizes.prompt + output)) // PAGE_TOKENS
-    flags = (*bench.flags, f"--engine.cache.num-pages={pages}", "--engine.cache.swap-pages=0")
+    flags = (f"--engine.cache.num-pages={pages}", "--engine.cache.swap-pages=0")
     systems: Systems = {COLOCATED: partial(baton, "colocated", bench.large, flags)}
-    found = await bench.measured(systems, short, long, vocabulary=sizes.model["vocab_size"])
+    found = await bench.measured(systems, short, long)
 
-    def read_bytes(traffic: Traffic) -> int:
+    def read_bytes(traffic: StreamLoad) -> int:
         held = traffic.streams * (traffic.prompt_tokens + output // 2)
         each = cpu_floor.kv_bytes_per_token(sizes.model, torch.bfloat16.itemsize)
         return weight_bytes(bench.large) + held * each
@@ -237,35 +248,22 @@ async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
     ]
 
 
-async def _delta(bench: Bench) -> tuple[Measured, list[Figure]]:
-    """Measure the operations of a delta net in this process."""
-    floors, found = [], dict[str, list[float]]()
-    for number in range(1, bench.rounds + 1):
-        say(f"  round {number} of {bench.rounds}")
-        floors.append(cpu_floor.measured(bench.sizes.read_bytes, bench.sizes.model))
-        for step, speedup in delta_net.speedups():
-            found.setdefault(step, []).append(speedup)
-    measured = Measured(Table(), floors, {})
-    return measured, [
-        measured.figure(f"delta net, {step}: time of torch / compiled", values, "high", 1.0)
-        for step, values in found.items()
+async def _delta(bench: Bench) -> Found:
+    found, speedups = bench.in_process(in_process.delta_net_speedups)
+    return found, [
+        found.figure(f"delta net, {step}: time of torch / compiled", values, "high", 1.0)
+        for step, values in speedups.items()
     ]
 
 
-async def _int4(bench: Bench) -> tuple[Measured, list[Figure]]:
-    """Measure steps with weights of 16, 8 and 4 bits in this process."""
+async def _int4(bench: Bench) -> Found:
+    """Measure steps with weights of 16, 8 and 4 bits."""
     forms: dict[str, tuple[Path, Quantize]] = {
         "bfloat16": (bench.large, "none"),
         "int8": (bench.large, "int8"),
         "int4": (in_int4(bench.large), "none"),
     }
-    floors, took_ms = [], dict[tuple[str, str], list[float]]()
-    for number, least in enumerate(weight_forms.rounds(forms, bench.rounds), 1):
-        say(f"  round {number} of {bench.rounds}")
-        floors.append(cpu_floor.measured(bench.sizes.read_bytes, bench.sizes.model))
-        for key, value in least.items():
-            took_ms.setdefault(key, []).append(value)
-    found = Measured(Table(), floors, {})
+    found, took_ms = bench.in_process(in_process.WeightForms(forms).least_ms)
     figures = []
     for (step, form), values in took_ms.items():
         figures.append(found.figure(f"{step}, {form}: CPU time in ms", values, "low"))
@@ -275,7 +273,7 @@ async def _int4(bench: Bench) -> tuple[Measured, list[Figure]]:
     return found, figures
 
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[Bench], Awaitable[Found]]] = {
     "one": _one,
     "eight": _eight,
     "first": _first,
@@ -287,7 +285,15 @@ PARTS: dict[str, Part] = {
 
 
 def main() -> None:
-    options = _options()
+    options = parsed(
+        "cpu",
+        __doc__,
+        ("--only", PARTS, "parts to run"),
+        ("--rounds", 5, "rounds"),
+        ("--quick", False, "one round of a tiny model: its figures say nothing"),
+        ("--llama-python", "", "Python with llama-cpp-python and gguf. Without it no llama.cpp"),
+        ("--models", ROOT / "var" / "bench-models", "where checkpoints are made and kept"),
+    )
     uvloop.run(_run(options))
 
 
@@ -297,32 +303,36 @@ async def _run(options: argparse.Namespace) -> None:
         sizes=sizes,
         large=kept(options.models, sizes.name, torch.bfloat16, sizes.model),
         tiny=kept(options.models, "tiny", torch.float32, TINY),
-        flags=tuple(shlex.split(options.flags)),
         llama_python=options.llama_python,
         rounds=1 if options.quick else options.rounds,
-        seed=options.seed,
     )
-    figures: list[Figure] = []
-    rows: list[dict[str, Any]] = []
-    floors: list[Floor] = []
-    parts = options.only or list(PARTS)
-    for name in parts:
+    figures, floors, rows = list[Figure](), list[Floor](), list[dict[str, Any]]()
+    for name in options.only:
         say(f"part {name}")
         found, new_figures = await PARTS[name](bench)
-        say(f"\n{spreads(found.table)}\n\n{markdown(new_figures)}\n")
+        show(spreads(found.table))
+        _show_figures(new_figures)
         figures += new_figures
         floors += found.floors
         rows += [{"part": name, **row} for row in found.table.rows]
-    if len(parts) > 1:
-        say(f"{markdown(figures)}\n")
+    if len(options.only) > 1:
+        _show_figures(figures)
     say(_noise(floors))
+    for row in rows:
+        del row["token_ids"]
     emit(
         "cpu",
-        {**vars(options), "models": str(options.models)},
-        [{key: value for key, value in row.items() if key != "token_ids"} for row in rows],
+        vars(options),
+        rows,
         figures=[figure.record() for figure in figures],
         floors=[[floor.read_bytes_per_s, floor.product_flops_per_s] for floor in floors],
     )
+
+
+def _show_figures(figures: list[Figure]) -> None:
+    shown = ("what", "median", "worst", "goal", "reached", "note")
+    records = [figure.record() for figure in figures]
+    show([{name: record[name] for name in shown} for record in records])
 
 
 def _noise(floors: list[Floor]) -> str:
@@ -333,32 +343,6 @@ def _noise(floors: list[Floor]) -> str:
         f"multiplied at {min(products):.0f} to {max(products):.0f} GFLOP/s in bfloat16: where "
         "these differ much, others had their share of it."
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.cpu", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="of the parts")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of a tiny model: its figures say nothing"
-    )
-    parser.add_argument(
-        "--llama-python",
-        metavar="PYTHON",
-        help="one that has llama-cpp-python and gguf; without it llama.cpp is left out",
-    )
-    parser.add_argument("--flags", default="", metavar="'FLAGS'", help="for all nodes of Baton")
-    parser.add_argument(
-        "--models",
-        type=Path,
-        default=ROOT / "var" / "bench-models",
-        metavar="DIR",
-        help="where checkpoints are made and kept (var/bench-models)",
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Figures of tools/bench/cpu: one value per round, with median, worst value and goal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import getitem
 from statistics import median
 from typing import Any, Literal
+
+from tools.bench.cpu.floor import Floor
 
 Better = Literal["low", "high"]
 
@@ -34,20 +36,16 @@ class Figure:
         return self.middle <= self.goal if self.better == "low" else self.middle >= self.goal
 
     def record(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
+        return asdict(self) | {
             "median": round(self.middle, 4) if self.values else None,
             "worst": round(self.worst, 4) if self.values else None,
             "values": [round(value, 4) for value in self.values],
-            "better": self.better,
-            "goal": self.goal,
             "reached": self.reached,
-            "note": self.note,
         }
 
 
 @dataclass(slots=True)
-class Table:
+class RoundTable:
     """Measurements in rounds: a row for each system, load and round."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -59,6 +57,40 @@ class Table:
         """Return one number per round, by its path in the row. Empty without rows."""
         found: list[Any] = [reduce(getitem, keys, row) for row in self.of(system, load)]
         return [float(value) for value in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measurements of one part of the benchmark."""
+
+    table: RoundTable = field(default_factory=RoundTable)
+    floors: list[Floor] = field(default_factory=list)  # measured before each round
+    left_out: dict[str, str] = field(default_factory=dict)  # reasons by system
+
+    @property
+    def floor(self) -> Floor:
+        """Return the best floor of all rounds: the machine's limit without other load."""
+        return Floor(
+            max(floor.read_bytes_per_s for floor in self.floors),
+            max(floor.product_flops_per_s for floor in self.floors),
+        )
+
+    def figure(
+        self,
+        what: str,
+        values: Sequence[float],
+        better: Better,
+        goal: float | None = None,
+        *,
+        of: Sequence[str] = (),
+    ) -> Figure:
+        """Return a figure of this part.
+
+        Args:
+            of: systems that the values belong to. Systems that were left out are noted.
+        """
+        reasons = [f"{name}: {self.left_out[name]}" for name in of if name in self.left_out]
+        return Figure(what, values, better, goal, "; ".join(reasons))
 
 
 def ratios(values: Sequence[float], against: Sequence[float]) -> list[float]:
@@ -81,46 +113,23 @@ def growth(
     return [grown / (read / read_before) for grown in ratios(times, before)]
 
 
-def agreement(table: Table, load: str, system: str, other: str) -> float:
+def agreement(table: RoundTable, load: str, system: str, other: str) -> float:
     """Return the share of responses whose tokens all equal another system's."""
     mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
     pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
     return float(sum(a == b for a, b in pairs)) / len(pairs)
 
 
-def markdown(figures: Sequence[Figure]) -> str:
-    lines = ["| figure | median | worst round | rounds | goal | |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *map(_line, figures)])
-
-
-def spreads(table: Table) -> str:
-    """Format the results of each system: medians, and in brackets the range over the rounds."""
-    lines = [
-        "| load | system | threads | tokens/s | first token, ms | gap, ms |",
-        "|---|---|---|---|---|---|",
-    ]
+def spreads(table: RoundTable) -> list[dict[str, Any]]:
+    """Return a row for each system: medians, and in brackets the range over the rounds."""
+    rows = []
     for load, system in dict.fromkeys((row["load"], row["system"]) for row in table.rows):
         threads = {row.get("threads", "its own") for row in table.of(system, load)}
-        cells = (
-            _spread(table.values(system, load, *keys))
-            for keys in (("tokens_per_s",), ("ttft_ms", "p50"), ("itl_ms", "p50"))
-        )
-        said = " or ".join(map(str, sorted(threads)))
-        lines.append(f"| {load} | {system} | {said} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _line(figure: Figure) -> str:
-    sign = "<=" if figure.better == "low" else ">="
-    goal = "" if figure.goal is None else f"{sign} {figure.goal:g}"
-    if not figure.values:
-        return f"| {figure.what} | not measured | | | {goal} | {figure.note} |"
-    verdict = {True: "reached", False: "missed", None: ""}[figure.reached]
-    words = ", ".join(filter(None, (verdict, figure.note)))
-    return (
-        f"| {figure.what} | {figure.middle:.2f} | {figure.worst:.2f} | {len(figure.values)} "
-        f"| {goal} | {words} |"
-    )
+        row = {"load": load, "system": system, "threads": " or ".join(map(str, sorted(threads)))}
+        for keys in (("tokens_per_s",), ("ttft_ms", "p50"), ("itl_ms", "p50")):
+            row[" ".join(keys)] = _spread(table.values(system, load, *keys))
+        rows.append(row)
+    return rows
 
 
 def _spread(values: Sequence[float]) -> str:

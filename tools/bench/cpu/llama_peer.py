@@ -39,7 +39,7 @@ class Sequence:
         return self.prompt[self.num_computed : self.num_computed + most]
 
 
-class Engine:
+class LlamaEngine:
     def __init__(self, file: str) -> None:
         silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
@@ -123,7 +123,7 @@ class Engine:
 
 
 def main() -> None:
-    engine = Engine(sys.argv[1])
+    engine = LlamaEngine(sys.argv[1])
     for line in sys.stdin:
         print(json.dumps(engine.closed_loop(json.loads(line))), flush=True)
 

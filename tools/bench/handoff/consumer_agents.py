@@ -7,9 +7,9 @@ that the figures are those of the agent alone.
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,30 +18,23 @@ from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.nixl.agent import NixlHostMemory, NixlMemory
 from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlListener
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from tools.bench.support.record import percentiles, say
+from tools.bench.support.record import percentiles, say, show
 
+PAGE_BYTES = 64 << 10
 _WAIT_S = 60.0
 _WARM_UP = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    page_bytes: int
-    pool_gib: float
-    consumers: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _ProcessResources(NamedTuple):
     """The resources of this process. Pages pinned by a network card are not counted twice."""
 
-    memory_kib: int
-    pinned_kib: int
-    descriptors: int
-    mappings: int
+    memory_kib: float
+    pinned_kib: float
+    descriptors: float
+    mappings: float
 
     @classmethod
-    def now(cls) -> "_Held":
+    def now(cls) -> "_ProcessResources":
         status = Path("/proc/self/status").read_text()
         memory, pinned = (
             int(re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
@@ -51,40 +44,38 @@ class _Held:
         return cls(memory, pinned, len(os.listdir("/proc/self/fd")), maps)
 
 
-def measure(plan: Plan) -> list[dict[str, Any]]:
+def measure(pool_gib: float, consumers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return one row. Every page of the pool is resident before the first agent is created."""
-    num_pages = int(plan.pool_gib * (1 << 30)) // plan.page_bytes
-    pages = np.ones((num_pages, plan.page_bytes), np.uint8)
-    memory = NixlHostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
+    num_pages = int(pool_gib * (1 << 30)) // PAGE_BYTES
+    pages = np.ones((num_pages, PAGE_BYTES), np.uint8)
+    memory = NixlHostMemory(PagePool(pages.ctypes.data, PAGE_BYTES, num_pages, "cpu"))
     kind = _kind(memory)
-    agents = ConsumerAgents([kind], memory, max_consumers=plan.consumers + _WARM_UP)
+    agents = ConsumerAgents([kind], memory, max_consumers=consumers + _WARM_UP)
     for consumer in range(-_WARM_UP, 0):
         agents.prepare(consumer).result(_WAIT_S)
         agents.dismiss(consumer)
     agents.prepare(0).result(_WAIT_S)
-    before = _Held.now()
+    before = _ProcessResources.now()
     made_s = []
-    for consumer in range(1, plan.consumers):
+    for consumer in range(1, consumers):
         started = time.perf_counter()
         agents.prepare(consumer).result(_WAIT_S)
         made_s.append(time.perf_counter() - started)
-    there = _Held.now()
+    held = zip(_ProcessResources.now(), before, strict=True)
     started = time.perf_counter()
     agents.close()
     ended_s = time.perf_counter() - started
-    others = plan.consumers - 1
+    of_each = _ProcessResources(*(round((now - then) / (consumers - 1), 1) for now, then in held))
     row = {
         "path": kind.name,
-        "pool_gib": plan.pool_gib,
-        "consumers": plan.consumers,
+        "pool_gib": pool_gib,
+        "consumers": consumers,
         "made_ms": percentiles(made_s, 1e3),
-        "ended_ms": round(1e3 * ended_s / plan.consumers, 2),
-        "memory_kib": round((there.memory_kib - before.memory_kib) / others),
-        "pinned_kib": round((there.pinned_kib - before.pinned_kib) / others),
-        "descriptors": round((there.descriptors - before.descriptors) / others, 1),
-        "mappings": round((there.mappings - before.mappings) / others, 1),
+        "ended_ms": round(1e3 * ended_s / consumers, 2),
+        **of_each._asdict(),
     }
-    return [row]
+    show([row])
+    return [row], {}
 
 
 def _kind(memory: NixlMemory) -> PathKind:

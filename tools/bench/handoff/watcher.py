@@ -34,6 +34,7 @@ from kvtransfer.ports import (
     GrantCommand,
     Ints,
     OpenCommand,
+    ProducerRate,
     ProducerUp,
     ReadsEndedEvent,
 )
@@ -88,8 +89,6 @@ class Watcher:
         id = HandoffId(INSTANCE, self._handoffs, 1)
         sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
         num_pages = -(-len(token_ids) // self._engine.shape.layout.page_size)
-        # Uses the pool's pages in turn, so that every prompt is read into memory that has been used
-        # before.
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
@@ -104,10 +103,10 @@ class Watcher:
             match event:
                 case FirstTokenEvent():
                     token = event.token
-                case (
-                    HandoffAdmitted() | CompletedEvent() | ReadsEndedEvent()
-                ):  # the last one belongs to the previous hand-off
+                case HandoffAdmitted() | CompletedEvent() | ProducerRate():
                     pass
+                case ReadsEndedEvent():
+                    pass  # it belongs to the previous hand-off
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
         first_at = at[FirstTokenEvent]
@@ -123,6 +122,7 @@ async def watching(
     The engine configuration must be the node's own, because model, pages and dtype are compared.
     """
     engine = build(engine_config)
+    engine.pool.tensor.zero_()  # causes the page faults before the measurement
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[tuple[float, ConsumerEvent]] = asyncio.Queue()
     front_socket, thread_socket = socket_pair()

@@ -1,10 +1,9 @@
 """Clients of a measured router in their own process: a closed loop over HTTP or gRPC.
 
-    python -m tools.bench.router.clients '{"protocol": "http", "target": "127.0.0.1:8000", ...}'
+    python -m tools.bench.router.clients
 
 Requests are encoded once and responses hardly parsed, because the clients share the machine with
-the router. Prints a line before it measures, reads a line for each turn, and prints its counts as
-JSON.
+the router. Each line of stdin is a load (JSON), and the response is a line on stdout.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ import sys
 import time
 from typing import Any, cast
 
+import httptools
 import msgspec
 import uvloop
 
@@ -21,7 +21,7 @@ from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 
-_PATH = "/v1/completions"
+MODEL = "stub"
 SENTENCE = "The quick brown fox jumps over the lazy dog, and again. "
 
 
@@ -35,13 +35,11 @@ class Load(msgspec.Struct, frozen=True):
     clients: int = 64
     target: str = ""  # host:port
     seconds: float = 0.0
-    model: str = "stub"
 
 
 class Counts(msgspec.Struct):
     requests: int = 0
     tokens: int = 0
-    events: int = 0  # messages with tokens. For HTTP, events of streams
     failed: int = 0
     wall_s: float = 0.0
 
@@ -50,12 +48,11 @@ class _HttpClient(asyncio.Protocol):
     """A client that sends one request after the other on one connection."""
 
     def __init__(self, load: Load, request: bytes, until: float, counts: Counts) -> None:
-        self._stream = load.stream
         self._max_tokens = load.max_tokens
         self._request = request
         self._until = until
         self._counts = counts
-        self._received = b""
+        self._parser = httptools.HttpResponseParser(self)
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport
 
@@ -64,21 +61,12 @@ class _HttpClient(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if self._stream:
-            self._counts.events += data.count(b"\ndata: {")
-            self._received = self._received[-16:] + data
-            # Some servers end with the last event in one chunk, some with a separate empty chunk.
-            if not self._received.endswith(b"0\r\n\r\n"):
-                return
-        else:
-            self._received += data
-            if not _complete(self._received):
-                return
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
         self._counts.requests += 1
         self._counts.tokens += self._max_tokens
-        if self._received[:13] not in (b"HTTP/1.1 200 ", b"") and not self._stream:
-            self._counts.failed += 1
-        self._received = b""
+        self._counts.failed += self._parser.get_status_code() != 200
         if time.perf_counter() < self._until:
             self._transport.write(self._request)
         else:
@@ -91,19 +79,9 @@ class _HttpClient(asyncio.Protocol):
             self.over.set_result(None)
 
 
-def _complete(received: bytes) -> bool:
-    head, blank, body = received.partition(b"\r\n\r\n")
-    if not blank:
-        return False
-    _, _, length = head.lower().partition(b"content-length: ")
-    if not length:
-        return received.endswith(b"0\r\n\r\n")
-    return len(body) == int(length.partition(b"\r")[0])
-
-
 async def _http(load: Load, until: float, counts: Counts) -> None:
     content = {
-        "model": load.model,
+        "model": MODEL,
         "prompt": load.prompt,
         "max_tokens": load.max_tokens,
         "stream": load.stream,
@@ -112,8 +90,9 @@ async def _http(load: Load, until: float, counts: Counts) -> None:
     }
     body = json.dumps(content).encode()
     head = (
-        f"POST {_PATH} HTTP/1.1\r\nhost: {load.target}\r\ncontent-type: application/json\r\n"
-        f"accept: */*\r\nuser-agent: bench\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: {load.target}\r\naccept: */*\r\n"
+        "user-agent: bench\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
     )
     host, _, port = load.target.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -128,13 +107,11 @@ async def _http(load: Load, until: float, counts: Counts) -> None:
 
 async def _grpc(load: Load, until: float, counts: Counts) -> None:
     sampling = Sampling(max_tokens=load.max_tokens, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling=sampling)
-    request.text = load.prompt
+    request = GenerateRequest(text=load.prompt, sampling=sampling)
 
     async def client(stub: Any) -> None:
         while time.perf_counter() < until:
             async for message in stub.Generate(request, timeout=60):
-                counts.events += bool(message.token_ids)
                 counts.tokens += len(message.token_ids)
             counts.requests += 1
 
@@ -154,7 +131,6 @@ async def _turn(load: Load) -> Counts:
 
 
 def main() -> None:
-    print("ready", flush=True)
     for line in sys.stdin:
         counts = uvloop.run(_turn(msgspec.json.decode(line, type=Load)))
         print(msgspec.json.encode(counts).decode(), flush=True)

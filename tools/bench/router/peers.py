@@ -8,24 +8,24 @@ from pathlib import Path
 from tools.bench.support.record import say
 
 WHEELS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+ENVIRONMENT = Path.home() / ".cache" / "baton-bench" / "router-peers"
 ADDRESSES = 4 * len(WHEELS)  # for two systems of each wheel: its address and its metrics
 _INSTALL_S = 300.0
 
 
-def installed(cache: Path) -> dict[str, Path]:
-    """Install the wheels in a separate environment below `cache`. Returns their commands by wheel.
+def installed() -> dict[str, Path]:
+    """Install the wheels in an environment of their own. Returns their commands by wheel.
 
     Wheels that cannot be installed are left out, and the reason is printed.
     """
-    environment = cache / "router-peers"
-    pip = environment / "bin" / "pip"
+    pip = ENVIRONMENT / "bin" / "pip"
     found = {}
     if not pip.exists():
-        _run(sys.executable, "-m", "venv", str(environment))
+        _run(sys.executable, "-m", "venv", str(ENVIRONMENT))
     for name, version in WHEELS.items():
-        command = environment / "bin" / name
+        command = ENVIRONMENT / "bin" / name
         if not command.exists():
-            say(f"installing {name} {version} into {environment} ...")
+            say(f"installing {name} {version} into {ENVIRONMENT} ...")
             _run(str(pip), "install", "--quiet", f"{name}=={version}")
         if command.exists():
             found[name] = command

@@ -4,13 +4,14 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from simulation.virtual.process import environment
-from tools.bench.support.record import ROOT, say, table
+from tools.bench.support.record import ROOT, say, show
 
 PARTS = (
     "router/cluster",
@@ -55,44 +56,41 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
         "faults": [{"kill": "colocated/0", "at": 2}],
     },
 }
-COLUMNS = {"part": "{part}", "executed": "{executed}", "lines": "{lines}", "share": "{share:.0%}"}
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
     """Return a row for each part. `directory`: for files."""
-    executed: dict[str, set[int]] = {}
+    file, found = directory / "sim.yaml", directory / "lines.json"
+    executed: dict[str, set[int]] = defaultdict(set)
     for name, scenario in SCENARIOS.items():
         say(f"  {name}")
-        file, found = directory / "sim.yaml", directory / "lines.json"
         file.write_text(json.dumps(scenario))
         command = [sys.executable, "-m", "tools.bench.simulation.traced", str(found), str(file)]
         command += (str(each) for part in PARTS for each in _files(part))
         subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
         for path, lines in json.loads(found.read_bytes()).items():
-            executed.setdefault(path, set()).update(lines)
-    rows: list[dict[str, Any]] = []
+            executed[path] |= set(lines)
+    rows, totals = list[dict[str, Any]](), {"executed": 0, "lines": 0}
     for part in PARTS:
-        of_files = [(executed.get(str(file), set()), _lines(file)) for file in _files(part)]
-        rows.append(
-            {
-                "part": part,
-                "executed": sum(len(ran & lines) for ran, lines in of_files),
-                "lines": sum(len(lines) for _, lines in of_files),
-            }
-        )
-    total = {name: sum(row[name] for row in rows) for name in ("executed", "lines")}
-    rows.append({"part": "all", **total})
+        counts = {"executed": 0, "lines": 0}
+        for each in _files(part):
+            lines = _lines(each)
+            counts["lines"] += len(lines)
+            counts["executed"] += len(lines & executed[str(each)])
+        totals = {name: total + counts[name] for name, total in totals.items()}
+        rows.append({"part": part, **counts})
+    rows.append({"part": "all", **totals})
     return [{**row, "share": row["executed"] / row["lines"]} for row in rows]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table(rows, COLUMNS)
+def show_lines(rows: list[dict[str, Any]]) -> None:
+    show(rows)
     say("Goal: 60 % of all.")
 
 
-def _files(part: str) -> Iterator[Path]:
+def _files(part: str) -> list[Path]:
     where = ROOT / part
-    yield from (where,) if where.is_file() else sorted(where.rglob("*.py"))
+    return [where] if where.is_file() else sorted(where.rglob("*.py"))
 
 
 def _lines(file: Path) -> set[int]:

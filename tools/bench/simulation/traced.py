@@ -14,29 +14,28 @@ from typing import Any
 from simulation.virtual.__main__ import main
 
 
-def traced_main(out: Path, scenario: str, files: list[str]) -> int:
-    """Run a scenario, and write the executed lines by file as JSON. Returns the exit code."""
-    executed: dict[str, set[int]] = {file: set() for file in files}
+def _trace(executed: dict[str, set[int]]) -> None:
+    """Note the executed lines of these files from now on."""
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
-        lines = executed.get(frame.f_code.co_filename)
-        if lines is None:
+        if (lines := executed.get(frame.f_code.co_filename)) is None:
             return None
-        lines.add(frame.f_lineno)
 
         def traced(frame: FrameType, event: str, argument: Any) -> Any:
             lines.add(frame.f_lineno)
             return traced
 
-        return traced
+        return traced(frame, event, argument)
 
-    sys.argv = [sys.argv[0], scenario, "json"]
     sys.settrace(called)
-    code = main()
-    sys.settrace(None)
-    out.write_text(json.dumps({file: sorted(lines) for file, lines in executed.items()}))
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(traced_main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    _, out, scenario, *files = sys.argv
+    executed: dict[str, set[int]] = {file: set() for file in files}
+    sys.argv[1:] = [scenario, "json"]
+    _trace(executed)
+    code = main()
+    sys.settrace(None)
+    Path(out).write_text(json.dumps({file: sorted(lines) for file, lines in executed.items()}))
+    sys.exit(code)

@@ -141,7 +141,7 @@ class _InOrder:
         return answer
 
 
-def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+def summary(answers: Sequence[RequestOutcome]) -> dict[str, Any]:
     """Return throughput and latencies of one run, named as in bench.summary.DEFINITIONS."""
     good = [answer for answer in answers if not answer.error]
     wall_s = _wall_s(answers)
@@ -171,5 +171,5 @@ def cpu_row(spent_s: Mapping[str, float], answers: Sequence[Answer]) -> dict[str
     }
 
 
-def _wall_s(answers: Sequence[Answer]) -> float:
+def _wall_s(answers: Sequence[RequestOutcome]) -> float:
     return max(answer.ended for answer in answers) - min(answer.due for answer in answers)

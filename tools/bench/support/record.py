@@ -3,12 +3,13 @@
 The last line of stdout is JSON. All output for people goes to stderr.
 """
 
+import argparse
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,30 @@ _LOAD_AT_START = os.getloadavg()[0]  # of other processes: a benchmark must run 
 _PACKAGES = ("torch", "transformers", "grpcio", "nixl", "numpy")
 
 
+def parsed(name: str, doc: str | None, *declared: tuple[str, Any, str]) -> argparse.Namespace:
+    """Parse the command line of `python -m tools.bench.NAME`.
+
+    Args:
+        doc: its first line describes the command.
+        declared: flag, default and help of each option. Values have the default's type. False is a
+            switch. A tuple or mapping has the choices, of which several may be given (all).
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.bench.{name}", description=(doc or "").partition("\n")[0]
+    )
+    for flag, default, text in declared:
+        match default:
+            case bool():
+                parser.add_argument(flag, action="store_true", help=text)
+            case tuple() | dict():
+                every = list(default)
+                parser.add_argument(flag, nargs="+", choices=every, default=every, help=text)
+            case _:
+                shown = f"{text} (%(default)s)"
+                parser.add_argument(flag, type=type(default), default=default, help=shown)
+    return parser.parse_args()
+
+
 def say(line: str = "") -> None:
     """Print one line for people."""
     print(line, file=sys.stderr, flush=True)
@@ -31,7 +56,7 @@ def emit(
 ) -> None:
     """Print the record of one run, as the last line of stdout."""
     record = {"bench": bench, "commit": commit(), "machine": machine(), "config": config}
-    print(json.dumps({**record, **more, "rows": rows}), flush=True)
+    print(json.dumps({**record, **more, "rows": rows}, default=str), flush=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
@@ -41,6 +66,23 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def show(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print all fields of rows for people, under their names. Floats have four digits."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    cells = [{f"c{i}": row.get(name, "") for i, name in enumerate(names)} for row in flat]
+    table(cells, {name: f"{{c{i}}}" for i, name in enumerate(names)})
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a row, and those of the objects in it."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
