@@ -358,7 +358,7 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags):
     assert value("baton_planner_target_nodes", {"kind": "prefill"}) == 2
     assert value("baton_planner_target_nodes", {"kind": "decode"}) == 1
     assert value("baton_planner_decisions_total", {"decision": "switch"}) == 1
-    assert value("baton_planner_role_changes_total", {"outcome": "done"}) == len(flags)
+    assert value("baton_planner_role_changes_total", {"outcome": "completed"}) == len(flags)
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
@@ -371,7 +371,7 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
     assert fleet.moved == ([("d:1", "d:2")] * 2 if flags else [])
     value = metrics.registry.get_sample_value
     assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
-    for outcome in ("done", "undone"):
+    for outcome in ("completed", "failed"):
         assert value("baton_planner_rebalances_total", {"outcome": outcome}) == len(flags)
 
 
