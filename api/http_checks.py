@@ -251,8 +251,7 @@ class HttpChecks:
         try:
             shown = _authorization(request)
             client = self._guard.identify(access or "client", shown, request.peer.host)
-            if client.usage is not None:
-                limits = client.usage.headers()
+            limits = client.usage.headers()
             self._admit(client, request.peer)
             if request.method == "POST":
                 self._guard.begin(client, 0)
@@ -293,12 +292,11 @@ class KeyConnections:
         Raises:
             RateLimited: the client has as many other open connections as allowed.
         """
-        usage, shown = client.usage, self._shown.get(connection, set())
-        allowed = None if usage is None else usage.limits.connections
-        if usage is None or allowed is None or client.name in shown:
+        allowed, shown = client.usage.limits.connections, self._shown.get(connection, set())
+        if allowed is None or client.name in shown:
             return
         if self._open[client.name] >= allowed:
-            usage.refused()
+            client.usage.refused()
             raise RateLimited(f"this key has {allowed} open connections, which is its limit")
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1

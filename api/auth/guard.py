@@ -181,8 +181,6 @@ class ApiKeyGuard:
         Raises:
             RateLimited, InvalidRequest: as KeyUsage.begin.
         """
-        if client.usage is None:
-            return
         try:
             client.usage.begin(num_requests)
         except RateLimited:

@@ -249,10 +249,11 @@ def prompts_of(
             raise invalid(name, "mixes text, token ids and lists of them")
 
 
-def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) -> None:
+def check_multiplied(fields: GenerationFields, num_bytes: int, best_of: int = 1) -> None:
     """Check the total size of a request's prompts over all of its choices.
 
     Args:
+        num_bytes: size of the body.
         best_of: number of responses to each prompt, if more than `n`.
 
     Raises:
@@ -260,9 +261,9 @@ def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) ->
     """
     own = f"{fields.where}n"
     name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
-    if len(body) * count > MAX_BYTES:
+    if num_bytes * count > MAX_BYTES:
         sentence = (
-            f"{name} = {count} copies of a body of {len(body)} bytes exceed {MAX_BYTES} bytes"
+            f"{name} = {count} copies of a body of {num_bytes} bytes exceed {MAX_BYTES} bytes"
         )
         raise ApiError(413, sentence, param=name)
 
@@ -274,7 +275,7 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
-    thinking_budget: int = -1,
+    thinking_budget: int | None = None,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
     """Return sampling parameters for each of the n choices of a prompt, unchecked.
@@ -284,7 +285,7 @@ def samplings(
     Args:
         best_of: number of responses to a prompt, if more than n.
         max_tokens: None: as many as fit into the context.
-        logprobs, prompt_logprobs, thinking_budget: -1: none.
+        logprobs, prompt_logprobs: -1: none.
         prompt_logprobs_start: index of the first prompt token with a log-probability.
 
     Raises:
@@ -314,7 +315,7 @@ def samplings(
         hidden_states=bool(fields.return_hidden_states),
         routed_experts=bool(fields.return_routed_experts),
         guide=guide_of(fields),
-        thinking_budget=thinking_budget,
+        thinking_budget=-1 if thinking_budget is None else thinking_budget,
     )
     return [
         first,
@@ -379,9 +380,9 @@ def choices(
     ]
 
 
-def session_of(prompt_cache_key: str | None, user: str | None) -> str:
-    """Return the session of a request with these fields, or ""."""
-    return prompt_cache_key or user or ""
+def session_of(fields: GenerationFields) -> str:
+    """Return the session of a request, or ""."""
+    return fields.prompt_cache_key or fields.user or ""
 
 
 def includes_usage(fields: GenerationFields) -> bool:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
 from api.dialect.problems import ApiError
-from api.dialect.tools import ToolOffer, guided, listening, optional
+from api.dialect.tools import ToolOffer, guided, optional, response_parser
 from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
 from api.parsers.events import StreamParser
@@ -87,17 +87,17 @@ def _logprobs(tokens: Sequence[TokenReport]) -> Logprobs | None:
 
 
 def _fill_in(
-    listener: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
+    parser: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
 ) -> None:
     """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
-    heard = listener.hear(piece.text, piece.marks, last=isinstance(piece, FinalChunk))
-    if response.finish_reason == "stop" and listener.has_called:
+    parsed = parser.parse(piece.text, piece.marks, last=isinstance(piece, FinalChunk))
+    if response.finish_reason == "stop" and parser.has_called:
         response.finish_reason = "tool_calls"
-    response.text = heard.content
-    response.reasoning = heard.reasoning
+    response.text = parsed.content
+    response.reasoning = parsed.reasoning
     response.tool_calls.extend(
         ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
-        for part in heard.calls
+        for part in parsed.calls
     )
 
 
@@ -132,21 +132,21 @@ class InferenceService:
             if retry is not None:
                 request_id = retry.request_id
             wanted = replace(from_request(request), request_id=request_id)
-            listener: StreamParser | None = None
+            parser: StreamParser | None = None
             match wanted.prompt.prompt:
                 case ChatPrompt(tools=tools):
                     offer = self._offer(tools)
                     wanted = replace(
                         wanted,
-                        shown=self._model.speech.shown[bool(tools)],
+                        shown=self._model.model_format.shown[bool(tools)],
                         sampling=self._guided(wanted.sampling, offer),
                     )
-                    listener = listening(self._model.speech, wanted.prompt, offer)
+                    parser = response_parser(self._model.model_format, wanted.prompt, offer)
 
             async def write(piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
-                if listener is not None:
-                    _fill_in(listener, piece, response)
+                if parser is not None:
+                    _fill_in(parser, piece, response)
                 await context.write(response)
 
             call = wanted, client, write, _metadata(context, HEADER)
@@ -224,14 +224,14 @@ class InferenceService:
 
     def _offer(self, tools: Sequence[Any]) -> ToolOffer:
         """Return the offer of these tools. Raise InvalidRequest if their call format is unknown."""
-        if tools and self._model.speech.tools == NONE:
+        if tools and self._model.model_format.tools == NONE:
             raise InvalidRequest("messages.tools: the tool call format of this model is unknown")
         return optional(tools)
 
     def _guided(self, sampling: SamplingParams, offer: ToolOffer) -> SamplingParams:
         """Return the sampling with the grammar that tools need, as over HTTP."""
         try:
-            return guided([sampling], offer, self._model.speech, "sampling.guide")[0]
+            return guided([sampling], offer, self._model.model_format, "sampling.guide")[0]
         except ApiError as refusal:
             if refusal.param == "tools":
                 raise InvalidRequest(f"messages.{refusal}") from None

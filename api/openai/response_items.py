@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from api.dialect.generation_endpoint import Event, RequestOrigin
+from api.dialect.generation_endpoint import Event, EventContent, RequestOrigin
 from api.dialect.problems import ApiError
 from api.openai.replies import fingerprint_fields
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -126,20 +126,20 @@ class ResponseOutput:
         self.items: list[Item] = []
         self._open: _Text | _Call | None = None
 
-    def add(self, heard: ParsedText) -> Iterator[Event]:
-        if heard.reasoning:
+    def add(self, parsed: ParsedText) -> Iterator[Event]:
+        if parsed.reasoning:
             if self.kind != "reasoning":
                 thought = ReasoningPart()
                 reasoning = ReasoningItem(_new_id("rs"), [thought])
                 yield from self._begin(reasoning, _Text(len(self.items), reasoning, thought))
-            yield from self._more(heard.reasoning)
-        if heard.content:
+            yield from self._more(parsed.reasoning)
+        if parsed.content:
             if self.kind != "message":
                 part = TextPart()
                 message = MessageItem(_new_id("msg"), [part])
                 yield from self._begin(message, _Text(len(self.items), message, part))
-            yield from self._more(heard.content)
-        for call in heard.calls:
+            yield from self._more(parsed.content)
+        for call in parsed.calls:
             yield from self._add_call(call)
 
     def end(self, *, whole: bool) -> Iterator[Event]:
@@ -192,24 +192,29 @@ _NOTHING_STORED = {
 }
 
 
-class ResponsesObject:
-    """The EventReply of one response."""
+class ResponsesObject(EventContent):
+    """One response."""
 
     def __init__(
-        self, origin: RequestOrigin, echoed: dict[str, Any], listener: StreamParser
+        self,
+        origin: RequestOrigin,
+        echoed: dict[str, Any],
+        parser: StreamParser,
+        *,
+        stream: bool,
     ) -> None:
+        super().__init__(stream=stream)
         self._origin = origin
         self._echoed = echoed
-        self._listener = listener
+        self._parser = parser
         self._output = ResponseOutput()
         self._num_thought = 0  # reasoning tokens
         self._numbers = count()  # sequence numbers of events
-        self.last: Event = {}  # the whole response, after it has ended
 
-    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+    def events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         return map(self._numbered, self._events(piece))
 
-    def failed(self, why: ApiError) -> Event:
+    def failure(self, why: ApiError) -> Event:
         event = {"type": "error", "code": why.code, "message": str(why), "param": why.param}
         return self._numbered(event)
 
@@ -217,11 +222,11 @@ class ResponsesObject:
         return {**event, "sequence_number": next(self._numbers)}
 
     def _events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        if not self._listener.begun:
+        if not self._parser.begun:
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}
         last = isinstance(piece, FinalChunk)
-        yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=last))
+        yield from self._output.add(self._parser.parse(piece.text, piece.marks, last=last))
         if isinstance(piece, FinalChunk):
             whole = piece.finish_reason == "stop"
             yield from self._output.end(whole=whole)

@@ -88,8 +88,7 @@ class PoolingEndpoint(Generic[F]):
             name_ignored(request, ignored)
             self._names.check_served(fields.model)
             client = self._begin(request, 1)
-            if client.usage is not None:
-                headers += client.usage.headers()
+            headers += client.usage.headers()
             asker = PoolingCaller(
                 client,
                 label=label,

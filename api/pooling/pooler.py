@@ -73,8 +73,7 @@ class Pooler:
                     )
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
-                    if client.usage is not None:
-                        client.usage.prompts(num_tokens)
+                    client.usage.prompts(num_tokens)
                     record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
                     namespace = decide_namespace(caller.cache_salt, client.namespaces_of)

@@ -9,18 +9,24 @@ import msgspec
 from aiohttp import web
 
 from api import openapi
-from api.anthropic.messages import CountTokens, MessagesEndpoint
+from api.anthropic.messages import MESSAGES, CountTokens
 from api.dialect import problems
 from api.dialect.bodies import BodyReader
-from api.dialect.generation_endpoint import ApiDialect, Begin, GenerationEndpoint, PromptEndpoint
+from api.dialect.generation_endpoint import (
+    Begin,
+    Dialect,
+    DialectReader,
+    GenerationEndpoint,
+    PromptEndpoint,
+)
 from api.dialect.ignored_fields import IgnoredFields, only
 from api.dialect.models import AllModelNames, EndpointByModel, ListedModel
 from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
 from api.http.messages import Handler, HttpRequest, HttpRoutes, whole
-from api.native.generate import NativeEndpoint, TokenizeEndpoint
-from api.openai.chat import ChatEndpoint
-from api.openai.completions import CompletionsEndpoint
-from api.openai.responses import ResponsesEndpoint
+from api.native.generate import NATIVE, TokenizeEndpoint
+from api.openai.chat import CHAT
+from api.openai.completions import COMPLETIONS
+from api.openai.responses import RESPONSES
 from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
 from api.pooling.scores import RerankFields, ScoreFields, rerank, score
 from api.program.nodes import ModelPool, Pools
@@ -60,6 +66,13 @@ OF_RERANK: Mapping[str, IgnoredFields] = {
 
 
 MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
+DIALECTS: Mapping[str, Dialect[Any]] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    MESSAGES_PATH: MESSAGES,
+    "/generate": NATIVE,
+}
 
 
 class AdminOperations:
@@ -202,17 +215,16 @@ def _of_model(pool: ModelPool, begin: Begin) -> MethodsByPath:
 
 
 def _generation(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown, speech = pool.config.ignore_unknown_fields, pool.model.speech
-    dialects: Mapping[str, ApiDialect] = {
-        "/v1/completions": CompletionsEndpoint(ignore_unknown=ignore_unknown),
-        "/v1/chat/completions": ChatEndpoint(speech, ignore_unknown=ignore_unknown),
-        "/v1/responses": ResponsesEndpoint(speech, ignore_unknown=ignore_unknown),
-        MESSAGES_PATH: MessagesEndpoint(speech, ignore_unknown=ignore_unknown),
-        "/generate": NativeEndpoint(ignore_unknown=ignore_unknown),
-    }
+    ignore_unknown, model_format = pool.config.ignore_unknown_fields, pool.model.model_format
     return {
-        path: GenerationEndpoint(dialect, pool.answers, pool.metrics, begin, names=pool.names)
-        for path, dialect in dialects.items()
+        path: GenerationEndpoint(
+            DialectReader(dialect, model_format, ignore_unknown=ignore_unknown),
+            pool.answers,
+            pool.metrics,
+            begin,
+            names=pool.names,
+        )
+        for path, dialect in DIALECTS.items()
     }
 
 
