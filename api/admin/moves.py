@@ -14,7 +14,7 @@ from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, N
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
 from router.cluster.decode_client import MigratableRequest
-from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
+from router.workers import LONGEST_S, OtherProcesses, ProcessQuery
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # seconds: the nodes may have to pair, and the target may have to free capacity
@@ -35,10 +35,10 @@ class MigrationService:
     def __init__(self, clusters: Sequence[Cluster], other_processes: OtherProcesses) -> None:
         self._clusters = clusters
         self._movables: ProcessQuery[list[str]] = ProcessQuery(
-            other_processes, _MOVABLE, self._movable, as_json(list[str])
+            other_processes, _MOVABLE, self._movable, list[str]
         )
         self._moves: ProcessQuery[MigrationResult | None] = ProcessQuery(
-            other_processes, _MOVE, self._move, as_json(MigrationResult | None)
+            other_processes, _MOVE, self._move, MigrationResult | None
         )
 
     async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
@@ -155,7 +155,7 @@ class Plans:
         self._last = Plan()  # without events
         self._at = 0.0
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
-        self._query = ProcessQuery(other_processes, f"{_PLAN}/{number}", self.own, as_message(Plan))
+        self._query = ProcessQuery(other_processes, f"{_PLAN}/{number}", self.own, Plan)
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""

@@ -25,7 +25,7 @@ from protos.router_pb2 import LatencySummary, ModelState, RouterState, WorkerSta
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.metrics import LATENCY_S, RecentRequests, RequestCounts
-from router.workers import OtherProcesses, ProcessHandler, ProcessQuery, as_message
+from router.workers import OtherProcesses, ProcessHandler, ProcessQuery
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
@@ -80,7 +80,7 @@ class MergedState:
         self._models = models
         self._counts = counts
         self._process_began = time.monotonic()
-        self._query = ProcessQuery(other_processes, STATE, self.own, as_message(WorkerState))
+        self._query = ProcessQuery(other_processes, STATE, self.own, WorkerState)
 
     async def now(self) -> RouterState:
         replies = await self._query.ask()

@@ -18,8 +18,8 @@ from api.generation import RequestLimiter
 from api.grpc.inference import InferenceService
 from api.grpc.service import (
     ROUTER_SERVICE,
-    AdminService,
     CallerResolver,
+    Method,
     add_router_service,
 )
 from api.http.acceptor import HttpContext, HttpLimits
@@ -62,7 +62,7 @@ class GrpcServer:
 
 
 def make_grpc(
-    base: RouterBase, pools: Pools, admin: AdminService, *, shares_port: bool
+    base: RouterBase, pools: Pools, admin: Mapping[str, Method], *, shares_port: bool
 ) -> GrpcServer:
     """Make the gRPC server. Raise ConfigError if its port is taken."""
     config, guard = base.config, base.clients.guard
@@ -219,7 +219,7 @@ async def run_router(
         keeper = await opened.enter_async_context(other_processes(place.keeper))
         registry = _registry(base, pools)
         admin = make_admin(base, pools, registry, place, others, keeper, on_drain)
-        grpc = make_grpc(base, pools, admin.service, shares_port=place.is_shared)
+        grpc = make_grpc(base, pools, admin.methods, shares_port=place.is_shared)
         metrics_port = await _serve_health_and_metrics(base, registry, grpc, opened)
         http = make_http(base, pools, admin)
         await opened.enter_async_context(serving_handlers(place, others.handlers))

@@ -130,7 +130,9 @@ class _Others:
     def __init__(self) -> None:
         self.handlers: dict[str, ProcessHandler] = {}
 
-    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> ProcessReplies:
+    async def ask(
+        self, path: str, longest_s: float = 2.0, /, **query: str
+    ) -> ProcessReplies[bytes]:
         if path == "/movable":
             return ProcessReplies({1: b'["theirs"]', 2: b"[]"}, 2)
         moved, stayed = (
