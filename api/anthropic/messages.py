@@ -4,25 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from api.anthropic import fields as asked_for
 from api.anthropic.fields import CountTokensFields, MessagesFields
 from api.auth.client import Client
-from api.dialect.bodies import BodyReader
 from api.dialect.fields import GenerationFields, check_multiplied, samplings
 from api.dialect.generation_endpoint import (
     Dialect,
     EndpointCall,
     Event,
     EventContent,
-    PromptEndpoint,
     RequestOrigin,
 )
-from api.dialect.ignored_fields import OF_COUNTED, OF_MESSAGES
+from api.dialect.ignored_fields import OF_MESSAGES
 from api.dialect.problems import ANTHROPIC, ApiError
 from api.dialect.tools import chat_call, offered
-from api.http.messages import HttpRequest
 from api.openai.replies import fingerprint_fields
 from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
@@ -222,21 +218,9 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class CountTokens:
-    """HTTP handler for /v1/messages/count_tokens."""
-
-    def __init__(
-        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
-    ) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
-
-    async def __call__(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._reader, self._count, ANTHROPIC)
-
-    async def _count(self, fields: CountTokensFields, client: Client) -> TokenCount:
-        choice = asked_for.chosen(fields)
-        offer = offered(asked_for.tools(fields), choice, self._model.model_format, parallel=None)
-        prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
-        return TokenCount(len(await self._model.prompts.encode(prompt, client)))
+async def count_tokens(model: ServedModel, fields: CountTokensFields, client: Client) -> TokenCount:
+    """Return the response of /v1/messages/count_tokens."""
+    choice = asked_for.chosen(fields)
+    offer = offered(asked_for.tools(fields), choice, model.model_format, parallel=None)
+    prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
+    return TokenCount(len(await model.prompts.encode(prompt, client)))

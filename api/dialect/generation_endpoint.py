@@ -25,6 +25,7 @@ from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, all_of
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
+from api.requests.served_model import ServedModel
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
@@ -322,7 +323,7 @@ class GenerationEndpoint:
                 return self._answers.generator.generate(*call)
             return self._answers.generate(*call, retry=retry, index=index)
 
-        await all_of([generated(index) for index in range(len(choices))])
+        await all_of([partial(generated, index) for index in range(len(choices))])
 
 
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
@@ -342,42 +343,50 @@ def _session_id(request: HttpRequest, asked: EndpointCall) -> str:
     return named or asked.session_id
 
 
-class PromptEndpoint:
-    """Base of HTTP handlers that use a prompt without generating, such as /tokenize.
+# Returns the response to a prompt's fields. Raises ApiError or ServingError.
+PromptAnswer = Callable[[ServedModel, F, Client], Awaitable[msgspec.Struct]]
+
+
+class PromptEndpoint(Generic[F]):
+    """HTTP handler of an endpoint that uses a prompt without generating, such as /tokenize.
 
     Args:
+        reader: reader of the body. Its record has a `model`.
         begin, names: see GenerationEndpoint.
         budget_s: time limit of a request, in seconds.
+        words: error vocabulary.
     """
 
-    def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
+    def __init__(
+        self,
+        reader: BodyReader[F],
+        answer: PromptAnswer[F],
+        model: ServedModel,
+        begin: Begin,
+        names: ModelNames,
+        budget_s: float,
+        words: Words = OPENAI,
+    ) -> None:
+        self._reader = reader
+        self._answer = answer
+        self._model = model
         self._begin = begin
         self._names = names
         self._budget_s = budget_s
+        self._words = words
 
-    async def answered(
-        self,
-        request: HttpRequest,
-        reader: BodyReader[F],
-        answer: Callable[[F, Client], Awaitable[msgspec.Struct]],
-        words: Words = OPENAI,
-    ) -> web.Response:
-        """Run a handler within the limits and return its response.
-
-        Args:
-            reader: reader of the body. Its record has a `model`.
-            answer: called with the fields and the client. Raises ApiError or ServingError.
-            words: error vocabulary.
-        """
+    async def __call__(self, request: HttpRequest) -> web.Response:
         try:
             client = self._begin(request, 1)
             with DeadlineScope(self._budget_s):
                 ignored: list[str] = []
-                fields: Any = reader.read(take_json(request), ignored)
+                fields: Any = self._reader.read(take_json(request), ignored)
                 name_ignored(request, ignored)
                 self._names.adapter(fields.model)
-                return whole(200, msgspec.json.encode(await answer(fields, client)))
+                answer = await self._answer(self._model, fields, client)
+                return whole(200, msgspec.json.encode(answer))
         except ApiError as refusal:
-            return refusal.in_words(words).response()
+            return refusal.in_words(self._words).response()
         except ServingError as error:
-            return problems.of_error(error, reader.names).in_words(words).response()
+            refusal = problems.of_error(error, self._reader.names)
+            return refusal.in_words(self._words).response()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
-from aiohttp import web
 
 from api.auth.client import Client
-from api.dialect.bodies import BodyReader, Ignored, Nothing
+from api.dialect.bodies import Ignored, Nothing
 from api.dialect.fields import (
     GenerationFields,
     Int32,
@@ -25,14 +24,12 @@ from api.dialect.generation_endpoint import (
     DONE,
     Dialect,
     EndpointCall,
-    PromptEndpoint,
     ResponseContent,
     encode,
 )
-from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
+from api.dialect.ignored_fields import OF_NATIVE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import ApiError, invalid
-from api.http.messages import HttpRequest
 from api.native.logprobs import CollectedLogprobs, LogprobFields, LogprobOptions
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import CollectedExperts, FinalChunk, OutputChunk, RoutedExperts
@@ -444,41 +441,23 @@ class Detokenized(msgspec.Struct):
     text: str  # the same as above, by SGLang's name
 
 
-class TokenizeEndpoint:
-    """HTTP handlers of /tokenize and /detokenize."""
+async def tokenize(model: ServedModel, fields: TokenizeFields, client: Client) -> Tokenized:
+    """Return the response of /tokenize."""
+    prompts = _texts_or_conversation(fields)
+    ids = [await model.prompts.encode(prompt, client) for prompt in prompts]
+    names = [model.tokenizer.names(each) for each in ids] if fields.return_token_strs else None
+    length = model.limits.context_length
+    if isinstance(fields.prompt, list):
+        return Tokenized(ids, [len(each) for each in ids], length, names)
+    return Tokenized(ids[0], len(ids[0]), length, names and names[0])
 
-    def __init__(
-        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
-    ) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
-        self._detokenize = BodyReader(
-            DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
-        )
 
-    async def tokenize(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._tokenize, self._tokenized)
-
-    async def detokenize(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._detokenize, self._detokenized)
-
-    async def _tokenized(self, fields: TokenizeFields, client: Client) -> Tokenized:
-        prompts = _texts_or_conversation(fields)
-        ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
-        names = None
-        if fields.return_token_strs:
-            names = [self._model.tokenizer.names(each) for each in ids]
-        length = self._model.limits.context_length
-        if isinstance(fields.prompt, list):
-            return Tokenized(ids, [len(each) for each in ids], length, names)
-        return Tokenized(ids[0], len(ids[0]), length, names and names[0])
-
-    async def _detokenized(self, fields: DetokenizeFields, client: Client) -> Detokenized:
-        check_context(fields.tokens, self._model.limits, "tokens")
-        check_vocabulary(fields.tokens, self._model.limits, "tokens")
-        text = await self._model.tokenizer.decode_any(fields.tokens)
-        return Detokenized(text, text)
+async def detokenize(model: ServedModel, fields: DetokenizeFields, client: Client) -> Detokenized:
+    """Return the response of /detokenize."""
+    check_context(fields.tokens, model.limits, "tokens")
+    check_vocabulary(fields.tokens, model.limits, "tokens")
+    text = await model.tokenizer.decode_any(fields.tokens)
+    return Detokenized(text, text)
 
 
 def _texts_or_conversation(fields: TokenizeFields) -> Sequence[Prompt]:

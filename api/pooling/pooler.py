@@ -5,6 +5,7 @@ Prefill nodes compute them without decode nodes.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from api.auth.client import Client
 from api.generation import DeadlineScope, RequestLimiter, TimeBudget
@@ -111,7 +112,7 @@ class Pooler:
             normalize=wanted.normalize,
             namespace=namespace,
         )
-        calls = [self._call(base, some, namespace, due) for some in _calls(prompts)]
+        calls = [partial(self._call, base, some, namespace, due) for some in _calls(prompts)]
         answers = await all_of(calls)
         return PoolingResult(
             vectors=[vector for answer in answers for vector in answer.vectors],

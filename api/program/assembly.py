@@ -233,22 +233,39 @@ async def run_router(
         opened.push_async_callback(http.stop, _LAST_WORDS_S)
         await grpc.server.start()
         _log_start(base, pools, grpc, http_port, metrics_port)
-        async with asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(_followed(each)) for each in begun]
+        async with _background(base, pools, admin, grpc, begun) as (following, readiness):
+            yield RunningRouter(base, pools, grpc, http, http_port, following, readiness)
 
-            async def update_health() -> None:
-                await _report_health(grpc, {name: pool.ready for name, pool in pools.items()})
 
-            readiness = [tasks.create_task(pool.report_readiness(update_health)) for pool in made]
-            keys = tasks.create_task(base.clients.keep_up())
-            trimming = tasks.create_task(keep_trimming())
-            sampling = tasks.create_task(admin.recent.run())
-            try:
-                yield RunningRouter(base, pools, grpc, http, http_port, following, readiness)
-            finally:
-                for task in (*readiness, *following, keys, trimming, sampling):
-                    task.cancel()
-                await rpc.stop(grpc.server, _LAST_WORDS_S)
+@asynccontextmanager
+async def _background(
+    base: RouterBase,
+    pools: Pools,
+    admin: AdminParts,
+    grpc: GrpcServer,
+    begun: Sequence[asyncio.Task[None]],
+) -> AsyncIterator[tuple[Sequence[asyncio.Task[None]], Sequence[asyncio.Task[None]]]]:
+    """Run the router's background tasks, and stop the gRPC server at the end.
+
+    Yields the tasks that follow the nodes' streams, and those that report the readiness.
+    """
+
+    async def update_health() -> None:
+        await _report_health(grpc, {name: pool.ready for name, pool in pools.items()})
+
+    async with asyncio.TaskGroup() as tasks:
+        following = [tasks.create_task(_followed(each)) for each in begun]
+        readiness = [
+            tasks.create_task(pool.report_readiness(update_health)) for pool in pools.values()
+        ]
+        others = base.clients.keep_up(), keep_trimming(), admin.recent.run()
+        running = [*readiness, *following, *map(tasks.create_task, others)]
+        try:
+            yield following, readiness
+        finally:
+            for task in running:
+                task.cancel()
+            await rpc.stop(grpc.server, _LAST_WORDS_S)
 
 
 def _registry(base: RouterBase, pools: Pools) -> CollectorRegistry:

@@ -123,7 +123,7 @@ async def _prepare(
         text = await prompts.text_of(prompt.prompt, inputs.token_ids) if wanted.echo else None
         return TokenizedRequest(spec, stops, asked, text)
 
-    jobs = await all_of([made(prompt) for prompt in together.prompts])
+    jobs = await all_of([partial(made, prompt) for prompt in together.prompts])
     num_tokens = sum(job.spec.num_tokens for job in jobs)
     check_prompt_logprobs(params, num_tokens * (together.num_answers // len(jobs)))
     client.usage.prompts(num_tokens, together.num_answers)
