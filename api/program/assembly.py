@@ -5,10 +5,9 @@ Runs the parts, and stops them in an order that lets requests finish.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -37,6 +36,7 @@ from common.config import RouterConfig
 from common.logs import kv
 from common.metrics.serving import served as served_metrics
 from common.process.resources import keep_trimming
+from common.process.waiting import first_of
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics, registry_of_models
 from router.workers import ProcessSlot, alone, other_processes, serving_handlers
@@ -163,15 +163,15 @@ class RunningRouter:
                 each.leave()
             self.http.stop_listening()
             stopping = asyncio.create_task(rpc.stop(self.grpc.server, longest_s))
-            await _first_of(self._all_is_served(), hurry.wait(), longest_s)
+            await first_of(self._all_is_served(), hurry.wait(), longest_s=longest_s)
             stopping.cancel()
         for each in limiters:
             each.close()
         self.http.drain()
-        await _first_of(self._none_live(), hurry.wait(), longest_s)
+        await first_of(self._none_live(), hurry.wait(), longest_s=longest_s)
         for task in self.following:
             task.cancel()  # requests end with the stream of their node
-        await _first_of(self._none_live(), hurry.wait(), _LAST_WORDS_S)
+        await first_of(self._none_live(), hurry.wait(), longest_s=_LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
         """Wait for requests and connections: a request is not live while it is received."""
@@ -336,12 +336,3 @@ async def _end(begun: Sequence[asyncio.Task[None]]) -> None:
     for task in begun:
         task.cancel()
     await asyncio.wait(begun)
-
-
-async def _first_of(
-    one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object], longest_s: float
-) -> None:
-    waits = {asyncio.create_task(one), asyncio.create_task(other)}
-    _, pending = await asyncio.wait(waits, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-    for wait in pending:
-        wait.cancel()

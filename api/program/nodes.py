@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 
-from api.auth.guard import ApiKeyGuard, ApiKeys, IsOperator, OperatorCheck
+from api.auth.guard import ApiKeyGuard, ApiKeys, OperatorCheck
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, PriorityLimits, RequestLimiter, TimeBudget
 from api.http_checks import AllowedHosts, Cors
@@ -24,9 +24,8 @@ from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig
 from common.identity import program
-from common.identity.guard import AuthRejection
 from common.identity.program import identity_of, is_loopback
-from common.identity.secret import SecretStore, keyrings
+from common.identity.secret import keyrings
 from common.logs import kv
 from common.metrics.program import TrustMetrics
 from common.tracing import context
@@ -84,7 +83,7 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     return Clients(
         guard=ApiKeyGuard(
             keyring,
-            _is_operator(held),
+            (lambda _: False) if held is None else OperatorCheck(held).accepts,
             metrics,
             operators_prove=not (here_only or config.server.insecure),
             has_secret=held is not None,
@@ -94,21 +93,6 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
         cors=Cors(config.clients.cors_origins),
         has_secret=held is not None,
     )
-
-
-def _is_operator(held: SecretStore | None) -> IsOperator:
-    if held is None:
-        return lambda shown: False
-    operator = OperatorCheck(held)
-
-    def is_operator(shown: str) -> bool:
-        try:
-            operator.check(shown)
-        except AuthRejection:
-            return False
-        return True
-
-    return is_operator
 
 
 @dataclass(frozen=True, slots=True)

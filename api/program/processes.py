@@ -27,6 +27,7 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.metrics.serving import served
 from common.process.children import ChildProcess
+from common.process.waiting import first_of
 from protos.router_pb2 import WorkerState
 from router.workers import (
     IN_TURN,
@@ -298,13 +299,8 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of a coroutine, or cancel it and return None when `stop` is set."""
-    stopping, doing = asyncio.create_task(stop.wait()), asyncio.create_task(what)
-    try:
-        await asyncio.wait({stopping, doing}, return_when=asyncio.FIRST_COMPLETED)
-        return None if stop.is_set() else doing.result()
-    finally:
-        stopping.cancel()
-        doing.cancel()
+    _, done = await first_of(stop.wait(), what)
+    return None if stop.is_set() or done is None else done.result()
 
 
 async def _first_byte(descriptor: int) -> bool:
