@@ -21,10 +21,10 @@ from api.dialect.models import ModelNames
 from api.dialect.problems import OPENAI, ApiError, Words
 from api.generation import DeadlineScope, new_request_id
 from api.http.messages import EVENT_STREAM, Headers, HttpRequest, HttpStream, whole
+from api.idempotency import IdempotencyCache, IdempotentRetry
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, all_of
-from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from api.requests.served_model import ServedModel
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
@@ -319,8 +319,6 @@ class GenerationEndpoint:
         def generated(index: int) -> Coroutine[Any, Any, None]:
             write, offer = partial(reply.write, index), partial(reply.offer, index)
             call = choices[index], client, write, traceparent, offer
-            if retry is None:
-                return self._answers.generator.generate(*call)
             return self._answers.generate(*call, retry=retry, index=index)
 
         await all_of([partial(generated, index) for index in range(len(choices))])

@@ -14,12 +14,12 @@ from api.dialect.problems import ApiError
 from api.dialect.tools import ToolOffer, guided, optional, response_parser
 from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
+from api.idempotency import IdempotencyCache
 from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
 from api.pooling.vectors import PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import ChatPrompt, PoolingCaller, check_context, check_vocabulary
-from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import SamplingParams
@@ -149,11 +149,8 @@ class InferenceService:
                     _fill_in(parser, piece, response)
                 await context.write(response)
 
-            call = wanted, client, write, _metadata(context, HEADER)
-            if retry is None:
-                await self._answers.generator.generate(*call)
-            else:
-                await self._answers.generate(*call, retry=retry)
+            traceparent = _metadata(context, HEADER)
+            await self._answers.generate(wanted, client, write, traceparent, retry=retry)
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context

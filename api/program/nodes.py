@@ -16,9 +16,9 @@ from api.auth.guard import ApiKeyGuard, ApiKeys, OperatorCheck
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, PriorityLimits, RequestLimiter, TimeBudget
 from api.http_checks import AllowedHosts, Cors
+from api.idempotency import MAX_BYTES, IdempotencyCache
 from api.pooling.pooler import Pooler
 from api.pooling.vectors import PoolingService, qwen3
-from api.requests.idempotency import MAX_BYTES, IdempotencyCache
 from api.requests.served_model import ServedModel, served_model
 from api.text.model_files import ModelFiles
 from common import rpc, tls
@@ -83,10 +83,9 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     return Clients(
         guard=ApiKeyGuard(
             keyring,
-            (lambda _: False) if held is None else OperatorCheck(held).accepts,
+            None if held is None else OperatorCheck(held),
             metrics,
             operators_prove=not (here_only or config.server.insecure),
-            has_secret=held is not None,
         ),
         keyring=keyring,
         hosts=AllowedHosts(host, config.clients.allowed_hosts),

@@ -16,12 +16,12 @@ from api.dialect.generation_endpoint import (
 )
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, Write
+from api.idempotency import IdempotencyCache
 from api.openai.completions import COMPLETIONS
 from api.openai.replies import TextTokens
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk, PromptReport, TokenReport, TokenUsage
 from api.requests.generate_params import GenerateParams
-from api.requests.idempotency import IdempotencyCache
 from common.errors import DeadlineExceeded
 from router.metrics import RouterMetrics
 from tests.support.http_client import Client as HttpClient
