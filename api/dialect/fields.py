@@ -106,20 +106,20 @@ def guide_of(fields: GuideFields) -> GuidedDecoding | None:
     nested = fields.structured_outputs or StructuredOutputs()
     said = {
         "response_format": _of_format(fields.response_format),
-        "structured_outputs.json": _schema(nested.json),
+        "structured_outputs.json": _guide("json_schema", nested.json),
         "structured_outputs.regex": _guide("regex", nested.regex),
         "structured_outputs.choice": _choice("structured_outputs.choice", nested.choice),
         "structured_outputs.grammar": _guide("ebnf", nested.grammar),
         "structured_outputs.json_object": JSON_OBJECT if nested.json_object else None,
-        "structured_outputs.structural_tag": _tag(nested.structural_tag),
-        "guided_json": _schema(fields.guided_json),
+        "structured_outputs.structural_tag": _guide("structural_tag", nested.structural_tag),
+        "guided_json": _guide("json_schema", fields.guided_json),
         "guided_regex": _guide("regex", fields.guided_regex),
         "guided_choice": _choice("guided_choice", fields.guided_choice),
         "guided_grammar": _guide("ebnf", fields.guided_grammar),
-        "json_schema": _schema(fields.json_schema),
+        "json_schema": _guide("json_schema", fields.json_schema),
         "regex": _guide("regex", fields.regex),
         "ebnf": _guide("ebnf", fields.ebnf),
-        "structural_tag": _tag(fields.structural_tag),
+        "structural_tag": _guide("structural_tag", fields.structural_tag),
     }
     given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
@@ -135,28 +135,18 @@ def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
         return JSON_OBJECT
     if wanted.type == "structural_tag":
         said = msgspec.structs.asdict(wanted).items()
-        return _tag({name: value for name, value in said if value is not None})
+        return _guide("structural_tag", {name: each for name, each in said if each is not None})
     if wanted.json_schema is None:
         raise invalid("response_format.json_schema", "is required")
-    return _schema(wanted.json_schema.schema)
+    return _guide("json_schema", wanted.json_schema.schema)
 
 
-def _schema(schema: str | dict[str, Any] | None) -> GuidedDecoding | None:
-    if schema is None or schema == "":
+def _guide(kind: str, value: str | dict[str, Any] | None) -> GuidedDecoding | None:
+    if value is None or value == "":
         return None
-    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return GuidedDecoding("json_schema", text)
-
-
-def _tag(tag: str | dict[str, Any] | None) -> GuidedDecoding | None:
-    if tag is None or tag == "":
-        return None
-    text = tag if isinstance(tag, str) else msgspec.json.encode(tag).decode()
-    return GuidedDecoding("structural_tag", text)
-
-
-def _guide(kind: str, text: str | None) -> GuidedDecoding | None:
-    return GuidedDecoding(kind, text) if text else None
+    return GuidedDecoding(
+        kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    )
 
 
 def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
