@@ -110,14 +110,14 @@ class InferenceService:
     def __init__(
         self,
         guard: ApiKeyGuard,
-        answers: IdempotencyCache,
+        generator: IdempotencyCache,
         vectors: PoolingService,
         model: ServedModel,
         *,
         budget_s: float,
     ) -> None:
         self._guard = guard
-        self._answers = answers
+        self._generator = generator
         self._vectors = vectors
         self._model = model
         self._budget_s = budget_s
@@ -128,7 +128,7 @@ class InferenceService:
         with self._begun(context) as client:
             key, request_id = _metadata(context, "idempotency-key"), new_request_id()
             content = partial(request.SerializeToString, deterministic=True)
-            retry = self._answers.retry(client, key, content, request_id) if key else None
+            retry = self._generator.retry(client, key, content, request_id) if key else None
             if retry is not None:
                 request_id = retry.request_id
             wanted = replace(from_request(request), request_id=request_id)
@@ -150,44 +150,44 @@ class InferenceService:
                 await context.write(response)
 
             traceparent = _metadata(context, HEADER)
-            await self._answers.generate(wanted, client, write, traceparent, retry=retry)
+            await self._generator.generate(wanted, client, write, traceparent, retry=retry)
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context
     ) -> router_pb2.EmbedResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             inputs = [from_input(each) for each in request.inputs]
-            pooled = await self._vectors.embed(inputs, asker, request.dimensions)
+            pooled = await self._vectors.embed(inputs, caller, request.dimensions)
         usage = router_pb2.Usage(prompt_tokens=sum(pooled.num_tokens))
         return router_pb2.EmbedResponse(
-            request_id=asker.request_id, vectors=pooled.vectors, usage=usage
+            request_id=caller.request_id, vectors=pooled.vectors, usage=usage
         )
 
     async def Score(
         self, request: router_pb2.ScoreRequest, context: Context
     ) -> router_pb2.ScoreResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             pairs = one_with_each(request.queries, request.documents)
-            scored = await self._vectors.score(pairs, asker, request.instruct)
+            scored = await self._vectors.score(pairs, caller, request.instruct)
         usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
         return router_pb2.ScoreResponse(
-            request_id=asker.request_id, scores=scored.scores, usage=usage
+            request_id=caller.request_id, scores=scored.scores, usage=usage
         )
 
     async def ScoreTokens(
         self, request: router_pb2.ScoreTokensRequest, context: Context
     ) -> router_pb2.ScoreTokensResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             scored = await self._vectors.label_scores(
                 [from_input(each) for each in request.prompts],
                 request.label_token_ids,
-                asker,
+                caller,
                 softmax=request.apply_softmax,
             )
         scores = [router_pb2.TokenScores(scores=each) for each in scored.scores]
         usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
         return router_pb2.ScoreTokensResponse(
-            request_id=asker.request_id, scores=scores, usage=usage
+            request_id=caller.request_id, scores=scores, usage=usage
         )
 
     async def Tokenize(
