@@ -386,5 +386,5 @@ class PromptEndpoint(Generic[F]):
         except ApiError as refusal:
             return refusal.in_words(self._words).response()
         except ServingError as error:
-            refusal = problems.of_error(error, self._reader.names)
-            return refusal.in_words(self._words).response()
+            problem = problems.of_error(error, self._reader.names)
+            return problem.in_words(self._words).response()

@@ -24,7 +24,7 @@ from router.workers import Drain
 
 Method: TypeAlias = Callable[[Any], Awaitable[Any]]  # request to response
 
-
+# Operator methods for the nodes of one model, by name.
 _ENGINES: Mapping[str, Any] = {
     "Pause": EngineCalls.pause,
     "Continue": EngineCalls.resume,
