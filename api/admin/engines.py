@@ -163,21 +163,24 @@ def _profiles(status: str, done: pb.ProfilesResponse) -> Mapping[str, Any]:
 COMMANDS: Mapping[str, OperatorCommand] = {
     "/pause_generation": OperatorCommand(
         "Pause inference on all nodes of the model.",
-        *(PauseFields, "Pause"),
+        PauseFields,
+        "Pause",
         lambda fields: pb.PauseRequest(mode=fields.mode),
         lambda _, done: {"status": "paused", "aborted": done.aborted},
         _OF_ALL,
     ),
     "/continue_generation": OperatorCommand(
         "Resume inference on all nodes of the model.",
-        *(ModelFields, "Continue"),
+        ModelFields,
+        "Continue",
         lambda _: pb.ContinueRequest(),
         lambda *_: {"status": "continued"},
         _OF_ALL,
     ),
     "/update_weights_from_disk": OperatorCommand(
         "Load other weights of the model on all nodes, from a directory.",
-        *(UpdateFields, "UpdateWeights"),
+        UpdateFields,
+        "UpdateWeights",
         lambda fields: pb.UpdateWeightsRequest(
             path=fields.model_path, abort=fields.abort_all_requests
         ),
@@ -186,7 +189,8 @@ COMMANDS: Mapping[str, OperatorCommand] = {
     ),
     "/update_weights_from_node": OperatorCommand(
         "Copy the weights of one node to all other nodes of the model.",
-        *(PullWeightsFields, "UpdateWeights"),
+        PullWeightsFields,
+        "UpdateWeights",
         lambda fields: pb.UpdateWeightsRequest(
             from_node=fields.node, abort=fields.abort_all_requests
         ),
@@ -195,35 +199,40 @@ COMMANDS: Mapping[str, OperatorCommand] = {
     ),
     "/release_memory_occupation": OperatorCommand(
         "Release the memory of all nodes of the model.",
-        *(MemoryFields, "ReleaseMemory"),
+        MemoryFields,
+        "ReleaseMemory",
         lambda fields: pb.ReleaseMemoryRequest(tags=fields.tags),
         lambda *_: {"status": "released"},
         _OF_ALL,
     ),
     "/resume_memory_occupation": OperatorCommand(
         "Allocate the released memory again on all nodes of the model.",
-        *(MemoryFields, "ResumeMemory"),
+        MemoryFields,
+        "ResumeMemory",
         lambda fields: pb.ResumeMemoryRequest(tags=fields.tags),
         lambda *_: {"status": "resumed"},
         _OF_ALL,
     ),
     "/start_profile": OperatorCommand(
         "Profile the next steps of all nodes of the model with torch's profiler.",
-        *(ProfileFields, "StartProfile"),
+        ProfileFields,
+        "StartProfile",
         lambda fields: pb.StartProfileRequest(num_steps=fields.num_steps or 0),
         lambda _, done: _profiles("profiling", done),
         _OF_PROFILES,
     ),
     "/stop_profile": OperatorCommand(
         "End the profile, and wait until the traces are written.",
-        *(ModelFields, "StopProfile"),
+        ModelFields,
+        "StopProfile",
         lambda _: pb.StopProfileRequest(),
         lambda _, done: _profiles("written", done),
         _OF_ALL,
     ),
     "/flush_cache": OperatorCommand(
         "Clear the prefix caches of all nodes of the model.",
-        *(ModelFields, "FlushCache"),
+        ModelFields,
+        "FlushCache",
         lambda _: pb.FlushCacheRequest(),
         lambda _, done: {"status": "flushed", "pages_freed": done.pages_freed},
         _OF_ALL,
@@ -232,14 +241,16 @@ COMMANDS: Mapping[str, OperatorCommand] = {
 ADAPTER_COMMANDS: Mapping[str, OperatorCommand] = {
     "/v1/load_lora_adapter": OperatorCommand(
         "Load a LoRA adapter on all nodes.",
-        *(LoadFields, "LoadAdapter"),
+        LoadFields,
+        "LoadAdapter",
         lambda fields: pb.LoadAdapterRequest(name=fields.lora_name, path=fields.lora_path),
         lambda fields, _: f"Success: LoRA adapter '{fields.lora_name}' added successfully.",
         _OF_ADAPTERS,
     ),
     "/v1/unload_lora_adapter": OperatorCommand(
         "Unload a LoRA adapter from all nodes.",
-        *(UnloadFields, "UnloadAdapter"),
+        UnloadFields,
+        "UnloadAdapter",
         lambda fields: pb.UnloadAdapterRequest(name=fields.lora_name),
         lambda fields, _: f"Success: LoRA adapter '{fields.lora_name}' removed successfully.",
         _OF_ADAPTERS,
