@@ -140,23 +140,23 @@ def _all(access: Access, *names: str) -> Mapping[str, Access]:
     return dict.fromkeys(names, access)
 
 
-_ROUTER = "/baton.v1.Router/"
+def _methods(names: str) -> Sequence[str]:
+    """Return paths of methods of the Router service, whose names are separated by spaces."""
+    return [f"/baton.v1.Router/{name}" for name in names.split()]
+
+
 METHODS: Mapping[str, Access] = {
     **_all(
         "client",
-        *(f"{_ROUTER}{name}" for name in ("Generate", "Embed", "Score", "ScoreTokens")),
-        *(f"{_ROUTER}{name}" for name in ("Tokenize", "Detokenize", "GetModel")),
+        *_methods("Generate Embed Score ScoreTokens Tokenize Detokenize GetModel"),
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ),
-    **_all("operator", *(f"{_ROUTER}{name}" for name in ("GetCluster", "Explain"))),
+    **_all("operator", *_methods("GetCluster Explain")),
     **_all(
         "commander",
-        *(f"{_ROUTER}{name}" for name in ("Drain", "Move", "ReportPlan")),
-        *(f"{_ROUTER}{name}" for name in ("LoadAdapter", "UnloadAdapter")),
-        *(f"{_ROUTER}{name}" for name in ("Pause", "Continue", "UpdateWeights", "FlushCache")),
-        *(f"{_ROUTER}{name}" for name in ("ReleaseMemory", "ResumeMemory")),
-        *(f"{_ROUTER}{name}" for name in ("StartProfile", "StopProfile")),
+        *_methods("Drain Move ReportPlan LoadAdapter UnloadAdapter Pause Continue UpdateWeights"),
+        *_methods("FlushCache ReleaseMemory ResumeMemory StartProfile StopProfile"),
     ),
 }
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -61,6 +61,8 @@ def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
     return YesNoReranker((yes, no))
 
 
+T = TypeVar("T")
+
 MAX_NUMBERS = 1 << 21  # numbers in one response: 8 MiB
 
 _POOLS: dict[Way, PoolingMode] = {
@@ -70,16 +72,11 @@ _POOLS: dict[Way, PoolingMode] = {
 }
 
 
-class Scores(msgspec.Struct, frozen=True):
-    scores: Sequence[float]
+class Scores(msgspec.Struct, Generic[T], frozen=True):
+    """Scores of the prompts, in order: a number each, or a number for each label."""
+
+    scores: Sequence[T]
     num_tokens: int  # of all prompts
-
-
-class LabelScores(msgspec.Struct, frozen=True):
-    """Scores of the labels for each prompt, in order."""
-
-    scores: Sequence[Sequence[float]]
-    num_tokens: int
 
 
 class PoolingService:
@@ -143,7 +140,7 @@ class PoolingService:
 
     async def score(
         self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller, task: str | None = None
-    ) -> Scores:
+    ) -> Scores[float]:
         """Return how well the texts of each pair match.
 
         The score is the output of a classification head with one class, or a reranker's probability
@@ -178,7 +175,7 @@ class PoolingService:
         caller: PoolingCaller,
         *,
         softmax: bool = False,
-    ) -> LabelScores:
+    ) -> Scores[Sequence[float]]:
         """Return the probability of each of these tokens as the next token of each prompt.
 
         Args:
@@ -195,9 +192,11 @@ class PoolingService:
             likely = [math.exp(each) for each in _floats(vector)[: len(tokens)]]
             total = sum(likely) if softmax else 1.0
             scores.append([each / total if total else 0.0 for each in likely])
-        return LabelScores(scores, sum(pooled.num_tokens))
+        return Scores(scores, sum(pooled.num_tokens))
 
-    async def _classified(self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller) -> Scores:
+    async def _classified(
+        self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller
+    ) -> Scores[float]:
         prompts = [TextPairPrompt(*pair) for pair in pairs]
         wanted = PoolingRequest(prompts=prompts, pooling=PoolingParams(PoolingMode.LABELS))
         pooled = await self._pooled(wanted, caller)

@@ -14,10 +14,10 @@ from api.admin.router_state import (
     METRICS_PATH,
     ClusterEndpoint,
     ClusterReport,
-    MergedMetricsEndpoint,
     MergedState,
-    MetricsEndpoint,
     ModelReport,
+    merged_metrics_endpoint,
+    metrics_endpoint,
     metrics_handlers,
 )
 from api.grpc.service import Method, admin_methods, model_methods
@@ -87,7 +87,7 @@ def make_admin(
     )
     engines = ByModel({name: EngineCalls(pool.state) for name, pool in pools.items()})
     of_models = model_methods(engines, adapters)
-    metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
+    metrics = merged_metrics_endpoint(keeper) if shared else metrics_endpoint(registry)
     others.handlers.update(metrics_handlers(registry))
     return AdminParts(
         admin_methods(

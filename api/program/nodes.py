@@ -39,7 +39,7 @@ from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
 from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import USE_PREFIX_INDEX, make_policy
-from router.policy.prefix_index import CacheWatch, PrefixHints, PrefixIndex
+from router.policy.prefix_index import CacheWatch, PrefixIndex
 from router.record import RequestRecords
 
 log = logging.getLogger(__name__)
@@ -336,7 +336,7 @@ async def _make_nodes(
     state.on_reports.append(metrics.nodes)
     policy = make_policy(config.policy, load, backlogs, prefixes)
     cluster = Cluster(
-        *(state, policy, load, backlogs, PrefixHints(prefixes), changed.set, served),
+        *(state, policy, load, backlogs, prefixes, changed.set, served),
         fingerprint_change=config.fingerprint_change,
     )
     pooling = PoolingNodes(
