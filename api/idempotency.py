@@ -53,13 +53,18 @@ class IdempotentRetry(NamedTuple):
 class IdempotencyCache:
     """Responses of requests with idempotency keys. For one event loop.
 
+    Attributes:
+        dispatcher: serves requests without a key.
+
     Args:
         keep_s: seconds for which a response is kept after its end, or continues without clients. 0:
             keys are ignored.
     """
 
-    def __init__(self, generator: Dispatcher, *, keep_s: float, max_bytes: int = MAX_BYTES) -> None:
-        self._generator = generator
+    def __init__(
+        self, dispatcher: Dispatcher, *, keep_s: float, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.dispatcher = dispatcher
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._answers: dict[Name, _Answer] = {}
@@ -101,17 +106,14 @@ class IdempotencyCache:
         traceparent: str = "",
         offer: Offer = lambda piece: False,
         *,
-        retry: IdempotentRetry | None = None,
+        retry: IdempotentRetry,
         index: int = 0,
     ) -> None:
         """Generate as Dispatcher.generate does. A repeated request gets its earlier response.
 
         Args:
-            retry: None: the request has no key.
             index: index of the response within the request.
         """
-        if retry is None:
-            return await self._generator.generate(wanted, client, write, traceparent, offer)
         name = (retry.client, retry.key, index)
         answer = self._answers.get(name)
         if answer is None or answer.retry.digest != retry.digest or answer.task.cancelling():
@@ -136,7 +138,7 @@ class IdempotencyCache:
             lambda answer, num_bytes: self._grown(name, answer, num_bytes),
         )
         self._answers[name] = answer
-        work = self._generator.generate(wanted, client, answer.write, traceparent, answer.offer)
+        work = self.dispatcher.generate(wanted, client, answer.write, traceparent, answer.offer)
         answer.task = asyncio.create_task(work)
         answer.task.add_done_callback(lambda task: self._over(name, answer, task))
         self._grown(name, answer, _ANSWER_BYTES)

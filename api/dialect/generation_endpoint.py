@@ -238,7 +238,7 @@ class GenerationEndpoint:
     def __init__(
         self,
         reader: DialectReader[Any],
-        generator: IdempotencyCache,
+        idempotency: IdempotencyCache,
         metrics: RouterMetrics,
         begin: Begin,  # called after a request is parsed, before any work on it
         *,
@@ -246,7 +246,7 @@ class GenerationEndpoint:
     ) -> None:
         self._reader = reader
         self._dialect = reader.dialect
-        self._generator = generator
+        self._idempotency = idempotency
         self._metrics = metrics
         self._begin = begin
         self._names = names
@@ -300,7 +300,9 @@ class GenerationEndpoint:
     ) -> IdempotentRetry | None:
         if not (key := request.header("idempotency-key")):
             return None
-        return self._generator.retry(client, key, lambda: request.route.encode() + body, request_id)
+        return self._idempotency.retry(
+            client, key, lambda: request.route.encode() + body, request_id
+        )
 
     def _problem(self, error: ServingError, form: str = "") -> ApiError:
         refusal = problems.of_error(error, self._reader.field_names, form)
@@ -319,7 +321,9 @@ class GenerationEndpoint:
         def generated(index: int) -> Coroutine[Any, Any, None]:
             write, offer = partial(reply.write, index), partial(reply.offer, index)
             call = choices[index], client, write, traceparent, offer
-            return self._generator.generate(*call, retry=retry, index=index)
+            if retry is None:
+                return self._idempotency.dispatcher.generate(*call)
+            return self._idempotency.generate(*call, retry=retry, index=index)
 
         await all_of([partial(generated, index) for index in range(len(choices))])
 

@@ -110,14 +110,14 @@ class InferenceService:
     def __init__(
         self,
         guard: ApiKeyGuard,
-        generator: IdempotencyCache,
+        idempotency: IdempotencyCache,
         vectors: PoolingService,
         model: ServedModel,
         *,
         budget_s: float,
     ) -> None:
         self._guard = guard
-        self._generator = generator
+        self._idempotency = idempotency
         self._vectors = vectors
         self._model = model
         self._budget_s = budget_s
@@ -128,7 +128,7 @@ class InferenceService:
         with self._begun(context) as client:
             key, request_id = _metadata(context, "idempotency-key"), new_request_id()
             content = partial(request.SerializeToString, deterministic=True)
-            retry = self._generator.retry(client, key, content, request_id) if key else None
+            retry = self._idempotency.retry(client, key, content, request_id) if key else None
             if retry is not None:
                 request_id = retry.request_id
             wanted = replace(from_request(request), request_id=request_id)
@@ -149,8 +149,11 @@ class InferenceService:
                     _fill_in(parser, piece, response)
                 await context.write(response)
 
-            traceparent = _metadata(context, HEADER)
-            await self._generator.generate(wanted, client, write, traceparent, retry=retry)
+            call = wanted, client, write, _metadata(context, HEADER)
+            if retry is None:
+                await self._idempotency.dispatcher.generate(*call)
+            else:
+                await self._idempotency.generate(*call, retry=retry)
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context

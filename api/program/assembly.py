@@ -71,7 +71,7 @@ def make_grpc(
     server = rpc.make_server(shares_port=shares_port, max_message_bytes=message_bytes)
     inference = {
         name: InferenceService(
-            guard, pool.generator, pool.vectors, pool.model, budget_s=config.request_timeout_s
+            guard, pool.idempotency, pool.vectors, pool.model, budget_s=config.request_timeout_s
         )
         for name, pool in pools.items()
     }

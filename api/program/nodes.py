@@ -173,7 +173,7 @@ class ModelPool:
     pooling: PoolingNodes
     membership: Membership
     changed: asyncio.Event
-    generator: IdempotencyCache
+    idempotency: IdempotencyCache
     vectors: PoolingService
     names: ModelNames
 
@@ -257,7 +257,7 @@ async def make_pool(
         reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
         has_nodes=bool(config.prefill),
     )
-    generator = IdempotencyCache(
+    idempotency = IdempotencyCache(
         _dispatcher(config, model, nodes.cluster, admission, records),
         keep_s=config.idempotency_ttl_s,
         max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
@@ -266,7 +266,7 @@ async def make_pool(
     return ModelPool(
         *(name, config, model, metrics, records, admission, *nodes),
         changed=changed,
-        generator=generator,
+        idempotency=idempotency,
         vectors=vectors,
         names=names,
     )

@@ -233,7 +233,7 @@ def _generation(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
     return {
         path: GenerationEndpoint(
             DialectReader(dialect, model_format, ignore_unknown=ignore_unknown),
-            pool.generator,
+            pool.idempotency,
             pool.metrics,
             begin,
             names=pool.names,
