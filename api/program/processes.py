@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -184,8 +184,7 @@ class _Process:
             self._child = ChildProcess("router", command, log=None, descriptors=(there,))
         finally:
             os.close(there)
-        with os.fdopen(here, "rb", buffering=0) as end:
-            return await _first_byte(end.fileno())
+        return await _first_byte(os.fdopen(here, "rb", buffering=0))
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Restart the process whenever it ends, until `stop`."""
@@ -303,22 +302,17 @@ async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None
     return None if stop.is_set() or done is None else done.result()
 
 
-async def _first_byte(descriptor: int) -> bool:
+async def _first_byte(pipe: BinaryIO) -> bool:
     """Return whether a byte arrives before the end of file.
 
     There is no deadline: a process may download a model.
     """
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def on_readable() -> None:
-        loop.remove_reader(descriptor)
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(descriptor, on_readable)
+    reader = asyncio.StreamReader()
+    connected = asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    transport, _ = await connected
     try:
-        await readable
+        return bool(await reader.read(1))
     finally:
-        loop.remove_reader(descriptor)
-    return bool(os.read(descriptor, 1))
+        transport.close()
